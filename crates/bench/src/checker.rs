@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use base::Nanos;
-use device::sim::{FaultKind, Gpu, ProfileSet};
+use device::sim::{FaultKind, Gpu, ModelProfile, ProfileSet};
 use device::{PreemptMode, PreemptionLevel};
 use model::config::Class;
-use runtime::core::{End, RealTimeOrder, RequestId};
+use runtime::core::{End, RequestId};
+use runtime::order::{ExecutionOrder, OrderedRequest};
 use runtime::policy::{CoRun, RealTimeStart, Rules, Streams};
 
 use crate::scenario::Scenario;
@@ -29,8 +30,10 @@ pub struct Limits {
     pub memory: u64,
     /// Multiprocessors.
     pub sms: u32,
-    /// Whether deadlines order real time.
-    pub earliest_deadline_first: bool,
+    /// The execution order of real time.
+    pub order: &'static dyn ExecutionOrder,
+    /// Device time of a request alone, by model, for orders that need it.
+    pub run_times: Vec<Nanos>,
     /// How long a best-effort request may wait for its first launch; `None` where it is promised no share.
     pub starvation: Option<Nanos>,
     /// Streams of real time.
@@ -46,7 +49,7 @@ impl Limits {
     pub fn new(
         scenario: &Scenario,
         set: &ProfileSet,
-        rules: &Rules,
+        (rules, order): (&Rules, &'static dyn ExecutionOrder),
         rt_streams: Range<usize>,
         streams: usize,
         watchdog: Nanos,
@@ -86,12 +89,17 @@ impl Limits {
         let silence = if silent { watchdog } else { Nanos::ZERO };
         let split = rules.streams == Streams::Split && rules.best_effort;
         let promised = left.filter(|_| split && scenario.best_effort_share_percent == 0);
+        let run_time = |model: &ModelProfile| {
+            let times = model.kernels.iter().map(|k| k.time_on(gpu.sms) + Nanos(gpu.gap_ns));
+            times.fold(Nanos::ZERO, |sum, time| sum + time)
+        };
         Limits {
             wait: promised.map(|left| left + queues + silence + Nanos(gpu.launch_ns + 1_000)),
             grace: left.filter(|_| split && rules.co_run != CoRun::All),
             memory: gpu.memory_bytes,
             sms: gpu.sms,
-            earliest_deadline_first: scenario.order() == RealTimeOrder::EarliestDeadline,
+            order,
+            run_times: set.models.iter().map(run_time).collect(),
             starvation: (scenario.best_effort_share_percent > 0)
                 .then_some(STARVED + silence + silence),
             rt_streams,
@@ -160,8 +168,9 @@ impl Checker {
         priority: u32,
         deadline: Nanos,
     ) {
-        let late = if self.limits.earliest_deadline_first { deadline.0 } else { 0 };
-        let key = (priority, late, request.order());
+        let remaining = self.limits.run_times.get(model).copied();
+        let ordered = OrderedRequest { deadline, remaining };
+        let key = (priority, self.limits.order.key(&ordered), request.order());
         let seen = Seen {
             model,
             class,

@@ -5,7 +5,7 @@ use std::path::Path;
 use base::Nanos;
 use device::sim::{Fault, FaultKind, ProfileSet, builtin};
 use model::config::Class;
-use runtime::core::RealTimeOrder;
+use runtime::order::{self, ExecutionOrder};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -93,6 +93,10 @@ pub struct Scenario {
     pub best_effort_share_percent: u32,
     /// Earliest deadline first instead of first come first served.
     pub earliest_deadline_first: bool,
+    /// Execution order of real time: `edf`, `fifo`, `least_laxity`. Overrides
+    /// `earliest_deadline_first`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub execution_order: Option<String>,
     /// Requests of a model that may wait.
     pub queue_capacity: usize,
     /// Streams of best effort; 0 for one per best-effort client.
@@ -117,6 +121,7 @@ impl Default for Scenario {
             seed: 1,
             best_effort_share_percent: 0,
             earliest_deadline_first: true,
+            execution_order: None,
             queue_capacity: 256,
             best_effort_streams: 0,
             memory_mb: None,
@@ -151,13 +156,18 @@ impl Scenario {
         Ok(set)
     }
 
-    /// Order inside a real-time priority.
-    pub fn order(&self) -> RealTimeOrder {
-        if self.earliest_deadline_first {
-            RealTimeOrder::EarliestDeadline
-        } else {
-            RealTimeOrder::Fifo
-        }
+    /// The execution order inside a real-time priority.
+    pub fn order(&self) -> Result<&'static dyn ExecutionOrder, ScenarioError> {
+        let name = match (&self.execution_order, self.earliest_deadline_first) {
+            (Some(name), _) => name.as_str(),
+            (None, true) => "edf",
+            (None, false) => "fifo",
+        };
+        order::by_name(name).ok_or_else(|| ScenarioError::Unknown {
+            kind: "execution order",
+            name: name.to_string(),
+            known: order::names(),
+        })
     }
 
     /// Its faults in the device's form.

@@ -5,10 +5,11 @@ mod setup;
 use std::fmt::Write as _;
 
 use base::{Histogram, Nanos, Random};
-use device::sim::{Gpu, GpuEvent, ModelProfile, Segment, TaskId, reference_output};
+use device::DeviceCapabilities;
+use device::sim::{Gpu, GpuEvent, GpuSegment, ModelProfile, TaskId, reference_output};
 use model::config::Class;
-use runtime::core::{Action, Core, End, Event, ModelId, RequestId};
-use runtime::policy::{CoRun, Policy, PreemptionPoint, Progress, Rules};
+use runtime::core::{Action, Core, End, Event, ModelId, RequestId, SimAction, SimEvent};
+use runtime::policy::{CoRun, Policy, PreemptionPoint, ResumePoint, Rules};
 use std::sync::Arc;
 
 use crate::arrival::Clockwork;
@@ -197,7 +198,7 @@ impl Simulation {
         match event {
             GpuEvent::StepReady { stream, step } => {
                 if matches!(self.rules.co_run, CoRun::Padding(_)) {
-                    self.feed(Event::StepReady { queue: stream, step });
+                    self.feed(Event::Sim(SimEvent::StepReady { queue: stream, step }));
                 }
             }
             GpuEvent::Started { token, .. } => self.started(token),
@@ -209,15 +210,15 @@ impl Simulation {
                 self.feed(Event::SegmentDone { queue: stream, busy });
             }
             GpuEvent::Preempted { stream, step, tile, transmitted, busy, .. } => {
-                let left = PreemptionPoint { step, tile, transmitted };
-                self.feed(Event::SegmentPreempted { queue: stream, left, busy });
+                let point = PreemptionPoint { step, tile, transmitted };
+                self.feed(Event::SegmentPreempted { queue: stream, point, busy });
             }
             GpuEvent::Copied { token } => {
                 if let Some(request) = self.request_of(token) {
                     if let Some(checker) = &mut self.checker {
                         checker.input_ready(self.now, request);
                     }
-                    self.feed(Event::InputReady { request });
+                    self.feed(Event::Sim(SimEvent::InputReady { request }));
                 }
             }
             GpuEvent::Loaded { model } => {
@@ -309,13 +310,13 @@ impl Simulation {
             }
             // The simulated device divides steps instead.
             Action::Confine { .. } => {}
-            Action::SetBudget { queue, hold, take, expiry } => {
+            Action::Sim(SimAction::SetBudget { queue, hold, take, expiry }) => {
                 self.gpu.set_budget(now, queue, hold, take, expiry);
             }
-            Action::Pad { queue, step, sms, blocks } => {
+            Action::Sim(SimAction::Pad { queue, step, sms, blocks }) => {
                 self.gpu.pad(now, queue, step, sms, blocks);
             }
-            Action::Copy { request } => {
+            Action::Sim(SimAction::CopyInputs { request }) => {
                 if let Some(live) = self.live[request.slot()].as_ref() {
                     let bytes = self.models[live.model].input_bytes;
                     self.gpu.copy(now, Simulation::token(request), bytes);
@@ -361,7 +362,7 @@ impl Simulation {
             None => self.gpu.create_task(model, request.order()),
         };
         live.task = Some(task);
-        let segment = Segment { token: Simulation::token(request), task, model, steps, tile };
+        let segment = GpuSegment { token: Simulation::token(request), task, model, steps, tile };
         if self.gpu.enqueue(now, queue, segment).is_err() {
             self.feed(Event::SegmentFailed { queue, busy: Nanos::ZERO });
         }
@@ -507,12 +508,12 @@ impl Policy for BrokenRestore {
         self.0.name()
     }
 
-    fn rules(&self) -> Rules {
-        self.0.rules()
+    fn rules(&self, device: DeviceCapabilities) -> Rules {
+        self.0.rules(device)
     }
 
-    fn restore(&self, left: PreemptionPoint, known: Progress) -> Progress {
-        let right = self.0.restore(left, known);
-        Progress { tile: right.tile + 1, ..right }
+    fn restore(&self, point: PreemptionPoint, known: ResumePoint) -> ResumePoint {
+        let right = self.0.restore(point, known);
+        ResumePoint { tile: right.tile + 1, ..right }
     }
 }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::ops::Range;
 
 use base::Nanos;
-use device::sim::{Gpu, Span};
+use device::sim::{Gpu, WorkSpan};
 
 use crate::plot::COLOURS;
 
@@ -19,12 +19,12 @@ const LEAVES: &str = "#CC0000";
 struct Lane<'a> {
     name: String,
     colour: &'static str,
-    spans: Vec<&'a Span>,
+    spans: Vec<&'a WorkSpan>,
 }
 
 /// Draws everything a device kept between two times.
 pub fn svg(gpu: &Gpu, real_time: &Range<usize>, window: Range<Nanos>) -> String {
-    let shown: Vec<&Span> =
+    let shown: Vec<&WorkSpan> =
         gpu.spans().iter().filter(|s| s.to > window.start && s.from < window.end).collect();
     let lanes = lanes(&shown, real_time);
     let height = TOP + LANE * lanes.len() as f64 + 36.0;
@@ -57,7 +57,7 @@ pub fn svg(gpu: &Gpu, real_time: &Range<usize>, window: Range<Nanos>) -> String 
     text
 }
 
-fn lanes<'a>(shown: &[&'a Span], real_time: &Range<usize>) -> Vec<Lane<'a>> {
+fn lanes<'a>(shown: &[&'a WorkSpan], real_time: &Range<usize>) -> Vec<Lane<'a>> {
     let streams = shown.iter().map(|span| span.stream + 1).max().unwrap_or(1);
     let lane = |stream: usize| {
         let is_rt = real_time.contains(&stream);
@@ -101,7 +101,8 @@ fn draw_lane(text: &mut String, lane: &Lane<'_>, index: usize, sms: f64, x: &dyn
         lane.name,
         LEFT + WIDTH
     );
-    let ends = |span: &&Span| [(span.from, f64::from(span.sms)), (span.to, -f64::from(span.sms))];
+    let ends =
+        |span: &&WorkSpan| [(span.from, f64::from(span.sms)), (span.to, -f64::from(span.sms))];
     let mut changes: Vec<(Nanos, f64)> = lane.spans.iter().flat_map(ends).collect();
     changes.sort_by_key(|(at, _)| *at);
     let mut path = format!("M{LEFT:.1} {bottom:.1}");

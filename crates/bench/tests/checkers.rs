@@ -86,3 +86,24 @@ fn best_effort_gets_its_share_under_saturating_real_time() {
         assert!(with >= 30 && with > without, "{policy}: {without} without, {with} with a share");
     }
 }
+
+#[test]
+fn execution_orders_are_selected_by_name_and_kept() {
+    let text = "seconds = 1.0\nexecution_order = 'least_laxity'\n
+        [[clients]]\nname = 'long'\nmodel = 'resnet152'\nclass = 'real_time'\ndeadline_ms = 60.0
+        arrival = { kind = 'uniform', rate = 40.0 }\n
+        [[clients]]\nname = 'short'\nmodel = 'densenet201'\nclass = 'real_time'\ndeadline_ms = 55.0
+        arrival = { kind = 'poisson', rate = 150.0 }";
+    let run = |text: &str| {
+        let scenario: Scenario = toml::from_str(text).unwrap();
+        let options = SimulationOptions { trace: true, ..CHECKED };
+        bench::simulation::run(&scenario, options)
+    };
+    let least_laxity = run(text).unwrap();
+    assert_eq!(least_laxity.violations, Vec::<String>::new());
+    let edf = run(&text.replace("least_laxity", "edf")).unwrap();
+    assert_eq!(edf.violations, Vec::<String>::new());
+    assert_ne!(least_laxity.trace, edf.trace, "the orders differ");
+    let unknown = run(&text.replace("least_laxity", "shortest")).unwrap_err();
+    assert!(unknown.to_string().contains("edf, fifo, least_laxity"), "{unknown}");
+}

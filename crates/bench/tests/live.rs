@@ -97,7 +97,7 @@ fn scaled_rates_come_to_the_published_share() {
 fn what_cannot_run_is_refused() {
     let live = live();
     let refused = live.run(&workload("A"), Rates::Literal, "reef").unwrap_err();
-    assert!(matches!(refused, LiveError::Node(NodeError::NotCarriedOut(_))), "{refused}");
+    assert!(matches!(refused, LiveError::Node(NodeError::PolicyNotSupported(_))), "{refused}");
     let mut other = workload("A");
     other.clients[0].model = "nobody".to_string();
     let refused = live.run(&other, Rates::Literal, "atoll").unwrap_err().to_string();

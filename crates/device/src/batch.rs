@@ -1,4 +1,4 @@
-//! Requests that run together: their inputs wait on their own, one task is made of several, and its outputs are cut apart.
+//! Batches on a device: staged inputs of requests, joined into one task, and its outputs split.
 
 use std::any::Any;
 
@@ -6,29 +6,29 @@ use model::{Dim, LaunchPlan, Tensor};
 
 use crate::DeviceError;
 
-/// The inputs of one request, checked and on their way to the device. Dropping them gives them up.
+/// The inputs of one request, checked and staged for a batch. Dropping them cancels the staging.
 pub trait StagedInputs: Send {
-    /// Rows they have.
+    /// Number of rows.
     fn rows(&self) -> usize;
 
     /// For the device to get its own type back.
     fn into_any(self: Box<Self>) -> Box<dyn Any>;
 }
 
-/// Inputs that wait in host memory as they came.
+/// Staged inputs in host memory.
 pub struct HostStagedInputs {
     inputs: Vec<Tensor>,
     rows: usize,
 }
 
 impl HostStagedInputs {
-    /// `inputs`, which have been checked against a plan with a batch.
+    /// Stages `inputs`, which have been checked against a plan with a batch dimension.
     pub fn new(inputs: Vec<Tensor>) -> HostStagedInputs {
         let rows = rows_of(&inputs);
         HostStagedInputs { inputs, rows }
     }
 
-    /// What was staged.
+    /// The staged tensors.
     pub fn into_inputs(self) -> Vec<Tensor> {
         self.inputs
     }
@@ -44,12 +44,13 @@ impl StagedInputs for HostStagedInputs {
     }
 }
 
-/// Rows that inputs of a plan with a batch have.
+/// Rows of `inputs` for a plan with a batch dimension.
 pub fn rows_of(inputs: &[Tensor]) -> usize {
     inputs.first().and_then(|tensor| tensor.shape().first()).copied().unwrap_or(0)
 }
 
-/// The symbols of `plan`'s inputs other than `batch` with the sizes that `inputs` give them; they have been checked.
+/// Sizes that `inputs` give to the symbolic dimensions of `plan` other than `batch`. The inputs
+/// have been checked.
 pub fn other_sizes(plan: &LaunchPlan, batch: &str, inputs: &[Tensor]) -> Vec<(String, usize)> {
     let mut sizes: Vec<(String, usize)> = Vec::new();
     for (id, tensor) in plan.inputs.iter().zip(inputs) {
@@ -65,7 +66,7 @@ pub fn other_sizes(plan: &LaunchPlan, batch: &str, inputs: &[Tensor]) -> Vec<(St
     sizes
 }
 
-/// The rows of all requests one after another, input by input.
+/// Concatenates the rows of staged requests, input by input.
 pub(crate) fn join(staged: Vec<Box<dyn StagedInputs>>) -> Result<Vec<Tensor>, DeviceError> {
     let mut requests = Vec::with_capacity(staged.len());
     for staged in staged {
@@ -77,7 +78,7 @@ pub(crate) fn join(staged: Vec<Box<dyn StagedInputs>>) -> Result<Vec<Tensor>, De
     join_rows(&requests)
 }
 
-/// The rows of `requests`, each one tensor per input, one after another.
+/// Concatenates the rows of `requests`, input by input.
 pub fn join_rows(requests: &[Vec<Tensor>]) -> Result<Vec<Tensor>, DeviceError> {
     let inputs = requests.first().map_or(0, Vec::len);
     let join = |index: usize| {
@@ -90,13 +91,14 @@ pub fn join_rows(requests: &[Vec<Tensor>]) -> Result<Vec<Tensor>, DeviceError> {
     (0..inputs).map(join).collect()
 }
 
-/// The outputs of each of several requests out of those of their batch. `rows` are theirs, in the batch's order.
+/// Splits the outputs of a batch into those of its members, which have `rows` each, in this order.
 pub fn split(outputs: &[Tensor], rows: &[usize]) -> Result<Vec<Vec<Tensor>>, DeviceError> {
     let total: usize = rows.iter().sum();
     if let Some(odd) = outputs.iter().find(|output| output.shape().first() != Some(&total)) {
         let shape = odd.shape();
         return Err(DeviceError::BadPlan(format!(
-            "an output of a batch of {total} has shape {shape:?}: the model does not keep rows apart, set batching.policy to 'none'"
+            "an output of a batch of {total} has shape {shape:?}: rows are not independent, \
+             set batching.policy to 'none'"
         )));
     }
     let mut start = 0;
@@ -122,13 +124,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_joined_comes_apart_again() {
+    fn splits_what_it_joined() {
         let requests = [vec![column(&[1])], vec![column(&[2, 3])], vec![column(&[4])]];
         let joined = join_rows(&requests).expect("same shapes");
         assert_eq!(joined[0].to_vec(), Some(vec![1, 2, 3, 4]));
         let apart = split(&joined, &[1, 2, 1]).expect("four rows");
         assert_eq!(apart, requests);
-        assert!(split(&joined, &[1, 2]).is_err(), "a row would be nobody's");
+        assert!(split(&joined, &[1, 2]).is_err(), "three of four rows");
         let other = Tensor::from_vec(vec![1, 2], vec![5, 6]).expect("a row");
         assert!(join_rows(&[vec![column(&[1])], vec![other]]).is_err());
     }

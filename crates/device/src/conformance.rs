@@ -1,7 +1,8 @@
-//! The suite every device passes: what [`Device`](crate::Device), programs, tasks and queues promise,
-//! tried on small plans whose outputs a slow reference computes anew each time.
+//! Conformance tests that every device passes: programs, tasks and queues on small plans whose
+//! outputs a slow reference computes.
 //!
-//! A plan that a device refuses with a reason is skipped; one that it takes must run and be right.
+//! A plan that a device refuses with a reason is skipped; one that it accepts must run and be
+//! right.
 
 mod batches;
 mod plans;
@@ -22,37 +23,37 @@ use crate::{
     Segment, Task,
 };
 
-/// How long one segment may take before the device counts as hung.
+/// Time of one segment after which the device counts as hung.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What became of a case.
+/// Result of a case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// As promised.
+    /// Conforms.
     Passed,
-    /// Not as promised: what was wrong.
+    /// Does not conform: what was wrong.
     Failed(String),
-    /// The device does not do this: its reason.
+    /// The device does not support it: its reason.
     Skipped(String),
 }
 
-/// One promise, tried.
+/// One case.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// What was tried.
+    /// Its name.
     pub name: String,
-    /// What became of it.
+    /// Its result.
     pub verdict: Verdict,
 }
 
-/// What became of all cases.
+/// Results of all cases.
 #[derive(Clone, Debug, Default)]
-pub struct Report {
+pub struct ConformanceReport {
     /// In the order they ran.
     pub cases: Vec<Case>,
 }
 
-impl Report {
+impl ConformanceReport {
     /// The cases that failed.
     pub fn failures(&self) -> impl Iterator<Item = &Case> {
         self.cases.iter().filter(|case| matches!(case.verdict, Verdict::Failed(_)))
@@ -68,7 +69,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for ConformanceReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for case in &self.cases {
             match &case.verdict {
@@ -104,28 +105,29 @@ fn ensure(holds: bool, why: impl Into<String>) -> Result<(), Stop> {
     if holds { Ok(()) } else { Err(Stop::Wrong(why.into())) }
 }
 
-/// Tries everything on `device`.
-pub fn run(device: &dyn Device) -> Report {
-    let mut report = Report::default();
+/// Runs all cases on `device`.
+pub fn run(device: &dyn Device) -> ConformanceReport {
+    let mut report = ConformanceReport::default();
     results::run(device, &mut report);
     queues::run(device, &mut report);
     batches::run(device, &mut report);
     report
 }
 
-/// Tries on `device`, whose weights come and go, what that promises. Nothing else may use it meanwhile.
-pub fn run_residency(device: &dyn Device) -> Report {
-    let mut report = Report::default();
+/// Runs the residency cases on `device`, which loads and evicts weights. Nothing else may use it
+/// meanwhile.
+pub fn run_residency(device: &dyn Device) -> ConformanceReport {
+    let mut report = ConformanceReport::default();
     residency::run(device, &mut report);
     report
 }
 
-/// Completions as they come.
+/// Forwards completions.
 struct Inbox(Sender<Completion>);
 
 impl CompletionSink for Inbox {
     fn complete(&self, completion: Completion) {
-        // Nobody listens any more when a case has ended early.
+        // The receiver is gone when a case ends early.
         let _ = self.0.send(completion);
     }
 }
@@ -156,7 +158,7 @@ impl TestQueue {
     /// Launches steps of `task` and waits for them.
     fn run(&self, task: Box<dyn Task>, steps: std::ops::Range<usize>) -> Result<Completion, Stop> {
         let segment = Segment { token: 1, task, steps };
-        self.queue.launch(segment).map_err(|_| "an idle queue gave a segment back".to_string())?;
+        self.queue.launch(segment).map_err(|_| "an idle queue refused a segment".to_string())?;
         self.wait()
     }
 

@@ -1,12 +1,48 @@
-//! What every device is to the rest of the system: programs that are loaded, tasks that are prepared
-//! from inputs, and queues that run segments of a task and can be asked to leave early.
+//! The interface between the runtime and a device: programs that are loaded, tasks that are
+//! prepared from inputs, and queues that run segments of a task and preempt them.
 //!
-//! A device never decides what runs next. It reports what happened through a [`CompletionSink`], and
-//! the runtime's core decides.
+//! A device never decides what runs next. It reports what happened through a [`CompletionSink`],
+//! and the core of the runtime decides.
+//!
+//! How a plan runs, from loading to outputs:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::sync::mpsc::{Sender, channel};
+//!
+//! use device::{Completion, CompletionSink, Device, DeviceError, Outcome, QueueOptions, Segment};
+//! use model::{LaunchPlan, Tensor};
+//!
+//! struct Completions(Sender<Completion>);
+//!
+//! impl CompletionSink for Completions {
+//!     fn complete(&self, completion: Completion) {
+//!         let _ = self.0.send(completion);
+//!     }
+//! }
+//!
+//! fn infer(
+//!     device: &dyn Device,
+//!     plan: Arc<LaunchPlan>,
+//!     inputs: Vec<Tensor>,
+//! ) -> Result<Vec<Tensor>, DeviceError> {
+//!     let program = device.load(plan)?;
+//!     let task = program.prepare(inputs)?;
+//!     let (sender, completions) = channel();
+//!     let options = QueueOptions { id: 0, capacity: 1, high_priority: true, preemptible: false };
+//!     let queue = device.open_queue(options, Arc::new(Completions(sender)))?;
+//!     let steps = task.next_step()..task.step_count();
+//!     assert!(queue.launch(Segment { token: 7, task, steps }).is_ok(), "the queue is empty");
+//!     let done = completions.recv().expect("one completion for every segment");
+//!     assert_eq!((done.token, &done.outcome), (7, &Outcome::Done));
+//!     done.task.into_outputs()
+//! }
+//! ```
 
 pub mod batch;
 pub mod conformance;
 pub mod paged;
+pub mod profile;
 pub mod residency;
 pub mod sim;
 
@@ -21,53 +57,68 @@ use model::gpu::{GpuPlan, GpuTarget};
 use model::{DataType, LaunchPlan, Tensor};
 use thiserror::Error;
 
-/// How finely running work can be made to leave a device.
+/// How finely a device preempts running work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PreemptionLevel {
     /// A launched segment runs to its end.
     None,
-    /// Left between two steps.
+    /// Preempted between two steps.
     BetweenLaunches,
-    /// Left between two tiles of a step.
+    /// Preempted between two tiles of a step.
     TileBoundaries,
-    /// Left inside a tile.
+    /// Preempted inside a tile.
     InsideTile,
 }
 
-/// How work is made to leave a queue.
+/// How the work on a queue is preempted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PreemptMode {
-    /// A flag at kernel entry: what runs finishes, what is queued exits at once.
+    /// A flag at kernel entry: the running kernel finishes, queued kernels exit at once.
     BetweenLaunches,
     /// Running blocks finish, no new one starts.
     TileBoundary,
-    /// Running blocks leave in the middle; finished ones stay finished.
+    /// Running blocks exit inside their tiles; finished tiles stay finished.
     InsideTile,
-    /// Queues are reset and running kernels killed; how far they got is not known.
+    /// The queue is reset and its running kernel killed; its progress is unknown.
     Kill,
+}
+
+/// What a device can do beyond running and preempting segments. A policy declares its rules by it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceCapabilities {
+    /// Limits how many SMs the blocks of a queue hold while its kernels run, and fuses blocks of
+    /// one queue with a kernel of another. Kernel padding needs it.
+    pub block_budgets: bool,
+    /// Resets queues and kills what runs on them ([`PreemptMode::Kill`]).
+    pub queue_reset: bool,
+    /// Copies the inputs of a request on command. Other devices have the inputs before the request
+    /// arrives at the core.
+    pub input_copies: bool,
+    /// Confines queues to an SM partition ([`Queue::confine`]).
+    pub sm_partition: bool,
 }
 
 /// A device's fixed properties.
 #[derive(Clone, Debug)]
 pub struct DeviceInfo {
-    /// How a user names it: `cpu`, `cuda:0`.
+    /// The name users know it by: `cpu`, `cuda:0`.
     pub name: String,
-    /// What it is, in words.
+    /// A description for people.
     pub description: String,
-    /// How finely work can be made to leave.
+    /// How finely it preempts.
     pub preemption: PreemptionLevel,
     /// Memory for weights and activations.
     pub memory: Bytes,
-    /// Queues it can run at the same time with profit.
+    /// Queues that it runs concurrently with benefit.
     pub queues: usize,
-    /// How far a single-precision number may be off, relatively, after it was stored; 0 when it is kept.
+    /// Relative error of a single-precision number after it is stored; 0 when it is exact.
     pub rounding: f64,
 }
 
-/// What a device says of a failure.
+/// Why a device cannot do what was requested.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DeviceError {
-    /// An input is missing, superfluous, or of another type or shape than the model's.
+    /// An input is missing or superfluous, or its type or shape differs from the model's.
     #[error("{0}")]
     BadInput(String),
     /// A step cannot run on this device; found when loading.
@@ -77,7 +128,7 @@ pub enum DeviceError {
         step: String,
         /// The operator.
         op: String,
-        /// What about it, and what would help.
+        /// Why, and what would help.
         reason: String,
     },
     /// A step failed while running.
@@ -90,20 +141,20 @@ pub enum DeviceError {
         /// Why.
         reason: String,
     },
-    /// The plan contradicts itself.
+    /// The plan is inconsistent.
     #[error("the plan is broken: {0}")]
     BadPlan(String),
-    /// The device has not enough memory.
+    /// The device does not have enough memory.
     #[error("{needed} needed, {available} available on {device}")]
     OutOfMemory {
         /// The device.
         device: String,
-        /// What the load or the task needs.
+        /// Bytes that the load or the task needs.
         needed: Bytes,
-        /// What is free.
+        /// Bytes that are free.
         available: Bytes,
     },
-    /// The device itself is broken; nothing will work until it is reset.
+    /// The device is faulted; nothing works until it is reset.
     #[error("{device} is faulted: {reason}")]
     Faulted {
         /// The device.
@@ -113,51 +164,60 @@ pub enum DeviceError {
     },
 }
 
-/// A place where plans run.
+/// Runs launch plans.
 pub trait Device: Send + Sync {
-    /// What it is.
+    /// Its fixed properties.
     fn info(&self) -> &DeviceInfo;
 
-    /// The steps of `plan` that cannot run here, with reasons; empty when all can.
+    /// The steps of `plan` that it cannot run, with reasons; empty when it can run all.
     fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError>;
 
-    /// Makes `plan` ready: weights in place and packed. Fails when a step is unsupported.
+    /// Loads `plan`: its weights are packed and in place. Fails when a step is unsupported.
     fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError>;
 
-    /// A queue whose completions go to `sink`. Queues of one device run concurrently.
+    /// Opens a queue whose completions go to `sink`. The queues of a device run concurrently.
     fn open_queue(
         &self,
         options: QueueOptions,
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
 
-    /// Multiprocessors of the partition that queues can be held to, if it has one.
+    /// SMs of the partition that queues can be confined to, if there is one.
     fn best_effort_sms(&self) -> Option<u32> {
         None
     }
 
-    /// Gives `orders` to queues, which are this device's: at one go where that is cheaper than one by one.
+    /// What policies may require of it. Only the simulated GPU declares more than this.
+    fn capabilities(&self) -> DeviceCapabilities {
+        DeviceCapabilities {
+            sm_partition: self.best_effort_sms().is_some(),
+            ..DeviceCapabilities::default()
+        }
+    }
+
+    /// Sends `commands` to queues of this device, in one call where that is cheaper.
     fn command(&self, commands: &[(&dyn Queue, QueueCommand)]) {
         for (queue, command) in commands {
             queue.command(*command);
         }
     }
 
-    /// Lends memory on the host from which the device takes inputs as they lie, without a copy of them before.
+    /// The pinned host pool: memory that the device reads inputs from without another copy.
     fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
         None
     }
 
-    /// What its memory is used for, if it keeps count.
+    /// Use of its memory, if it keeps count.
     fn memory_use(&self) -> Option<residency::MemoryUse> {
         None
     }
 }
 
-/// Turns plans into kernels. A GPU device is given one by whoever puts the parts together, and asks it
-/// again for every set of sizes that requests bring.
+/// Lowers launch plans to kernels. A GPU device calls it once for every set of sizes that requests
+/// have.
 pub trait KernelCompiler: Send + Sync {
-    /// `plan` as kernels for these sizes of its symbols; or every step that has none, with the reason.
+    /// `plan` as kernels for these sizes of its symbolic dimensions; or every step that has no
+    /// kernel, with the reason.
     fn lower(
         &self,
         plan: &LaunchPlan,
@@ -165,23 +225,25 @@ pub trait KernelCompiler: Send + Sync {
         target: &GpuTarget,
     ) -> Result<GpuPlan, Vec<DeviceError>>;
 
-    /// The files that a kernel's module includes: names and texts.
+    /// The files that the module of a kernel includes: names and contents.
     fn headers(&self) -> &'static [(&'static str, &'static str)];
 }
 
-/// A loaded model. Dropping the last reference returns its memory.
+/// A loaded model. Dropping the last reference frees its memory.
 pub trait Program: Send + Sync {
-    /// The plan it was made of.
+    /// The launch plan it was loaded from.
     fn plan(&self) -> &Arc<LaunchPlan>;
 
-    /// Memory held on the device for as long as the program lives.
+    /// Device memory that it holds now.
     fn resident(&self) -> Bytes;
 
-    /// Starts a task on `inputs`, one per plan input and in that order. Checks types and shapes.
+    /// Creates a task for `inputs`: one tensor per plan input, in the plan's order. Checks types
+    /// and shapes.
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError>;
 
-    /// The same, and calls `notify` once when only a moment is left: so late that nothing is lost, and early enough for others
-    /// to have made room when the task is launched. Not called where the inputs are refused.
+    /// As [`Program::prepare`]; calls `notify` once shortly before it returns. Best effort is
+    /// preempted on this notice, so that the device is free when the task is launched. Not called
+    /// when the inputs are refused.
     fn prepare_with_notice(
         &self,
         inputs: Vec<Tensor>,
@@ -192,8 +254,9 @@ pub trait Program: Send + Sync {
         Ok(task)
     }
 
-    /// Checks the inputs of one request and lets them wait for others of the same sizes, on the device where it has room and
-    /// `copy` is early. The plan has a batch. Calls `notify` as [`Program::prepare_with_notice`] does.
+    /// Checks the inputs of one request and stages them until a batch is formed: on the device
+    /// where it has free memory and `copy` is early. The plan must have a batch dimension. Calls
+    /// `notify` as [`Program::prepare_with_notice`] does.
     fn stage(
         &self,
         inputs: Vec<Tensor>,
@@ -205,18 +268,19 @@ pub trait Program: Send + Sync {
         Ok(Box::new(batch::HostStagedInputs::new(inputs)))
     }
 
-    /// One task of the rows of several requests that this program staged, in this order.
+    /// One task for the rows of several requests that this program staged, in this order.
     fn gather(&self, staged: Vec<Box<dyn StagedInputs>>) -> Result<Box<dyn Task>, DeviceError> {
         self.prepare(batch::join(staged)?)
     }
 
-    /// Numbers of rows that run without further preparation when other symbols have `sizes`; `None` when all do. Others than
-    /// these may be gathered up to the largest of them.
+    /// Batch sizes that run without further preparation when the other symbolic dimensions have
+    /// `sizes`; `None` when all do. Batches of other sizes are possible up to the largest of them.
     fn prepared_batches(&self, _sizes: &[(String, usize)]) -> Option<Vec<usize>> {
         None
     }
 
-    /// Prepares for batches of these numbers of rows, and for as many of the same at once as it is listed. May take long.
+    /// Prepares batches of these sizes. A size that is listed several times may run as often at
+    /// once. May take long.
     fn prepare_batches(
         &self,
         _sizes: &[(String, usize)],
@@ -224,59 +288,60 @@ pub trait Program: Send + Sync {
     ) -> Result<(), DeviceError> {
         Ok(())
     }
-    /// Its weights, where they come and go; `None` when they are there for as long as the program is.
+    /// Load and eviction of its weights; `None` when they stay on the device as long as the
+    /// program.
     fn residency(&self) -> Option<Arc<dyn residency::Residency>> {
         None
     }
 }
 
-/// One run of a program: its values so far and the next step to do.
+/// One execution of a program: its intermediate values and the next step.
 ///
-/// Tasks are opaque to everyone but the device that prepared them.
+/// Only the device that prepared a task knows its contents.
 pub trait Task: Send {
-    /// Steps in all.
+    /// Number of steps.
     fn step_count(&self) -> usize;
 
-    /// The first step that is not yet done.
+    /// The first step that has not run.
     fn next_step(&self) -> usize;
 
-    /// Keeps the time each step takes from here on.
+    /// Records the time of each step from now on.
     fn record_step_times(&mut self);
 
-    /// The times of the steps done so far, if they were asked for.
+    /// The recorded times of the steps that have run.
     fn step_times(&self) -> Option<&[Nanos]>;
 
-    /// The outputs in the plan's order. Fails unless every step is done.
+    /// The outputs in the plan's order. Fails unless every step has run.
     fn into_outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError>;
 
-    /// For the device to get its own type back.
+    /// Gives the device its own type back.
     fn as_any_mut(&mut self) -> &mut dyn Any;
 }
 
-/// How a queue is meant to be used.
+/// Settings of a queue.
 #[derive(Clone, Copy, Debug)]
 pub struct QueueOptions {
-    /// Number the queue reports completions under.
+    /// The number that its completions carry.
     pub id: u32,
     /// Segments that may be enqueued at once.
     pub capacity: usize,
-    /// Goes before queues without it where the device can tell.
+    /// Its work goes before that of other queues where the device supports it.
     pub high_priority: bool,
-    /// Its work can be told to leave early. A queue whose work never is may run tasks in a faster form.
+    /// Its work can be preempted inside steps. Other queues may run faster kernels.
     pub preemptible: bool,
 }
 
-/// A run of steps of one task, for one queue.
+/// Consecutive steps of one task, for one queue.
 pub struct Segment {
-    /// Returned with the completion; the device does not look at it.
+    /// Returned with the completion; opaque to the device.
     pub token: u64,
     /// The task. It comes back in the completion.
     pub task: Box<dyn Task>,
-    /// Steps to do; starts at the task's next step.
+    /// Steps to run; starts at the task's next step.
     pub steps: Range<usize>,
 }
 
-/// What a queue can be told.
+/// A command to a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueCommand {
     /// See [`Queue::preempt`].
@@ -285,22 +350,22 @@ pub enum QueueCommand {
     Confine(bool),
 }
 
-/// Runs segments in order.
+/// Runs segments one after another.
 pub trait Queue: Send + Sync {
-    /// Enqueues `segment` without waiting. A full queue gives it back.
+    /// Enqueues `segment` without waiting. Returns it when the queue is full.
     fn launch(&self, segment: Segment) -> Result<(), Segment>;
 
-    /// Makes everything launched so far leave as soon as the device's level allows. What is launched
-    /// afterwards is not concerned. Segments that left come back as [`Outcome::Preempted`]. On a queue that is not
-    /// preemptible only segments leave that have not begun.
+    /// Preempts everything launched so far, as finely as the device can. Later launches are not
+    /// affected. Preempted segments complete with [`Outcome::Preempted`]. On a queue that is not
+    /// preemptible, only segments that have not begun are preempted.
     fn preempt(&self);
 
-    /// Holds the queue's work to the device's partition, or lets it out. What runs elsewhere leaves and goes on in the partition by
-    /// itself; what runs in the partition comes out when it next can without preempting. Nothing happens where there is no
-    /// [`Device::best_effort_sms`], or on a queue that is not preemptible.
+    /// Confines the queue to the SM partition, or ends that. Running work moves into the partition
+    /// by itself: it is preempted and resumes there. It moves out at its next preemption point. Has
+    /// no effect without [`Device::best_effort_sms`] or on a queue that is not preemptible.
     fn confine(&self, _confined: bool) {}
 
-    /// Carries out an order.
+    /// Carries out `command`.
     fn command(&self, command: QueueCommand) {
         match command {
             QueueCommand::Preempt => self.preempt(),
@@ -312,15 +377,15 @@ pub trait Queue: Send + Sync {
 /// How a segment ended.
 #[derive(Debug, PartialEq)]
 pub enum Outcome {
-    /// All of its steps are done.
+    /// All of its steps have run.
     Done,
-    /// Left early; the task's next step says where.
+    /// Preempted; the task's next step is where it resumes.
     Preempted,
-    /// A step failed; the task is of no further use.
+    /// A step failed; the task cannot be used any more.
     Failed(DeviceError),
 }
 
-/// A segment that is no longer running.
+/// A segment that has ended.
 pub struct Completion {
     /// The queue's number.
     pub queue: u32,
@@ -334,14 +399,14 @@ pub struct Completion {
     pub busy: Nanos,
 }
 
-/// Where completions go. Called from a device's own thread, once per launched segment.
+/// Receives completions: one per launched segment, on a thread of the device.
 pub trait CompletionSink: Send + Sync {
-    /// Takes one completion.
+    /// Called once per segment.
     fn complete(&self, completion: Completion);
 }
 
-/// Checks `inputs` against what `plan` says of its inputs: how many, of which type, of which shape,
-/// and the same extent wherever the same symbol stands.
+/// Checks `inputs` against the inputs of `plan`: number, types, shapes, and equal sizes for equal
+/// symbolic dimensions.
 pub fn check_inputs(plan: &LaunchPlan, inputs: &[Tensor]) -> Result<(), DeviceError> {
     if inputs.len() != plan.inputs.len() {
         let (want, got) = (plan.inputs.len(), inputs.len());

@@ -1,8 +1,9 @@
-//! Weights that come and go on a device that needs no such thing: what a node does about memory can be tried, timed and tested
-//! without a GPU.
+//! A device whose weights are loaded and evicted, on top of one whose weights always stay. Tests
+//! and benchmarks exercise memory management with it, without a GPU.
 //!
-//! Programs of the device below are wrapped. Bringing their weights takes the time their bytes need at a command_sent speed. A run
-//! without them fails, and so does everything that breaks the rules of [`Residency`]; each such case is counted.
+//! It wraps the programs of the inner device. A load takes the time that its bytes need at a given
+//! rate. A run without weights fails, and so does every violation of the rules of [`Residency`];
+//! violations are counted.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -13,33 +14,33 @@ use std::time::Duration;
 use base::{Bytes, Nanos};
 use model::{LaunchPlan, Tensor};
 
-use crate::residency::{LoadProgress, LoadReport, MemoryUse, Residency};
+use crate::residency::{LoadCallback, LoadProgress, MemoryUse, Residency};
 use crate::{
     Completion, CompletionSink, Device, DeviceError, DeviceInfo, Outcome, Program, Queue,
     QueueOptions, Segment, Task,
 };
 
-/// How the memory behaves.
+/// Properties of the memory.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedDeviceOptions {
-    /// What there is for weights; a load beyond it fails.
+    /// Bytes for weights; a load beyond them fails.
     pub memory: Bytes,
-    /// How fast weights are brought, in bytes per second; 0 for no time at all.
+    /// Rate of loads in bytes per second; 0 for instant loads.
     pub bytes_per_second: u64,
-    /// How much of them, in percent, must be there for runs to start.
+    /// Percentage of the weights that must be loaded before tasks may start.
     pub runnable_percent: u32,
-    /// What each program counts beside what the device below says of it.
+    /// Bytes added to what the inner device reports for each program.
     pub added: Bytes,
 }
 
-/// A device whose programs' weights come and go.
+/// A device whose weights are loaded and evicted.
 pub struct PagedDevice {
     inner: Arc<dyn Device>,
     pager: Arc<Pager>,
 }
 
 impl PagedDevice {
-    /// `inner` with memory that behaves like `options`.
+    /// Wraps `inner` with memory as in `options`.
     pub fn new(
         inner: Arc<dyn Device>,
         options: PagedDeviceOptions,
@@ -58,18 +59,19 @@ impl PagedDevice {
         Ok(PagedDevice { inner, pager })
     }
 
-    /// `program` of the device below with weights of `bytes` that come and go.
+    /// Wraps a program of the inner device whose weights have `bytes`.
     pub fn wrap(&self, program: Arc<dyn Program>, bytes: Bytes) -> Arc<dyn Program> {
         let weights = Weights { pager: self.pager.clone(), bytes, state: Mutex::default() };
         Arc::new(PagedProgram { inner: program, weights: Arc::new(weights) })
     }
 
-    /// Runs without weights, evictions under a run, and loads of what is there: how often the rules were broken.
+    /// Number of violations: tasks started without weights, weights evicted under a running task,
+    /// resident weights loaded again.
     pub fn violations(&self) -> u64 {
         self.pager.violations.load(Ordering::SeqCst)
     }
 
-    /// The most bytes of weights that were there at once.
+    /// Maximum of resident bytes so far.
     pub fn max_held(&self) -> Bytes {
         Bytes(self.pager.max_held.load(Ordering::SeqCst))
     }
@@ -126,7 +128,7 @@ struct Pager {
     violations: AtomicU64,
 }
 
-/// At most a load, an eviction and a load again of each program, and one refusal of each queue.
+/// Bounded: at most load, evict, load per program, and one refusal per queue.
 #[derive(Default)]
 struct CommandQueue {
     waiting: VecDeque<PagerCommand>,
@@ -134,9 +136,9 @@ struct CommandQueue {
 }
 
 enum PagerCommand {
-    Load(Arc<Weights>, LoadReport),
+    Load(Arc<Weights>, LoadCallback),
     Evict(Arc<Weights>),
-    /// Give a segment back that may not run.
+    /// Return a segment that may not run.
     Refuse(Arc<dyn CompletionSink>, Completion),
 }
 
@@ -161,7 +163,7 @@ impl Pager {
 
     fn violation(&self, what: &str) {
         self.violations.fetch_add(1, Ordering::SeqCst);
-        // Whoever looks at a failing test's output finds it there.
+        // Shown with the output of a failing test.
         eprintln!("paged device: {what}");
     }
 
@@ -189,7 +191,7 @@ impl Pager {
         }
     }
 
-    fn load(&self, weights: &Weights, report: &LoadReport) {
+    fn load(&self, weights: &Weights, report: &LoadCallback) {
         let bytes = weights.bytes.0;
         let held = self.held.load(Ordering::SeqCst);
         if held + bytes > self.options.memory.0 {
@@ -201,7 +203,7 @@ impl Pager {
         {
             let mut state = weights.lock();
             if state.location != WeightState::Absent {
-                self.violation("weights are loaded that are there");
+                self.violation("resident weights are loaded again");
             }
             state.location = WeightState::Loading;
         }
@@ -228,7 +230,7 @@ impl Pager {
     fn evict(&self, weights: &Weights) {
         let mut state = weights.lock();
         if state.users > 0 {
-            self.violation("weights are evicted under a run");
+            self.violation("weights are evicted under a running task");
         }
         if state.location != WeightState::Absent {
             state.location = WeightState::Absent;
@@ -248,7 +250,7 @@ enum WeightState {
 #[derive(Default)]
 struct WeightsState {
     location: WeightState,
-    /// Segments that run.
+    /// Running segments.
     users: usize,
 }
 
@@ -264,7 +266,7 @@ impl Weights {
     }
 }
 
-/// What a program shows of its weights.
+/// The weights of a program, for the node.
 struct PagedResidency(Arc<Weights>);
 
 impl Residency for PagedResidency {
@@ -272,7 +274,7 @@ impl Residency for PagedResidency {
         self.0.bytes
     }
 
-    fn load(&self, _urgent: bool, report: LoadReport) {
+    fn load(&self, _urgent: bool, report: LoadCallback) {
         self.0.pager.send(PagerCommand::Load(self.0.clone(), report));
     }
 
@@ -314,7 +316,7 @@ impl Program for PagedProgram {
     }
 }
 
-/// A task of the device below; empty while it runs there.
+/// A task of the inner device; empty while it runs there.
 struct PagedTask {
     inner: Option<Box<dyn Task>>,
     weights: Arc<Weights>,
@@ -342,7 +344,7 @@ impl Task for PagedTask {
     fn into_outputs(mut self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
         match self.inner.take() {
             Some(inner) => inner.into_outputs(),
-            None => Err(DeviceError::BadPlan("outputs of a task that runs".to_string())),
+            None => Err(DeviceError::BadPlan("the task is still running".to_string())),
         }
     }
 
@@ -357,7 +359,7 @@ struct PagedQueue {
     id: u32,
 }
 
-/// The wrappers of tasks that run below, by the tickets they run under.
+/// Wrappers of tasks that run on the inner device, by inner token.
 struct TaskWrappers {
     sink: Arc<dyn CompletionSink>,
     pager: Arc<Pager>,
@@ -375,7 +377,7 @@ impl TaskWrappers {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts a task back into its wrapper; the wrapper's token and the wrapper.
+    /// Puts a task back into its wrapper; returns the outer token and the wrapper.
     fn take_wrapper(&self, inner_token: u64, inner: Box<dyn Task>) -> Option<(u64, Box<dyn Task>)> {
         let (token, mut wrapper) = self.lock().wrappers.remove(&inner_token)?;
         if let Some(own) = wrapper.as_any_mut().downcast_mut::<PagedTask>() {
@@ -412,8 +414,8 @@ impl Queue for PagedQueue {
         let inner = own.inner.take().filter(|_| state.location == WeightState::Resident);
         let Some(inner) = inner else {
             drop(state);
-            pager.violation("a run starts without its weights");
-            let outcome = Outcome::Failed(pager.fault("the weights are not there"));
+            pager.violation("a task starts without its weights");
+            let outcome = Outcome::Failed(pager.fault("the weights are not resident"));
             let refusal =
                 Completion { queue: self.id, token, task: wrapper, outcome, busy: Nanos::ZERO };
             pager.send(PagerCommand::Refuse(self.wrappers.sink.clone(), refusal));
@@ -433,7 +435,8 @@ impl Queue for PagedQueue {
             Err(Segment { token: inner_token, task, steps }) => {
                 match self.wrappers.take_wrapper(inner_token, task) {
                     Some((token, task)) => Err(Segment { token, task, steps }),
-                    // Only a completion takes a wrapper running, so the segment was not refused after all.
+                    // Only a completion removes a wrapper, so the segment was not refused after
+                    // all.
                     None => Ok(()),
                 }
             }

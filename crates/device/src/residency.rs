@@ -1,52 +1,55 @@
-//! Weights that come and go under a program that stays.
+//! Weights that are loaded and evicted while their program stays.
 //!
-//! A device with less memory than its models need keeps their weights on the host and brings them when somebody says so. It does
-//! not decide: [`Residency`] is told what to load and what to evict, in an order that keeps within a budget.
+//! A device with less memory than its models need keeps their weights on the host. It does not
+//! decide which are resident: [`Residency`] gets loads and evictions in an order that stays within
+//! a memory budget.
 
 use base::Bytes;
 
 use crate::DeviceError;
 
-/// How a load is going.
+/// Progress of a load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LoadProgress {
-    /// Runs may start: what is missing arrives in time, and no step begins before its weights are there.
+    /// Tasks may start: the remaining weights are on their way, and no step begins before its
+    /// weights are there.
     Runnable,
-    /// All of it is on the device.
+    /// All weights are on the device.
     Loaded,
-    /// It is not, and nothing of it is.
+    /// The load failed; none of the weights are on the device.
     Failed(DeviceError),
 }
 
-/// Where a load tells how it is going. Called from a device's own thread.
-pub type LoadReport = Box<dyn Fn(LoadProgress) + Send>;
+/// Receives the progress of a load, on a thread of the device.
+pub type LoadCallback = Box<dyn Fn(LoadProgress) + Send>;
 
 /// The weights of one program.
 ///
-/// A device carries orders out one after another, in the order they were given, over all its programs: memory that an eviction gives
-/// back is there for the load behind it.
+/// A device carries out loads and evictions of all its programs one after another, in the order of
+/// the calls: memory that an eviction frees is available to the load after it.
 pub trait Residency: Send + Sync {
-    /// What they take on the device when they are there, to the byte. Grows when a program learns to do more than before; what it
-    /// learned can be run after the next load.
+    /// Exact bytes that they occupy on the device. Grows when a program is prepared for more sizes,
+    /// which run after the next load.
     fn bytes(&self) -> Bytes;
 
-    /// Begins to bring them and returns at once. [`LoadProgress::Runnable`] comes at most once, then either of the others
-    /// exactly once. Real time waits for what is `urgent`; anything else goes slower where it would hold up real time that runs.
-    fn load(&self, urgent: bool, report: LoadReport);
+    /// Starts to load them and returns at once. [`LoadProgress::Runnable`] is reported at most
+    /// once, then one of the others exactly once. Real time waits for an `urgent` load; other loads
+    /// yield the copy engine to running real time.
+    fn load(&self, urgent: bool, report: LoadCallback);
 
-    /// Gives their memory back, and returns at once. No run of the program may be under way.
+    /// Frees their device memory and returns at once. No task of the program may be running.
     fn evict(&self);
 }
 
-/// What a device's memory is used for.
+/// Use of a device's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryUse {
-    /// Weights that are on the device or arriving.
+    /// Weights on the device, loading ones included.
     pub weights: Bytes,
-    /// The most of them that were there at once so far.
+    /// Maximum of `weights` so far.
     pub max_weights: Bytes,
-    /// Held to put weights into, and empty.
+    /// Reserved for weights and empty.
     pub spare: Bytes,
-    /// Used by everybody, as the device's own tools count; `None` where they do not tell.
+    /// Used by all processes, as the tools of the device count; `None` when unknown.
     pub system: Option<Bytes>,
 }

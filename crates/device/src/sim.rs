@@ -1,9 +1,35 @@
-//! A GPU in virtual time: a plain, deterministic state machine without threads.
+//! A GPU in virtual time: a deterministic state machine without threads.
 //!
-//! Streams run kernels in order; a kernel's blocks are placed on multiprocessors in waves, high priority
-//! first; kernels that run side by side and together ask for more memory bandwidth than there is slow each other down.
-//! Work can be made to leave as finely as the profile says, killed, or held to a number of multiprocessors.
-//! Every task carries data, so that a wrong restore shows in its output.
+//! Streams run kernels in order. The blocks of a kernel are placed on SMs in waves, high priority
+//! first. Concurrent kernels that together exceed the memory bandwidth slow each other down. Work
+//! is preempted as finely as the profile allows, killed, or limited to a number of SMs. Every task
+//! carries data, so that a wrong restore shows in its output.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use base::Nanos;
+//! use device::PreemptMode;
+//! use device::sim::{Gpu, GpuEvent, GpuSegment, StreamOptions, builtin};
+//!
+//! let set = builtin::mi50();
+//! let models = set.models.iter().cloned().map(Arc::new).collect();
+//! let stream = StreamOptions { high_priority: false, capacity: 1 };
+//! let mut gpu = Gpu::new(set.gpu, models, &[stream], Vec::new());
+//!
+//! // Runs the first model for a millisecond, then preempts it.
+//! let (steps, task) = (0..set.models[0].kernels.len(), gpu.create_task(0, 42));
+//! let segment = GpuSegment { token: 1, task, model: 0, steps, tile: 0 };
+//! gpu.enqueue(Nanos::ZERO, 0, segment).expect("the stream is empty");
+//! let (mut events, now) = (Vec::new(), Nanos::from_millis(1));
+//! gpu.advance(now, &mut events);
+//! gpu.preempt(now, 0, PreemptMode::InsideTile);
+//! gpu.advance(now + Nanos::from_micros(100), &mut events);
+//!
+//! let (at, event) = events.pop().expect("an event");
+//! assert!(matches!(event, GpuEvent::Preempted { stream: 0, token: 1, .. }), "{event:?}");
+//! assert!(at - now < Nanos::from_micros(50), "blocks exit inside their tiles");
+//! ```
 
 pub mod builtin;
 mod fault;
@@ -18,21 +44,22 @@ use std::sync::Arc;
 use base::Nanos;
 
 pub use self::fault::{Fault, FaultKind};
-pub use self::profile::{GpuProfile, KernelProfile, ModelProfile, ProfileSet};
+pub use self::profile::{GpuProfile, ModelProfile, ProfileSet};
 pub use self::stream::StreamWork;
 use self::stream::{Group, Head, Kernel, Stream, UNITS_PER_SM};
 use self::task::TaskMemory;
 pub use self::task::reference_output;
+pub use crate::profile::KernelProfile;
 use crate::{PreemptMode, PreemptionLevel};
 
 /// A task's buffers on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TaskId(usize);
 
-/// A run of kernels of one task.
+/// Consecutive kernels of one task.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Segment {
-    /// Returned with its end.
+pub struct GpuSegment {
+    /// Returned with its completion.
     pub token: u64,
     /// The task.
     pub task: TaskId,
@@ -44,7 +71,7 @@ pub struct Segment {
     pub tile: u32,
 }
 
-/// What a stream is opened with.
+/// Settings of a stream.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamOptions {
     /// Its blocks are placed before those of streams without it.
@@ -79,7 +106,7 @@ pub enum GpuEvent {
         /// Time its kernels took.
         busy: Nanos,
     },
-    /// A segment left before its end.
+    /// A segment was preempted.
     Preempted {
         /// The stream.
         stream: usize,
@@ -87,43 +114,43 @@ pub enum GpuEvent {
         token: u64,
         /// The first kernel that is not complete.
         step: usize,
-        /// Tiles of it that are done, where the device can tell; 0 elsewhere.
+        /// Completed tiles of it; 0 where the device cannot tell.
         tile: u32,
-        /// The last kernel that had been handed to the hardware.
+        /// The last kernel that was sent to the hardware.
         transmitted: usize,
         /// Time its kernels took.
         busy: Nanos,
     },
     /// A copy to the device is complete.
     Copied {
-        /// The number it was asked for under.
+        /// The token of the copy.
         token: u64,
     },
-    /// A model's weights are there.
+    /// The weights of a model are loaded.
     Loaded {
         /// The model.
         model: usize,
     },
-    /// The device fell over; everything on it is gone.
+    /// The device is lost, and everything on it.
     Lost,
-    /// It can be used again, empty.
+    /// The device is usable again, and empty.
     Ready,
 }
 
-/// A stretch of work, for pictures.
+/// A span of work, for timelines.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Span {
+pub struct WorkSpan {
     /// The stream.
     pub stream: usize,
     /// The kernel.
     pub step: usize,
-    /// Multiprocessors held.
+    /// SMs held.
     pub sms: f32,
     /// Beginning.
     pub from: Nanos,
     /// End.
     pub to: Nanos,
-    /// Whether it was thrown away.
+    /// Whether its work was discarded.
     pub aborted: bool,
 }
 
@@ -144,7 +171,7 @@ pub struct Gpu {
     now: Nanos,
     free_units: u64,
     ready_order: u64,
-    /// The stream the dispatcher served last.
+    /// The stream that the dispatcher served last.
     served: Option<usize>,
     host_free: Nanos,
     copies: VecDeque<(Nanos, CopyJob)>,
@@ -154,13 +181,14 @@ pub struct Gpu {
     armed: Vec<FaultKind>,
     ready_again_at: Option<Nanos>,
     contended: bool,
-    spans: Option<Vec<Span>>,
+    spans: Option<Vec<WorkSpan>>,
     events: Vec<GpuEvent>,
-    /// When something happens next on each stream, for those not in `changed`.
+    /// Next event of each stream that is not in `changed`.
     due: Vec<Nanos>,
-    /// Streams that have changed since they were last looked at, as bits; the last one stands for all further.
+    /// Streams that changed since `due` was computed, as bits; the last bit stands for all further
+    /// streams.
     changed: u64,
-    /// When something happens next at all; `None` when something has changed since.
+    /// Next event of the device; `None` when something changed since.
     next: Option<Nanos>,
 }
 
@@ -200,13 +228,13 @@ impl Gpu {
         }
     }
 
-    /// Keeps every stretch of work from here on.
+    /// Records every span of work from now on.
     pub fn record_spans(&mut self) {
         self.spans = Some(Vec::new());
     }
 
-    /// The stretches kept so far.
-    pub fn spans(&self) -> &[Span] {
+    /// The recorded spans.
+    pub fn spans(&self) -> &[WorkSpan] {
         self.spans.as_deref().unwrap_or_default()
     }
 
@@ -215,7 +243,7 @@ impl Gpu {
         &self.profile
     }
 
-    /// Multiprocessors, in parts, that a stream holds now.
+    /// SMs that a stream holds now.
     pub fn held_sms(&self, stream: usize) -> f64 {
         self.streams[stream].held() as f64 / UNITS_PER_SM as f64
     }
@@ -225,23 +253,23 @@ impl Gpu {
         self.streams[stream].segments.len()
     }
 
-    /// The kernel a stream is at, if it has been dispatched.
+    /// The dispatched kernel of a stream.
     pub fn current_step(&self, stream: usize) -> Option<usize> {
         self.streams[stream].kernel.as_ref().map(|kernel| kernel.step)
     }
 
-    /// What a stream has used so far.
+    /// SM time that a stream has used.
     pub fn work(&self, stream: usize) -> StreamWork {
         self.streams[stream].work
     }
 
-    /// Bytes of weights on the device, those on their way included.
+    /// Bytes of weights on the device, loading ones included.
     pub fn resident_bytes(&self) -> u64 {
         let sizes = self.models.iter().map(|model| model.weight_bytes);
         sizes.zip(&self.resident).filter(|(_, there)| **there).map(|(bytes, _)| bytes).sum()
     }
 
-    /// Buffers for a task of `model` on this input.
+    /// Allocates the buffers of a task of `model` on this input.
     pub fn create_task(&mut self, model: usize, input: u64) -> TaskId {
         let memory = Some(TaskMemory::new(input, self.models[model].kernels.len()));
         let slot = self.free_tasks.pop().unwrap_or_else(|| {
@@ -259,13 +287,18 @@ impl Gpu {
         }
     }
 
-    /// What a task has computed; an arbitrary value before its last kernel.
+    /// The output of a task; arbitrary before its last kernel ends.
     pub fn output(&self, task: TaskId) -> Option<u64> {
         self.tasks.get(task.0)?.as_ref().map(TaskMemory::output)
     }
 
-    /// Appends a segment to a stream; a full stream gives it back.
-    pub fn enqueue(&mut self, now: Nanos, stream: usize, segment: Segment) -> Result<(), Segment> {
+    /// Appends a segment to a stream; returns it when the stream is full.
+    pub fn enqueue(
+        &mut self,
+        now: Nanos,
+        stream: usize,
+        segment: GpuSegment,
+    ) -> Result<(), GpuSegment> {
         self.touch(stream);
         self.now = self.now.max(now);
         let lost = self.ready_again_at.is_some();
@@ -282,7 +315,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Makes everything on a stream leave, as finely as asked for and as the device can.
+    /// Preempts everything on a stream in mode `how`, as far as the device can.
     pub fn preempt(&mut self, now: Nanos, stream: usize, how: PreemptMode) {
         self.touch(stream);
         self.now = self.now.max(now);
@@ -311,8 +344,9 @@ impl Gpu {
         }
     }
 
-    /// Lets a stream hold at most `hold` multiprocessors and place new blocks only up to `take`. With an expiry, its
-    /// workers begin no tile that would not end by that time, except on so many multiprocessors.
+    /// Limits a stream to `hold` SMs; new blocks are placed only up to `take`. With an expiry, the
+    /// limit shrinks at that time: no tile is begun that would not end by then, except on so many
+    /// SMs.
     pub fn set_budget(
         &mut self,
         now: Nanos,
@@ -340,8 +374,8 @@ impl Gpu {
         self.place();
     }
 
-    /// Lets a stream run at most `blocks` blocks of kernel `step`, if it is there, on at most `sms` multiprocessors
-    /// as part of the kernel that another stream runs: that one is complete only when both are.
+    /// Lets a stream run up to `blocks` blocks of kernel `step` on up to `sms` SMs as part of the
+    /// kernel of another stream, which is complete only when both are.
     pub fn pad(&mut self, now: Nanos, stream: usize, step: usize, sms: u32, blocks: u32) {
         self.set_budget(now, stream, 0, 0, None);
         let state = &mut self.streams[stream];
@@ -354,12 +388,12 @@ impl Gpu {
         self.place();
     }
 
-    /// Copies `bytes` to the device.
+    /// Copies the inputs of a request to the device.
     pub fn copy(&mut self, now: Nanos, token: u64, bytes: u64) {
         self.start_copy(now, bytes, CopyJob::Input(token));
     }
 
-    /// Copies a model's weights to the device.
+    /// Loads the weights of a model.
     pub fn load(&mut self, now: Nanos, model: usize) {
         self.resident[model] = true;
         let bytes = self.models[model].weight_bytes;
@@ -378,7 +412,7 @@ impl Gpu {
         self.copies.push_back((ends, job));
     }
 
-    /// Resets the device: everything on it is lost, and it is of use again after a while.
+    /// Resets the device: everything on it is lost, and it is usable again after a while.
     pub fn reset(&mut self, now: Nanos) {
         (self.next, self.changed) = (None, u64::MAX);
         self.now = self.now.max(now);
@@ -396,13 +430,13 @@ impl Gpu {
         self.events.push(GpuEvent::Lost);
     }
 
-    /// A stream is about to change from outside.
+    /// Marks a stream as changed by a call.
     fn touch(&mut self, stream: usize) {
         self.next = None;
         self.changed |= bit(stream);
     }
 
-    /// When something happens next by itself.
+    /// Time of the next internal event.
     pub fn next_event(&self) -> Option<Nanos> {
         if !self.events.is_empty() {
             return Some(self.now);
@@ -416,13 +450,13 @@ impl Gpu {
         streams.chain(copy).chain(fault).chain(self.ready_again_at).min()
     }
 
-    /// Moves time to `to` and appends what happened, with its time. To react to an event in time, advance no
-    /// further than [`Gpu::next_event`].
+    /// Advances to `to` and appends the events with their times. To react to an event in time,
+    /// advance no further than [`Gpu::next_event`].
     pub fn advance(&mut self, to: Nanos, out: &mut Vec<(Nanos, GpuEvent)>) {
         while self.advance_to_event(to, out) < to {}
     }
 
-    /// Moves time on until something happens that is worth an event, or to `to`, and returns it.
+    /// Advances to the next event, or to `to`, and returns the time.
     pub fn advance_to_event(&mut self, to: Nanos, out: &mut Vec<(Nanos, GpuEvent)>) -> Nanos {
         let before = out.len();
         loop {
@@ -436,7 +470,8 @@ impl Gpu {
                 self.ready_again_at = None;
                 self.events.push(GpuEvent::Ready);
             }
-            // Streams of real time come first by number: what could pad their kernels is known before they are.
+            // Real-time streams have the first numbers: the candidates that may pad their kernels
+            // must be known before.
             for stream in (0..self.streams.len()).rev() {
                 if self.due[stream] <= self.now {
                     self.changed |= bit(stream);
@@ -454,7 +489,7 @@ impl Gpu {
         self.now
     }
 
-    /// Notes when something happens next, unless it is known.
+    /// Computes the time of the next event, unless it is known.
     fn look_ahead(&mut self) {
         if self.next.is_some() {
             return;
@@ -484,7 +519,7 @@ impl Gpu {
         }
     }
 
-    /// What of `how` the device and the running kernel allow.
+    /// The preempt mode that the device and the running kernel allow instead of `how`.
     fn possible(&self, stream: usize, how: PreemptMode) -> Option<PreemptMode> {
         let level = self.profile.preemption();
         let finest = match level {
@@ -494,7 +529,7 @@ impl Gpu {
             PreemptionLevel::InsideTile => PreemptMode::InsideTile,
         };
         let kernel = self.streams[stream].kernel.as_ref();
-        // A kernel that must not run twice finishes.
+        // A kernel that must not run twice finishes first.
         if kernel.is_some_and(|kernel| !kernel.idempotent) {
             return Some(PreemptMode::BetweenLaunches);
         }
@@ -506,7 +541,7 @@ impl Gpu {
         })
     }
 
-    /// Kernels behind the running one that the hardware has already.
+    /// Kernels behind the running one that the hardware has queued.
     fn queued_kernels(&self, stream: usize) -> u64 {
         let state = &self.streams[stream];
         let Some(head) = state.segments.front() else { return 0 };
@@ -537,18 +572,18 @@ impl Gpu {
         }
     }
 
-    /// How long the dispatcher still needs to come to a stream from another one that is busy.
+    /// Remaining time of the dispatcher to switch to a stream from another busy one.
     fn switch_delay(&mut self, stream: usize) -> Option<Nanos> {
-        let [least, most] = self.profile.switch_ns;
-        let turned = std::mem::take(&mut self.streams[stream].switching);
+        let [min, max] = self.profile.switch_ns;
+        let switched = std::mem::take(&mut self.streams[stream].switching);
         let other = self.served.filter(|other| *other != stream).map(|other| &self.streams[other]);
         let busy = |other: &Stream| other.dispatches() && !other.segments.is_empty();
-        if turned || most == 0 || !other.is_some_and(busy) || !self.streams[stream].dispatches() {
+        if switched || max == 0 || !other.is_some_and(busy) || !self.streams[stream].dispatches() {
             return None;
         }
         self.streams[stream].switching = true;
         let drawn = self.ready_order.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20;
-        Some(Nanos(least + drawn % (most - least + 1)))
+        Some(Nanos(min + drawn % (max - min + 1)))
     }
 
     /// The next kernel of the head segment becomes ready.
@@ -575,7 +610,7 @@ impl Gpu {
         }
     }
 
-    /// Takes groups off that are complete.
+    /// Removes complete groups.
     fn end_groups(&mut self, stream: usize) {
         let now = self.now;
         let Some(kernel) = &mut self.streams[stream].kernel else { return };
@@ -605,7 +640,7 @@ impl Gpu {
         }
     }
 
-    /// A budget shrinks at a time that was known: what would not have ended by now was not begun.
+    /// A budget expires: tiles that would not have ended by now were not begun.
     fn expire(&mut self, stream: usize) {
         let now = self.now;
         let state = &mut self.streams[stream];
@@ -629,7 +664,7 @@ impl Gpu {
         Nanos(self.profile.evict_ns * self.queued_kernels(stream))
     }
 
-    /// Writes what a kernel has done so far into its task.
+    /// Stores the progress of a kernel in its task.
     fn keep_progress(&mut self, stream: usize) {
         let state = &mut self.streams[stream];
         let (Some(head), Some(kernel)) = (state.segments.front_mut(), state.kernel.take()) else {
@@ -673,7 +708,7 @@ impl Gpu {
         self.streams.iter().any(Stream::pads)
     }
 
-    /// What was granted beside a kernel that is complete and has not begun does not begin any more.
+    /// Grants beside a complete kernel end, where they have not begun.
     fn revoke_grants(&mut self) {
         self.changed = u64::MAX;
         self.streams.iter_mut().for_each(Stream::revoke);
@@ -692,7 +727,7 @@ impl Gpu {
         }
     }
 
-    /// After a complete kernel: the next one, the end of the segment, or the way out.
+    /// After a complete kernel: starts the next one, ends the segment or reports its preemption.
     fn next_kernel(&mut self, stream: usize) {
         let gap = Nanos(self.profile.gap_ns);
         let eviction = self.eviction(stream);
@@ -723,7 +758,8 @@ impl Gpu {
         }
     }
 
-    /// Blocks leave in the middle: all when the stream leaves, otherwise those above its budget.
+    /// Preempts blocks inside their tiles: all when the stream is preempted, otherwise those above
+    /// its budget.
     fn abort(&mut self, stream: usize) {
         let now = self.now;
         let eviction = self.eviction(stream);
@@ -769,7 +805,7 @@ impl Gpu {
         self.release_fused();
     }
 
-    /// Everything on the stream has left.
+    /// Everything on the stream is preempted.
     fn report_preempted(&mut self, stream: usize) {
         if self.completion_is_lost(stream) {
             return;
@@ -780,7 +816,7 @@ impl Gpu {
         state.kernel = None;
         state.abort_at = None;
         while let Some(head) = state.segments.pop_front() {
-            // The queue is filled in bursts: how full it was follows from nothing the host knows.
+            // The queue is filled in bursts: the host cannot know how full it was.
             let fill = head.segment.token.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ self.now.0;
             let fill = (fill >> 7) as usize % (capacity + 1);
             let last = head.segment.steps.end - 1;
@@ -795,7 +831,7 @@ impl Gpu {
         }
     }
 
-    /// Places blocks that wait, high priority first, then in the order the kernels became ready.
+    /// Places waiting blocks: high priority first, then in the order in which kernels became ready.
     fn place(&mut self) {
         while self.free_units > 0 {
             let mut first: Option<(usize, u64, (bool, u64))> = None;
@@ -803,10 +839,10 @@ impl Gpu {
                 let Some(kernel) = stream.kernel.as_ref().filter(|_| stream.may_place()) else {
                     continue;
                 };
-                let room = stream.take.saturating_sub(kernel.held).min(self.free_units);
+                let units = stream.take.saturating_sub(kernel.held).min(self.free_units);
                 let order = (!stream.high_priority, kernel.ready);
-                if room >= kernel.units && first.is_none_or(|(_, _, before)| order < before) {
-                    first = Some((index, room / kernel.units, order));
+                if units >= kernel.units && first.is_none_or(|(_, _, before)| order < before) {
+                    first = Some((index, units / kernel.units, order));
                 }
             }
             let Some((stream, fits, _)) = first else { break };
@@ -833,7 +869,8 @@ impl Gpu {
         }
     }
 
-    /// Shares the memory bandwidth: when more is asked for than there is, what needs it goes slower.
+    /// Shares the memory bandwidth: above its capacity, kernels slow down in proportion to their
+    /// use.
     fn update_rates(&mut self) {
         let demand: f32 = self.streams.iter().map(Stream::bandwidth).sum();
         let contended = demand > 1.0;
@@ -856,7 +893,7 @@ fn bit(stream: usize) -> u64 {
 }
 
 fn note_span(
-    spans: &mut Option<Vec<Span>>,
+    spans: &mut Option<Vec<WorkSpan>>,
     stream: usize,
     step: usize,
     group: &Group,
@@ -865,7 +902,7 @@ fn note_span(
 ) {
     if let Some(spans) = spans {
         let sms = group.units as f32 / UNITS_PER_SM as f32;
-        spans.push(Span { stream, step, sms, from: group.placed, to, aborted });
+        spans.push(WorkSpan { stream, step, sms, from: group.placed, to, aborted });
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a step of the core and a choice of padding cost.
+//! Cost of a step of the core and of a padding decision.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -7,13 +7,13 @@ use base::{Nanos, Random};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use device::sim::{KernelProfile, builtin};
 use model::config::Class;
-use runtime::core::{Action, Core, CoreOptions, Event, ModelId, QueueLayout};
+use runtime::core::{Action, Core, CoreOptions, Event, ModelId, QueueLayout, SimEvent};
 use runtime::policy::padding::{self, PaddedTask, PaddingCandidate, PaddingDevice, PairSlowdowns};
 use runtime::policy::{PaddingRules, PreemptionPoint};
 
 const MODELS: u32 = 64;
 
-/// A core with so many requests waiting, kept at that number.
+/// A core with a constant number of waiting requests.
 struct Loaded {
     core: Core,
     random: Random,
@@ -24,14 +24,18 @@ struct Loaded {
 impl Loaded {
     fn new(waiting: usize) -> Loaded {
         let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 4, yielding: 0 };
-        let mut core = Core::new(CoreOptions { queues, ..CoreOptions::default() });
+        let mut core = Core::new(CoreOptions {
+            queues,
+            capabilities: builtin::mi50().gpu.capabilities(),
+            ..CoreOptions::default()
+        });
         let mut actions = Vec::new();
         let kernels: Arc<[KernelProfile]> = builtin::mi50().models[2].kernels.as_slice().into();
         for model in (0..MODELS).map(ModelId) {
             let added = Event::ModelAdded { model, steps: kernels.len(), queue_capacity: 65_536 };
             core.step(Nanos::ZERO, added, &mut actions);
             let (kernels, weight_bytes) = (kernels.clone(), 0);
-            let profiled = Event::ModelProfiled { model, kernels, weight_bytes };
+            let profiled = Event::Sim(SimEvent::ModelProfiled { model, kernels, weight_bytes });
             core.step(Nanos::ZERO, profiled, &mut actions);
         }
         let mut loaded = Loaded { core, random: Random::new(1), now: Nanos::ZERO, actions };
@@ -50,17 +54,17 @@ impl Loaded {
         self.feed(arrival);
     }
 
-    /// Takes an event in, makes leave what is told to, and says whether a request ended.
+    /// Feeds an event, completes preemptions, and returns whether a request ended.
     fn feed(&mut self, event: Event) -> bool {
         self.core.step(self.now, event, &mut self.actions);
         let mut ended = false;
         while let Some(action) = self.actions.pop() {
             ended |= matches!(action, Action::End { .. });
             if let Action::Preempt { queue, .. } = action {
-                let left = PreemptionPoint::before(1);
+                let point = PreemptionPoint::before(1);
                 self.core.step(
                     self.now,
-                    Event::SegmentPreempted { queue, left, busy: Nanos(500) },
+                    Event::SegmentPreempted { queue, point, busy: Nanos(500) },
                     &mut self.actions,
                 );
             }
@@ -68,11 +72,11 @@ impl Loaded {
         ended
     }
 
-    /// One request ends and one of its class comes: two steps, and as many wait as before.
+    /// One request ends and one of its class arrives: two steps.
     fn turn(&mut self) {
         let queue = self.random.below(5) as usize;
         let busy = Nanos(1_000);
-        // Real time always has something to do; a queue of best effort may be idle.
+        // Real time is never idle; a best-effort queue may be.
         let class = if queue > 0 && self.feed(Event::SegmentDone { queue, busy }) {
             Class::BestEffort
         } else {
@@ -105,7 +109,7 @@ fn selection(c: &mut Criterion) {
             taken: 4,
         })
         .collect();
-    let room =
+    let device =
         PaddingDevice { sms: 60, launch: Nanos(20_000), gap: Nanos(1_000), inside_tile: true };
     let mut grants = Vec::with_capacity(10);
     for (name, rules) in [("atoll", PaddingRules::ATOLL), ("reef", PaddingRules::REEF)] {
@@ -117,7 +121,7 @@ fn selection(c: &mut Criterion) {
                 let kernels = &set.models[2].kernels;
                 let host =
                     PaddedTask { model: 0, kernels, step, ready: true, elapsed: Nanos::ZERO };
-                padding::select(rules, room, host, &candidates, &slowdowns, &mut grants);
+                padding::select(rules, device, host, &candidates, &slowdowns, &mut grants);
                 black_box(&grants);
             });
         });

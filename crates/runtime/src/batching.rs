@@ -1,8 +1,8 @@
-//! Batching: how many waiting requests of a model go to the device together, and when.
+//! Batching policies: when a batch of a model starts and how large it is.
 //!
-//! A policy is a short file over one interface. It sees the waiting requests of one model, its idle
-//! workers and what a batch costs, and says what to launch, what to drop and when to ask again. It
-//! keeps no clock and touches no device, so the same code runs in production and in virtual time.
+//! A policy is one short file. It gets the waiting requests of one model, its workers and the batch
+//! times, and returns what to launch, what to drop and when to decide again. It has no clock and no
+//! device, so the same code runs in production and in virtual time.
 
 mod adaptive;
 mod auto;
@@ -29,58 +29,57 @@ pub use profile::BatchProfile;
 pub use staggered::Staggered;
 pub use window::Window;
 
-/// What batches of a model are made of on a machine that shares its requests with others.
+/// Batches of a model whose requests are distributed over a backend pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StaggeredBatch {
-    /// Requests of a batch at most.
+    /// Maximum number of requests of a batch.
     pub batch: usize,
-    /// Requests that let one begin before it has to.
+    /// Number of requests with which a batch may start early.
     pub least: usize,
 }
 
-/// A request that waits, as a policy sees it.
+/// A waiting request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WaitingRequest {
-    /// When it came.
+    /// Its arrival.
     pub arrived: Nanos,
-    /// When its answer is of no more use.
+    /// Its deadline.
     pub deadline: Nanos,
 }
 
-/// Something that runs one batch at a time.
+/// Runs one batch at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Worker {
-    /// The largest batch it takes.
+    /// Its largest batch.
     pub batch: usize,
-    /// Whether it runs one now.
+    /// Whether it is running one.
     pub busy: bool,
 }
 
-/// One model as a policy sees it.
+/// State of one model for a policy.
 #[derive(Debug)]
 pub struct ModelView<'a> {
-    /// Who waits, earliest deadline first.
+    /// Waiting requests, earliest deadline first.
     pub waiting: &'a VecDeque<WaitingRequest>,
-    /// Who could run it, in the order the owner prefers.
+    /// Its workers, the preferred one first.
     pub workers: &'a [Worker],
-    /// What a batch costs.
+    /// The batch times.
     pub profile: &'a BatchProfile,
-    /// Requests that are on the device now.
+    /// Running requests.
     pub running: usize,
 }
 
 impl ModelView<'_> {
-    /// The first worker that does nothing.
+    /// The first idle worker.
     pub fn idle_worker(&self) -> Option<usize> {
         self.workers.iter().position(|worker| !worker.busy)
     }
 }
 
-/// What a policy decides. Decisions are carried out in order; each speaks of the queue as the ones
-/// before it leave it.
+/// A decision. Decisions are carried out in order; each refers to the queue after the previous one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// Give up the first `count` requests: their deadlines cannot be met at a price worth paying.
+    /// Drop the first `count` requests: their deadlines cannot be met at a reasonable cost.
     Drop {
         /// How many.
         count: usize,
@@ -92,16 +91,16 @@ pub enum Decision {
         /// How many.
         count: usize,
     },
-    /// Ask again at this time, unless something happens before.
+    /// Decide again at this time, unless something happens before.
     WakeAt(Nanos),
 }
 
-/// Decides for one model.
+/// A batching policy for one model.
 pub trait BatchPolicy: Debug + Send {
     /// The name users know it by.
     fn name(&self) -> &'static str;
 
-    /// Called whenever a request came, a batch ended or a wake-up is due. Appends to `decisions`.
+    /// Called after every arrival, end of a batch and wake-up. Appends to `decisions`.
     fn decide(&mut self, now: Nanos, model: &ModelView<'_>, decisions: &mut Vec<Decision>);
 }
 

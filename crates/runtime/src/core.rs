@@ -1,14 +1,14 @@
-//! The decision what runs next, as a pure state machine: events in, actions out.
+//! The scheduler of one device as a pure state machine: events in, actions out.
 //!
-//! The core knows no device, no thread and no clock. Production, tests and simulation hand it the
-//! time and what happened, and carry out what it says. Its rules:
+//! The core knows no device, no thread and no clock. A node or a simulation passes it the time and
+//! the events, and carries out its actions. Its rules:
 //!
-//! - Real-time work goes before best effort: by priority, then earliest deadline, then arrival.
-//! - A real-time arrival that finds every queue busy makes a queue that runs best effort leave.
-//! - Best effort is shared between models by deficit round robin over the time they use; inside a model
-//!   it goes by priority, then arrival.
-//! - While real time saturates the device, best effort earns a share of the time and is not made to
-//!   leave before it has used up what it earned.
+//! - Real time goes before best effort: by priority, then by execution order, then by arrival.
+//! - A real-time request that finds every queue busy preempts best effort on one of them.
+//! - Best effort is shared between models by deficit round robin over the time they use; within a
+//!   model it goes by priority, then by arrival.
+//! - While real time saturates the device, best effort earns a share of the time and is not
+//!   preempted before it has used what it earned.
 //! - Every request ends exactly once: done, failed, refused, late or cancelled.
 
 mod co_run;
@@ -24,52 +24,44 @@ mod residency;
 use std::sync::Arc;
 
 use base::Nanos;
-use device::PreemptMode;
-use device::sim::KernelProfile;
+use device::profile::KernelProfile;
+use device::{DeviceCapabilities, PreemptMode};
 use model::config::Class;
 
+use crate::order::{Edf, ExecutionOrder, OrderedRequest};
 use crate::policy::padding::{PaddingCandidate, PaddingDevice, PaddingGrant, PairSlowdowns};
-use crate::policy::{Atoll, CoRun, Policy, PreemptionPoint, Progress, Rules};
+use crate::policy::{Atoll, CoRun, Policy, PreemptionPoint, ResumePoint, Rules};
 
 use self::co_run::CoRunAdmission;
 use self::fair::FairQueue;
-pub use self::messages::{Action, End, Event};
+pub use self::messages::{Action, End, Event, SimAction, SimEvent};
 use self::ready::ReadyHeap;
 pub use self::requests::RequestId;
 use self::requests::{Phase, RequestState, Requests};
 pub use self::residency::MemoryState;
 use self::residency::{LoadRequest, Weights};
 
-/// A model as the core knows it: a small dense number.
+/// A model: a small dense number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ModelId(pub u32);
 
-/// Order inside a real-time priority.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RealTimeOrder {
-    /// By arrival.
-    Fifo,
-    /// By deadline, then by arrival.
-    EarliestDeadline,
-}
-
-/// Queues of a device, by what they are for.
+/// Queues of a device, by purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueLayout {
-    /// Queues that take anything; numbered first.
+    /// Queues for both classes; numbered first.
     pub shared: usize,
-    /// Queues of real time; numbered next.
+    /// Real-time queues; numbered next.
     pub real_time: usize,
-    /// Queues of best effort; numbered next.
+    /// Best-effort queues; numbered next.
     pub best_effort: usize,
-    /// Queues of real time that leaves for real time of a higher priority; numbered last.
+    /// Preemptible real-time queues, for requests that yield to a higher priority; numbered last.
     pub yielding: usize,
 }
 
-/// A bug that tests plant to see whether their checkers notice it.
+/// A bug that tests plant to validate their checkers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mutation {
-    /// A request that is given up while it runs is answered at once, and once more when it has left.
+    /// A request that is cancelled while it runs ends at once, and again when it is preempted.
     EndsTwice,
 }
 
@@ -78,36 +70,35 @@ pub enum Mutation {
 pub struct CoreOptions {
     /// Queues of the device; each runs one segment at a time. Either all are shared or none is.
     pub queues: QueueLayout,
-    /// Requests that may be under way at once.
+    /// Maximum number of pending requests.
     pub max_requests: usize,
     /// Share of time, in percent, that best effort earns while real time runs; at most 90.
     pub best_effort_share_percent: u32,
-    /// Longest stretch that best effort may hold a queue against real time.
+    /// Longest time that best effort may hold a queue against real time.
     pub best_effort_slice: Nanos,
-    /// Order inside a real-time priority.
-    pub real_time_order: RealTimeOrder,
-    /// Whether inputs are copied to the device before a request can run.
-    pub copies: bool,
-    /// Bytes for weights; `None` when nothing has to be loaded.
+    /// Execution order within a real-time priority.
+    pub real_time_order: &'static dyn ExecutionOrder,
+    /// Memory for weights; `None` when weights are not managed.
     pub memory_bytes: Option<u64>,
-    /// Loads that may be under way at once: they share one way to the device.
+    /// Maximum number of concurrent loads: they share one copy engine.
     pub max_concurrent_loads: usize,
-    /// How long a load waits before it takes the place of a model that has requests waiting.
+    /// How long a load waits before it evicts a model that has requests waiting.
     pub load_patience: Nanos,
-    /// How long it waits then before a model that is always in use starts no more work; and how long a model that was just
-    /// loaded is spared.
+    /// How long it waits after that before a model that is always in use is drained; and how long a
+    /// model that was just loaded is protected.
     pub drain_after: Nanos,
-    /// A segment that is not heard of for so long means that the device is to be reset.
+    /// A segment without completion for this long makes the core reset the device.
     pub watchdog: Option<Nanos>,
-    /// The device as padding sees it.
-    pub room: PaddingDevice,
-    /// Whether a co_runner is held to a partition of the device.
-    pub partition: bool,
-    /// How much longer real time may take beside a co_runner, as a share of what it takes alone.
+    /// Capabilities of the device; the policy chooses its rules by them.
+    pub capabilities: DeviceCapabilities,
+    /// Properties of the device for kernel padding; used where queues have block budgets.
+    pub padding_device: PaddingDevice,
+    /// Allowed slowdown of real time beside a co-runner, as a fraction.
     pub max_rt_slowdown: f64,
-    /// Whether best effort is started only once the answer of the real-time request that ended is out ([`Core::awaits_replies`]).
+    /// Whether best effort starts only after the reply of the real-time request that ended is sent
+    /// ([`Core::awaits_replies`]).
     pub reply_before_best_effort: bool,
-    /// Never set but by tests.
+    /// Set only by tests.
     pub mutation: Option<Mutation>,
 }
 
@@ -118,20 +109,19 @@ impl Default for CoreOptions {
             max_requests: 65_536,
             best_effort_share_percent: 0,
             best_effort_slice: Nanos::from_millis(10),
-            real_time_order: RealTimeOrder::EarliestDeadline,
-            copies: false,
+            real_time_order: &Edf,
             memory_bytes: None,
             max_concurrent_loads: usize::MAX,
             load_patience: Nanos::ZERO,
             drain_after: Nanos::from_millis(100),
             watchdog: None,
-            room: PaddingDevice {
+            capabilities: DeviceCapabilities::default(),
+            padding_device: PaddingDevice {
                 sms: 1,
                 launch: Nanos::ZERO,
                 gap: Nanos::ZERO,
                 inside_tile: false,
             },
-            partition: false,
             max_rt_slowdown: co_run::MAX_RT_SLOWDOWN,
             reply_before_best_effort: false,
             mutation: None,
@@ -148,10 +138,12 @@ struct ModelState {
     max_running: usize,
     removed: bool,
     kernels: Arc<[KernelProfile]>,
+    /// Time of all kernels alone on the device, where they are known.
+    run_time: Option<Nanos>,
     weights: Weights,
 }
 
-/// What a queue of the device is for.
+/// Purpose of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QueueKind {
     Shared,
@@ -162,20 +154,20 @@ enum QueueKind {
 #[derive(Clone, Debug)]
 struct QueueState {
     kind: QueueKind,
-    /// Its real-time work leaves for other.
+    /// Its real-time work yields to a higher priority.
     yields: bool,
     running: Option<Running>,
-    /// Whether the device holds it to a budget.
+    /// Whether it has a block budget.
     padded: bool,
-    /// Whether it is held to the device's partition.
+    /// Whether it is confined to the SM partition.
     confined: bool,
     hold: u32,
     take: u32,
     expiry: Option<(Nanos, u32)>,
-    /// The kernel it is at, and since when.
+    /// Its current kernel, and since when.
     step: Option<usize>,
     step_since: Nanos,
-    /// The best-effort model that runs beside the real-time task on it.
+    /// The co-runner of the real-time task on it.
     co_runner: Option<ModelId>,
 }
 
@@ -185,9 +177,9 @@ struct Running {
     model: ModelId,
     class: Class,
     preempting: bool,
-    /// Until then real time does not make it leave; zero when it may.
+    /// Real time does not preempt it before; zero when it may.
     entitled_until: Nanos,
-    /// Since when the watchdog counts.
+    /// Start of the watchdog's interval.
     since: Nanos,
 }
 
@@ -203,30 +195,30 @@ pub struct Core {
     best_effort: FairQueue,
     deadlines: ReadyHeap,
     queues: Vec<QueueState>,
-    /// Time best effort has earned and not yet used, in nanoseconds.
+    /// Earned and unused time of best effort, in nanoseconds.
     best_effort_credit: u64,
-    /// Until then best effort has the device to itself.
+    /// End of the current best-effort slice.
     slice_until: Option<Nanos>,
-    /// Models to load, in no order.
+    /// Requested loads, unordered.
     load_requests: Vec<LoadRequest>,
-    /// When a load that waits for room may do more to get it.
+    /// When a load that waits for memory may take the next measure to get it.
     load_timer: Option<Nanos>,
-    /// Real-time requests whose inputs are on their way.
+    /// Real-time requests whose inputs are being copied.
     real_time_copies: usize,
     slowdowns: PairSlowdowns,
-    /// Best-effort models beside the running real-time kernel, as bits.
+    /// Best-effort models that pad the running real-time kernel, as bits.
     padding_models: u64,
     co_run: CoRunAdmission,
-    /// The best-effort model that may stay beside the real-time task that was started last.
+    /// The co-runner of the real-time task that was started last.
     co_runner: Option<ModelId>,
-    /// The real-time model whose next task it was chosen for, until that starts.
+    /// The real-time model for whose next task it was chosen, until that starts.
     co_runner_for: Option<ModelId>,
-    /// Real-time requests that are expected, and the model of the one announced last.
+    /// Announced real-time requests, and the model of the latest.
     expected: usize,
     expected_model: Option<ModelId>,
-    /// The highest real-time priority that was seen; the smallest number.
+    /// The highest real-time priority so far: the smallest number.
     highest_priority: u32,
-    /// Best effort waits for an answer of real time to be out.
+    /// Best effort waits until a real-time reply is sent.
     awaiting_replies: bool,
     lost: bool,
     draining: bool,
@@ -235,12 +227,12 @@ pub struct Core {
 }
 
 impl Core {
-    /// A core with nothing to do and Atoll's own policy.
+    /// An idle core with Atoll's own policy.
     pub fn new(options: CoreOptions) -> Core {
         Core::with_policy(options, Box::new(Atoll))
     }
 
-    /// A core with nothing to do.
+    /// An idle core.
     pub fn with_policy(options: CoreOptions, policy: Box<dyn Policy>) -> Core {
         let QueueLayout { shared, real_time, best_effort, yielding } = options.queues;
         let slots = |kind, yields, count| std::iter::repeat_n(QueueState::new(kind, yields), count);
@@ -249,7 +241,7 @@ impl Core {
             .chain(slots(QueueKind::BestEffort, false, best_effort))
             .chain(slots(QueueKind::RealTime, true, yielding));
         Core {
-            rules: policy.rules(),
+            rules: policy.rules(options.capabilities),
             models: Vec::new(),
             requests: Requests::new(options.max_requests),
             real_time: ReadyHeap::default(),
@@ -263,7 +255,7 @@ impl Core {
             real_time_copies: 0,
             slowdowns: PairSlowdowns::default(),
             padding_models: 0,
-            co_run: CoRunAdmission::new(options.max_rt_slowdown, options.partition),
+            co_run: CoRunAdmission::new(options.max_rt_slowdown, options.capabilities.sm_partition),
             co_runner: None,
             co_runner_for: None,
             expected: 0,
@@ -284,7 +276,7 @@ impl Core {
         self.policy.name()
     }
 
-    /// Numbers a new request, or `None` when as many are under way as may.
+    /// Reserves a number for a new request; `None` when too many are pending.
     pub fn next_request_id(&mut self) -> Option<RequestId> {
         self.requests.reserve()
     }
@@ -302,43 +294,40 @@ impl Core {
         timers.into_iter().flatten().min()
     }
 
-    /// How many requests are under way.
+    /// Number of pending requests: waiting or running.
     pub fn pending(&self) -> usize {
         self.requests.len()
     }
 
-    /// Requests of `model` that wait, and all that are under way.
+    /// Waiting requests of `model`, and all pending ones.
     pub fn request_counts(&self, model: ModelId) -> (usize, usize) {
         self.model(model).map_or((0, 0), |state| (state.waiting, state.pending))
     }
 
-    /// The model of the real-time request that is to start next, if one waits or is expected.
+    /// The model of the next real-time request, waiting or announced.
     pub fn next_real_time(&self) -> Option<ModelId> {
         let Some((_, request)) = self.real_time.peek() else { return self.expected_model };
         self.requests.get(request).map(|state| state.model)
     }
 
-    /// Whether nobody waits for the answer of a request that still runs.
+    /// Whether a running request was cancelled or is late.
     pub fn is_given_up(&self, request: RequestId) -> bool {
         let phase = self.requests.get(request).map(|state| state.phase);
         matches!(phase, Some(Phase::Abandoned(_)))
     }
 
-    /// Whether best effort that could be started waits for answers that the last event brought about. [`Event::RepliesSent`] is due when
-    /// they are out; any other event starts it as well.
+    /// Whether best effort waits for replies that the last event caused. The node sends
+    /// [`Event::RepliesSent`] when they are sent; any other event starts best effort as well.
     pub fn awaits_replies(&self) -> bool {
         self.awaiting_replies
     }
 
-    /// Takes `event` in at time `now` and appends what is to be done.
+    /// Processes `event` at time `now` and appends the resulting actions.
     pub fn step(&mut self, now: Nanos, event: Event, actions: &mut Vec<Action>) {
         self.awaiting_replies = false;
         match event {
             Event::ModelAdded { model, steps, queue_capacity } => {
                 self.add_model(model, steps, queue_capacity);
-            }
-            Event::ModelProfiled { model, kernels, weight_bytes } => {
-                self.profile_model(model, kernels, weight_bytes);
             }
             Event::ModelConcurrency { model, max_running } => {
                 if let Some(state) = self.model_mut(model) {
@@ -358,7 +347,7 @@ impl Core {
                     priority,
                     deadline,
                     rows: 1,
-                    progress: Progress::default(),
+                    progress: ResumePoint::default(),
                     losses: 0,
                     copying: false,
                     phase: Phase::Preparing,
@@ -368,13 +357,9 @@ impl Core {
             Event::BatchFormed { request, rows, deadline } => {
                 return self.set_batch(request, rows, deadline);
             }
-            Event::InputReady { request } => self.input_ready(now, request),
             Event::LoadRunnable { model } => self.load_runnable(now, model),
             Event::LoadFailed { model } => self.load_failed(now, model, actions),
             Event::LoadDone { model } => self.load_done(now, model),
-            Event::StepReady { queue, step } => {
-                return self.step_ready(now, queue, step, actions);
-            }
             Event::SegmentDone { queue, busy } => {
                 self.segment_done(now, queue, busy, actions);
                 let kind = self.queues.get(queue).map(|slot| slot.kind);
@@ -382,8 +367,8 @@ impl Core {
                     self.options.reply_before_best_effort && kind == Some(QueueKind::RealTime);
             }
             Event::RepliesSent => {}
-            Event::SegmentPreempted { queue, left, busy } => {
-                self.segment_preempted(now, queue, left, busy, actions);
+            Event::SegmentPreempted { queue, point, busy } => {
+                self.segment_preempted(now, queue, point, busy, actions);
             }
             Event::SegmentFailed { queue, busy } => {
                 if let Some(running) = self.release_queue(queue, busy) {
@@ -402,6 +387,13 @@ impl Core {
             Event::Cancel { request } => self.abandon(request, End::Cancelled, actions),
             Event::Timer => self.expire(now, actions),
             Event::Drain => self.draining = true,
+            Event::Sim(SimEvent::ModelProfiled { model, kernels, weight_bytes }) => {
+                self.profile_model(model, kernels, weight_bytes);
+            }
+            Event::Sim(SimEvent::InputReady { request }) => self.input_ready(now, request),
+            Event::Sim(SimEvent::StepReady { queue, step }) => {
+                return self.step_ready(now, queue, step, actions);
+            }
         }
         self.dispatch(now, actions);
     }
@@ -427,6 +419,7 @@ impl Core {
             max_running: 1,
             removed: false,
             kernels: Arc::from([]),
+            run_time: None,
             weights: Weights::default(),
         };
         self.models[index] = Some(fresh);
@@ -436,9 +429,12 @@ impl Core {
 
     fn profile_model(&mut self, model: ModelId, kernels: Arc<[KernelProfile]>, weight_bytes: u64) {
         let managed = self.options.memory_bytes.is_some();
+        let PaddingDevice { sms, gap, .. } = self.options.padding_device;
+        let times = kernels.iter().map(|kernel| kernel.time_on(sms) + gap);
+        let run_time = times.reduce(|sum, time| sum + time);
         self.slowdowns.ensure(model.0 as usize, kernels.len());
         if let Some(state) = self.model_mut(model) {
-            state.kernels = kernels;
+            (state.kernels, state.run_time) = (kernels, run_time);
             if managed {
                 state.weights = Weights::absent(weight_bytes);
             }
@@ -495,7 +491,7 @@ impl Core {
         self.prepare(now, request, actions);
     }
 
-    /// A launched request computes so many rows and is of use until this deadline.
+    /// Sets the rows and the deadline of a batch that was just launched.
     fn set_batch(&mut self, request: RequestId, rows: usize, deadline: Nanos) {
         let Some(state) = self.requests.get_mut(request) else { return };
         (state.rows, state.deadline) = (rows, deadline);
@@ -510,19 +506,31 @@ impl Core {
         let Some(state) = self.requests.get_mut(request) else { return };
         state.phase = Phase::Waiting;
         let (model, class, priority) = (state.model, state.class, state.priority);
-        let deadline = match self.options.real_time_order {
-            RealTimeOrder::EarliestDeadline => state.deadline.0,
-            RealTimeOrder::Fifo => 0,
-        };
         match class {
-            Class::RealTime => self.real_time.push((priority, deadline, request.order()), request),
+            Class::RealTime => {
+                let (deadline, progress) = (state.deadline, state.progress);
+                let remaining = self.remaining_time(model, progress);
+                let ordered = OrderedRequest { deadline, remaining };
+                let key = self.options.real_time_order.key(&ordered);
+                self.real_time.push((priority, key, request.order()), request);
+            }
             Class::BestEffort => {
                 self.best_effort.push(model, (priority, 0, request.order()), request);
             }
         }
     }
 
-    /// Takes a waiting request out of the queue of its class.
+    /// Device time that a request still needs, if known: from its kernels, or from earlier runs of
+    /// its model.
+    fn remaining_time(&self, model: ModelId, progress: ResumePoint) -> Option<Nanos> {
+        let state = self.model(model)?;
+        let whole = state.run_time.or_else(|| self.co_run.alone(model))?;
+        let steps = state.steps.max(1) as u64;
+        let remaining = steps.saturating_sub(progress.step as u64);
+        Some(Nanos((u128::from(whole.0) * u128::from(remaining) / u128::from(steps)) as u64))
+    }
+
+    /// Removes a waiting request from the queue of its class.
     fn dequeue(&mut self, request: RequestId) {
         let Some(state) = self.requests.get(request) else { return };
         let (model, class) = (state.model, state.class);
@@ -538,7 +546,7 @@ impl Core {
         }
     }
 
-    /// Frees a queue and books the time its segment took.
+    /// Frees a queue and accounts the time of its segment.
     fn release_queue(&mut self, queue: usize, busy: Nanos) -> Option<Running> {
         let slot = self.queues.get_mut(queue)?;
         (slot.step, slot.co_runner) = (None, None);
@@ -550,8 +558,8 @@ impl Core {
         match running.class {
             Class::RealTime => {
                 let share = u64::from(self.options.best_effort_share_percent.min(90));
-                // Of every `100 - share` parts of real time, best effort earns `share`; what it
-                // could have used long ago is no claim on the future.
+                // For `100 - share` parts of real time, best effort earns `share`. The credit is
+                // bounded: unused time of the distant past is not owed.
                 let limit = self.options.best_effort_slice.0.saturating_mul(2);
                 let earned = busy.0.saturating_mul(share) / (100 - share);
                 if self.has_best_effort_work() {
@@ -559,7 +567,7 @@ impl Core {
                 }
             }
             Class::BestEffort => {
-                // On streams of their own a slice is paid for when it begins.
+                // With queues of its own, best effort pays for a slice when it begins.
                 let paid = if split { 0 } else { busy.0 };
                 self.best_effort_credit = self.best_effort_credit.saturating_sub(paid);
                 if let Some(state) = self.requests.get(running.request) {
@@ -570,16 +578,16 @@ impl Core {
         Some(running)
     }
 
-    /// Learns from a real-time run that is done how long such runs take beside what ran padding_models it.
+    /// Records the time of a real-time run and its co-runner.
     fn record_run(&mut self, queue: usize, busy: Nanos) {
         let Some(slot) = self.queues.get(queue) else { return };
         let Some(running) = slot.running.filter(|_| slot.kind == QueueKind::RealTime) else {
             return;
         };
         let request = self.requests.get(running.request);
-        // Runs of several rows, in parts, or beside others of their model, are not to be compared.
+        // Batches, resumed runs and concurrent runs of a model are not comparable.
         let plain =
-            request.is_none_or(|state| state.rows == 1 && state.progress == Progress::default());
+            request.is_none_or(|state| state.rows == 1 && state.progress == ResumePoint::default());
         let sole = self.queues.iter().filter(|slot| slot.kind == QueueKind::RealTime);
         let sole = sole.filter(|slot| slot.running.is_some()).count() == 1;
         if plain && sole && self.rules.co_run == CoRun::AdmittedPair {
@@ -605,13 +613,13 @@ impl Core {
         &mut self,
         now: Nanos,
         queue: usize,
-        left: PreemptionPoint,
+        point: PreemptionPoint,
         busy: Nanos,
         actions: &mut Vec<Action>,
     ) {
         let Some(running) = self.release_queue(queue, busy) else { return };
         let Some(state) = self.requests.get_mut(running.request) else { return };
-        state.progress = self.policy.restore(left, state.progress);
+        state.progress = self.policy.restore(point, state.progress);
         match state.phase {
             Phase::Abandoned(end) => self.end(running.request, end, actions),
             _ if state.deadline <= now => {
@@ -624,7 +632,7 @@ impl Core {
         }
     }
 
-    /// Ends a request that waits, or marks one that runs so that it ends when it leaves.
+    /// Ends a waiting request; preempts a running one, which ends when it is preempted.
     fn abandon(&mut self, request: RequestId, end: End, actions: &mut Vec<Action>) {
         match self.requests.get(request).map(|state| state.phase) {
             None | Some(Phase::Abandoned(_)) => {}
@@ -664,7 +672,7 @@ impl Core {
         self.free_if_unused(state.model, actions);
     }
 
-    /// Ends what is late, gives entitlements back and looks after what is never heard of.
+    /// Ends late requests, and resets the device when the watchdog expires.
     fn expire(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         while let Some(((_, deadline, _), request)) = self.deadlines.peek() {
             if deadline > now.0 {

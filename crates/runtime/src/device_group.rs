@@ -1,7 +1,7 @@
-//! Several devices in one node: a [`Node`] each, one router above them.
+//! The devices of one server: a [`Node`] each, and one router above them.
 //!
-//! A device decides alone what it runs and when, exactly as if it were the only one. The device_group decides where a request goes and
-//! which devices hold a model ([`router`]); making a replica ready happens on a thread of the device_group, beside every request.
+//! Each device is scheduled independently. The device group decides which device gets a request and
+//! which devices hold a model ([`router`]). Replicas are loaded on a thread of the device group.
 
 pub mod router;
 
@@ -13,8 +13,8 @@ use std::time::Duration;
 use base::{Clock, Nanos};
 use device::batch::rows_of;
 use device::{DeviceError, Program};
+use model::LaunchPlan;
 use model::config::{BatchingPolicy, Class, ModelConfig};
-use model::{LaunchPlan, Tensor};
 
 use crate::batching::StaggeredBatch;
 use crate::node::{
@@ -26,24 +26,25 @@ use self::router::{
     RoutedRequest, Router,
 };
 
-/// How a device_group judges load.
+/// How a device group evaluates load.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceGroupOptions {
-    /// The time over which load is evaluated_at.
+    /// Interval of the evaluation.
     pub interval: Nanos,
-    /// If every answer of an interval waited longer, a queue stands.
+    /// A queue is standing if every request of an interval waited longer than this.
     pub standing_wait: Nanos,
-    /// Intervals in a row with a state queue before a model gets another replica.
+    /// Consecutive intervals with a standing queue before a model gets another replica.
     pub overloaded_intervals: u32,
-    /// Intervals in a row in which one replica less would do before it goes.
+    /// Consecutive intervals in which one replica fewer would be enough before one is removed.
     pub calm_intervals: u32,
-    /// One less would do when the rate is below so many percent of what they served at their limit.
+    /// One fewer is enough when the rate is below this percentage of what the others served at
+    /// their limit.
     pub calm_percent: u32,
-    /// How long a device that said it is broken is asked last.
+    /// How long a faulted device is avoided.
     pub avoid: Nanos,
-    /// What a request takes before anything is known of its model.
+    /// Device time of a request while nothing is known of its model.
     pub unknown_cost: Nanos,
-    /// What loads are expected to bring in a second before any was measured.
+    /// Rate of loads while none was measured.
     pub bytes_per_second: u64,
 }
 
@@ -62,27 +63,15 @@ impl Default for DeviceGroupOptions {
     }
 }
 
-/// A program on the device that was chosen for it.
+/// A program, and the device it was placed on.
 pub struct PlacedProgram {
-    /// The device's place in the device_group.
+    /// Index of the device in the group.
     pub device: usize,
-    /// The program there.
+    /// The program.
     pub program: Arc<dyn Program>,
 }
 
-/// An inference to do, wherever its model is.
-pub struct Asked {
-    /// One tensor per plan input, in the plan's order.
-    pub inputs: Vec<Tensor>,
-    /// Class; the model's default when absent.
-    pub class: Option<Class>,
-    /// Priority, 1 is the highest; the model's default when absent.
-    pub priority: Option<u32>,
-    /// Time from now until the answer is of no use; the model's default when absent.
-    pub timeout: Option<Nanos>,
-}
-
-/// The devices of a node.
+/// The devices of a server, with their router.
 pub struct DeviceGroup {
     shared: Arc<Shared>,
     balancer: Option<JoinHandle<()>>,
@@ -98,31 +87,31 @@ struct Shared {
 
 struct State {
     router: Router,
-    /// By the slot of their key.
+    /// By slot of their id.
     entries: Vec<Option<Entry>>,
     due: VecDeque<ReplicaChange>,
     stopping: bool,
 }
 
-/// What is needed to make a model ready on another device.
+/// What is needed to load a model on another device.
 struct Entry {
     model: GroupModelId,
     plan: Arc<LaunchPlan>,
     config: ModelConfig,
     /// By device.
     keys: Vec<Option<ModelKey>>,
-    /// What batches were measured to take, and on what kind of device.
+    /// Measured batch times, and the kind of device they hold for.
     profile: Option<(String, Vec<BatchTime>)>,
 }
 
 impl DeviceGroup {
-    /// A device_group of one device or several. All nodes go by one clock.
+    /// Starts a device group of one or several nodes, which share one clock.
     pub fn start(
         nodes: Vec<Arc<Node>>,
         options: DeviceGroupOptions,
     ) -> Result<DeviceGroup, DeviceError> {
         let Some(first) = nodes.first() else {
-            return Err(DeviceError::BadPlan("a device_group of no device".to_string()));
+            return Err(DeviceError::BadPlan("a device group needs a device".to_string()));
         };
         let clock = first.clock().clone();
         let budgets: Vec<u64> = nodes.iter().map(|node| node.budget().0).collect();
@@ -136,51 +125,52 @@ impl DeviceGroup {
             state: Mutex::new(state),
             changed: Condvar::new(),
         });
-        // One device has nobody to share with.
+        // One device needs no replicas.
         let balancer = match shared.nodes.len() {
             1 => None,
             _ => {
                 let kept = shared.clone();
                 let spawned = std::thread::Builder::new()
-                    .name("device_group".to_string())
-                    .spawn(move || kept.keep());
+                    .name("device-group".to_string())
+                    .spawn(move || kept.balance());
                 Some(spawned.map_err(|err| DeviceError::Faulted {
                     device: shared.names[0].clone(),
-                    reason: format!("cannot start a thread of the device_group: {err}"),
+                    reason: format!("cannot start the device group thread: {err}"),
                 })?)
             }
         };
         Ok(DeviceGroup { shared, balancer })
     }
 
-    /// The device_group of this node alone.
+    /// A device group of this node alone.
     pub fn of(node: Arc<Node>) -> Result<DeviceGroup, DeviceError> {
         DeviceGroup::start(vec![node], DeviceGroupOptions::default())
     }
 
-    /// Its nodes, one for each device.
+    /// Its nodes, one per device.
     pub fn nodes(&self) -> &[Arc<Node>] {
         &self.shared.nodes
     }
 
-    /// Lends memory for inputs: the first of its devices that does. The others copy from there as from any other memory.
+    /// The pinned host pool of the first device that has one. Other devices copy from it as from
+    /// any memory.
     pub fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
         self.nodes().iter().find_map(|node| node.device().host_pool())
     }
 
-    /// What its devices are called, each by a name of its own.
+    /// The unique names of its devices.
     pub fn names(&self) -> &[String] {
         &self.shared.names
     }
 
-    /// Makes `plan` ready on the device where it had best live. May take long.
+    /// Loads `plan` on the best device for it. May take long.
     pub fn load(&self, plan: Arc<LaunchPlan>) -> Result<PlacedProgram, DeviceError> {
-        // About what they will take, before any device has packed them.
+        // An estimate, before a device packs them.
         let bytes = plan.constant_bytes();
         let home = {
             let state = self.shared.lock();
             let home = state.router.home_for(self.shared.clock.now(), bytes);
-            // What it takes there is known when it is there; its node refuses what can never fit.
+            // The exact size is known after the load; the node refuses what can never fit.
             home.or_else(|| state.router.home_for(self.shared.clock.now(), 0))
         };
         let device = home.unwrap_or(0);
@@ -188,12 +178,12 @@ impl DeviceGroup {
         Ok(PlacedProgram { device, program })
     }
 
-    /// Why a model could never run where it was placed; `None` when it could.
+    /// Why a model can never fit where it was placed; `None` when it can.
     pub fn cannot_fit(&self, placed: &PlacedProgram) -> Option<DeviceError> {
         self.shared.nodes[placed.device].cannot_fit(&*placed.program)
     }
 
-    /// Makes a placed program known. Requests may come at once.
+    /// Adds a placed program. Requests may follow at once.
     pub fn add_model(&self, placed: PlacedProgram, config: &ModelConfig) -> GroupModelId {
         let PlacedProgram { device, program } = placed;
         let (plan, bytes) = (program.plan().clone(), program_bytes(&*program));
@@ -203,7 +193,7 @@ impl DeviceGroup {
             pinned: config.pinned,
             held_back: match config.batching.policy {
                 BatchingPolicy::Window => Nanos::from_micros(config.batching.max_wait_us),
-                // Waits on purpose as long as its objective lets it.
+                // Waits deliberately as long as its SLO allows.
                 BatchingPolicy::Deferred => Nanos::from_millis(config.slo_ms.unwrap_or(0)),
                 _ => Nanos::ZERO,
             },
@@ -220,8 +210,8 @@ impl DeviceGroup {
         model
     }
 
-    /// Takes no more requests for `model`, lets those under way finish and frees it afterwards, everywhere. `false` when there
-    /// is no such model.
+    /// Accepts no more requests for `model`, finishes the pending ones and frees it on all devices.
+    /// `false` when there is no such model.
     pub fn remove_model(&self, model: GroupModelId) -> bool {
         let keys = {
             let mut state = self.shared.lock();
@@ -240,35 +230,33 @@ impl DeviceGroup {
         true
     }
 
-    /// Takes a request in, at the device where it starts soonest. `reply` is called exactly once, from any thread, also when the
-    /// request is refused at once.
+    /// Submits a request to the device where it starts soonest. `reply` is called exactly once,
+    /// from any thread, also when the request is refused at once.
     pub fn submit(
         &self,
-        model: GroupModelId,
-        asked: Asked,
+        request: Request<GroupModelId>,
         reply: Box<dyn FnOnce(Reply) + Send>,
     ) -> RequestHandle {
         let shared = &self.shared;
-        let Asked { inputs, class, priority, timeout } = asked;
         let now = shared.clock.now();
-        let routed = shared.lock().route(shared, now, model, class);
+        let routed = shared.lock().route(shared, now, request.model, request.class);
         let Some((routed, key)) = routed else {
             return refuse_at_once(now, reply, Rejection::NoSuchModel);
         };
-        let rows = rows_of(&inputs);
-        let request = Request { model: key, inputs, class, priority, timeout };
+        let rows = rows_of(&request.inputs);
+        let request = request.with_model(key);
         let Some(routed) = routed else { return shared.nodes[0].submit(request, reply) };
         let device_group = Arc::downgrade(shared);
-        let counted = move |answer: Reply| {
+        let counted = move |outcome: Reply| {
             if let Some(device_group) = device_group.upgrade() {
-                device_group.ended(routed, &answer, rows);
+                device_group.ended(routed, &outcome, rows);
             }
-            reply(answer);
+            reply(outcome);
         };
         shared.nodes[routed.device].submit(request, Box::new(counted))
     }
 
-    /// Where `model` is, and its key there.
+    /// The replicas of `model`, with their keys.
     pub fn replicas(&self, model: GroupModelId) -> Vec<(ReplicaStatus, ModelKey)> {
         let state = self.shared.lock();
         let Some(entry) = state.entry(model) else { return Vec::new() };
@@ -276,13 +264,13 @@ impl DeviceGroup {
         views.filter_map(|view| Some((view, entry.keys[view.device]?))).collect()
     }
 
-    /// What was done about replicas so far.
+    /// Replicas added and removed so far.
     pub fn changes(&self) -> ReplicaCounts {
         self.shared.lock().router.changes()
     }
 
-    /// Measures what batches of `model` take, behind everybody else's requests, and lets all devices of the kind it was measured
-    /// on go by it. Takes about `limit` at most, and as long as better work goes first.
+    /// Measures batch times of `model` as best effort and sets them on all devices of the same
+    /// kind. Takes about `limit`, plus the time of work that goes first.
     pub fn profile(&self, model: GroupModelId, limit: Duration) -> Vec<BatchTime> {
         let Some((view, key)) = self.replicas(model).into_iter().next() else { return Vec::new() };
         let times = self.shared.nodes[view.device].profile(key, limit);
@@ -298,15 +286,15 @@ impl DeviceGroup {
         times
     }
 
-    /// What batches of `model` were measured to take.
+    /// The measured batch times of `model`.
     pub fn profile_of(&self, model: GroupModelId) -> Vec<BatchTime> {
         let state = self.shared.lock();
         let profile = state.entry(model).and_then(|entry| entry.profile.clone());
         profile.map(|(_, times)| times).unwrap_or_default()
     }
 
-    /// Makes batches of `staggered` of requests for `model`, or as its settings say. Several devices are filled by the device_group's own
-    /// rule instead.
+    /// Sets the batches of a backend pool for `model`, or returns to its settings. Only with one
+    /// device: several devices are filled by the router's own rule.
     pub fn set_staggered_batch(&self, model: GroupModelId, staggered: Option<StaggeredBatch>) {
         for (view, key) in self.replicas(model).into_iter().filter(|_| self.shared.nodes.len() == 1)
         {
@@ -314,43 +302,44 @@ impl DeviceGroup {
         }
     }
 
-    /// The largest batch that is made of requests of `model`; `None` where there are none.
+    /// The largest batch of `model`; `None` without batching.
     pub fn max_batch(&self, model: GroupModelId) -> Option<usize> {
         let mut replicas = self.replicas(model).into_iter();
         replicas.find_map(|(view, key)| self.shared.nodes[view.device].max_batch(key))
     }
 
-    /// Whether requests of `model` are put together.
+    /// Whether requests of `model` are batched.
     pub fn is_batched(&self, model: GroupModelId) -> bool {
         let mut replicas = self.replicas(model).into_iter();
         replicas.any(|(view, key)| self.shared.nodes[view.device].is_batched(key))
     }
 
-    /// Loads a model's weights at its devices if there is room for them.
+    /// Loads the weights of a model on its devices, into free memory.
     pub fn preload(&self, model: GroupModelId) {
         for (view, key) in self.replicas(model) {
             self.shared.nodes[view.device].preload(key);
         }
     }
 
-    /// Takes no more requests and returns when none is under way and every reply is sent, or `false` after `limit`.
+    /// Accepts no more requests. Returns when none is pending and every reply is sent, or `false`
+    /// after `limit`.
     pub fn drain(&self, limit: Duration) -> bool {
         let end = self.shared.clock.now() + Nanos::from(limit);
-        // Each of them is told before any is waited for.
-        let told =
+        // All nodes start to drain before one is waited for.
+        let drained =
             self.shared.nodes.iter().map(|node| node.drain(Duration::ZERO)).collect::<Vec<_>>();
         self.shared
             .nodes
             .iter()
-            .zip(told)
+            .zip(drained)
             .all(|(node, done)| done || node.drain((end - self.shared.clock.now()).into()))
     }
 
-    /// Waits until everything that was removed and has no request under way is taken apart; `false` after `limit`.
+    /// Waits until all removed programs without requests are dropped; `false` after `limit`.
     pub fn wait_discarded(&self, limit: Duration) -> bool {
         let end = self.shared.clock.now() + Nanos::from(limit);
-        let left = || (end - self.shared.clock.now()).into();
-        self.shared.nodes.iter().all(|node| node.wait_discarded(left()))
+        let remaining = || (end - self.shared.clock.now()).into();
+        self.shared.nodes.iter().all(|node| node.wait_discarded(remaining()))
     }
 }
 
@@ -365,7 +354,7 @@ impl Drop for DeviceGroup {
     }
 }
 
-/// What a model's weights take on a device.
+/// Bytes of a model's weights on a device.
 fn program_bytes(program: &dyn Program) -> u64 {
     match program.residency() {
         Some(residency) => residency.bytes().0,
@@ -373,7 +362,7 @@ fn program_bytes(program: &dyn Program) -> u64 {
     }
 }
 
-/// The devices' names; those of the same name are numbered.
+/// The names of the devices; equal names get a number.
 fn names(nodes: &[Arc<Node>]) -> Vec<String> {
     let name = |node: &Arc<Node>| node.device().info().name.clone();
     let all: Vec<String> = nodes.iter().map(name).collect();
@@ -394,7 +383,8 @@ impl State {
         self.entries.get_mut(model.slot())?.as_mut().filter(|entry| entry.model == model)
     }
 
-    /// The key of `model` where a request of it goes; without a routed where there is nothing to choose.
+    /// Routes a request: the key of `model` on the selected device. With one device nothing is
+    /// routed.
     fn route(
         &mut self,
         shared: &Shared,
@@ -421,13 +411,13 @@ impl State {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Every change to the router is made by one call of it, so a panic leaves nothing half done.
+        // Every change of the router is one call, so a panic leaves it consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn ended(&self, routed: RoutedRequest, answer: &Reply, rows: usize) {
-        let timing = &answer.timing;
-        let end = match &answer.result {
+    fn ended(&self, routed: RoutedRequest, reply: &Reply, rows: usize) {
+        let timing = &reply.timing;
+        let end = match &reply.result {
             Ok(_) => {
                 let wait = (timing.finished - timing.arrived) - timing.busy;
                 let shared = timing.rows.max(rows).max(1) as u64;
@@ -444,8 +434,8 @@ impl Shared {
         }
     }
 
-    /// Judges load, and does what follows from it.
-    fn keep(&self) {
+    /// Evaluates load periodically and applies the changes.
+    fn balance(&self) {
         let mut state = self.lock();
         loop {
             if state.stopping {
@@ -462,7 +452,7 @@ impl Shared {
             }
             if let Some(change) = state.due.pop_front() {
                 drop(state);
-                self.carry_out(change);
+                self.apply(change);
                 state = self.lock();
                 continue;
             }
@@ -472,7 +462,7 @@ impl Shared {
         }
     }
 
-    /// How fast weights were measured to arrive, and what models take by now.
+    /// Measures the rate of loads and the sizes of models.
     fn measure(&self) -> Measurements {
         let speed = |node: &Arc<Node>| {
             let swaps = node.memory().swaps;
@@ -495,33 +485,33 @@ impl Shared {
         }
     }
 
-    fn carry_out(&self, change: ReplicaChange) {
+    fn apply(&self, change: ReplicaChange) {
         match change {
-            ReplicaChange::Add(model, device) => self.make(model, device),
+            ReplicaChange::Add(model, device) => self.add_replica(model, device),
             ReplicaChange::Remove(model, device) => {
                 let mut state = self.lock();
                 let key = state.entry_mut(model).and_then(|entry| entry.keys[device].take());
                 drop(state);
                 if let Some(key) = key {
-                    tracing::info!(device = self.names[device], "a replica is not needed any more");
+                    tracing::info!(device = self.names[device], "replica removed");
                     self.nodes[device].remove_model(key);
                 }
             }
         }
     }
 
-    /// What kind of device it is: those of one kind are equally fast.
+    /// The kind of a device: devices of one kind are equally fast.
     fn kind(&self, device: usize) -> String {
         self.nodes[device].device().info().description.clone()
     }
 
-    fn make(&self, model: GroupModelId, device: usize) {
+    fn add_replica(&self, model: GroupModelId, device: usize) {
         let found = {
             let state = self.lock();
             let needed = |e: &Entry| (e.plan.clone(), e.config.clone(), e.profile.clone());
             state.entry(model).map(needed)
         };
-        // Removed meanwhile.
+        // The model was removed meanwhile.
         let Some((plan, config, profile)) = found else { return };
         let node = &self.nodes[device];
         let made = node.device().load(plan).and_then(|program| match node.cannot_fit(&*program) {
@@ -531,12 +521,12 @@ impl Shared {
         let program = match made {
             Ok(program) => program,
             Err(why) => {
-                tracing::warn!(device = self.names[device], %why, "no replica could be made");
-                self.lock().router.not_made(self.clock.now(), model, device);
+                tracing::warn!(device = self.names[device], error = %why, "cannot add replica");
+                self.lock().router.replica_failed(self.clock.now(), model, device);
                 return;
             }
         };
-        // What is promised to stay stays at its home; a replica makes way for others.
+        // Pinned weights stay at their home; a replica can be evicted.
         let key = node.add_model(program, &ModelConfig { pinned: false, ..config });
         node.preload(key);
         if let Some((_, times)) = profile.filter(|(kind, _)| *kind == self.kind(device)) {
@@ -546,21 +536,21 @@ impl Shared {
         let kept = match state.entry_mut(model) {
             Some(entry) => {
                 entry.keys[device] = Some(key);
-                state.router.made(model, device)
+                state.router.replica_added(model, device)
             }
             None => false,
         };
         drop(state);
         match kept {
-            true => tracing::info!(device = self.names[device], "a model got a replica"),
+            true => tracing::info!(device = self.names[device], "replica added"),
             false => drop(node.remove_model(key)),
         }
     }
 }
 
-/// What the nodes know better than the router.
+/// What the nodes measured for the router.
 struct Measurements {
-    /// Bytes in a second that loads brought, by device; `None` where there was none.
+    /// Rate of loads in bytes per second, by device; `None` without loads.
     speeds: Vec<Option<u64>>,
     bytes: Vec<(GroupModelId, u64)>,
 }

@@ -1,4 +1,4 @@
-//! The node: the core, driven by a real device and a real clock.
+//! The node: the core, driven by a device and a clock.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -13,7 +13,6 @@ use model::config::{Class, ModelConfig};
 use thiserror::Error;
 
 use crate::core::{Action, Core, CoreOptions, Event, ModelId, RequestId};
-use crate::policy::Policy;
 
 mod announcement;
 mod batch_jobs;
@@ -27,7 +26,7 @@ mod request;
 mod submission;
 mod weights;
 
-use self::batch_jobs::{BatchIntake, Batches, ModelBatcher, Preparer};
+use self::batch_jobs::{BatchStaging, Batches, ModelBatcher, Preparer};
 use self::batcher::MemberId;
 use self::completion::Sink;
 pub use self::lock::LockContention;
@@ -47,39 +46,40 @@ pub struct ModelKey {
     generation: u64,
 }
 
-/// What goes into a node's core and comes out of it, for those who keep or check it. Called with the node's lock held.
+/// Observes events and actions of a node's core, to record or check them. Called with the node's
+/// lock held.
 pub trait Observer: Send + Sync {
-    /// The core is about to take `event` in.
+    /// Called before the core processes `event`.
     fn event(&self, now: Nanos, event: &Event);
-    /// The node is about to carry `action` out.
+    /// Called before the node carries out `action`.
     fn action(&self, now: Nanos, action: &Action);
 }
 
 /// Settings of a node.
 #[derive(Clone)]
 pub struct NodeOptions {
-    /// How real time and best effort share the device: one of [`crate::policy::NAMES`].
+    /// The policy: one of [`crate::policy::NAMES`].
     pub policy: String,
-    /// Requests that may be under way at once, over all models.
+    /// Maximum number of pending requests over all models.
     pub max_requests: usize,
-    /// Least share of time, in percent, that best effort gets under saturating real-time load.
+    /// Share of time, in percent, that best effort keeps under saturating real time.
     pub best_effort_share_percent: u32,
-    /// Real-time queues of a policy that runs real time on its own, for batches of one model side by side.
+    /// Real-time queues of a policy that runs real time alone, for concurrent batches of one model.
     pub concurrent_rt_batches: usize,
-    /// Real-time queues of a policy that runs everything side by side.
+    /// Real-time queues of a policy that runs everything concurrently.
     pub real_time_queues: usize,
     /// Best-effort queues of such a policy.
     pub best_effort_queues: usize,
-    /// Whether real time leaves for real time of a higher priority whose deadline that helps, where the device lets work leave
-    /// inside steps. What may have to leave runs in a slower form.
+    /// Whether a request preempts real time of a lower priority to meet its deadline, on devices
+    /// that preempt inside steps. Preemptible work uses slower kernels.
     pub preempt_real_time: bool,
-    /// How much longer real time may take beside best effort that goes on in a partition of the device, in percent.
+    /// Allowed slowdown of real time beside a co-runner, in percent.
     pub max_rt_slowdown_percent: f64,
-    /// PreemptionLog that are remembered one by one.
+    /// Number of preemptions that are kept in the log.
     pub preemptions_kept: usize,
-    /// What weights may take of a device whose weights come and go; all it has when absent.
+    /// Memory for weights on devices that load and evict them; all of it when absent.
     pub memory: Option<Bytes>,
-    /// Told of everything the core takes in and decides.
+    /// Observer of the core.
     pub observer: Option<Arc<dyn Observer>>,
 }
 
@@ -101,36 +101,36 @@ impl Default for NodeOptions {
     }
 }
 
-/// Why a node does not start.
+/// Why a node cannot start.
 #[derive(Debug, Error)]
 pub enum NodeError {
-    /// No policy has that name.
+    /// There is no policy of that name.
     #[error("there is no policy '{0}'; there are: {1}")]
     UnknownPolicy(String, String),
-    /// No device does what the policy asks of it.
+    /// The device cannot carry out the rules of the policy.
     #[error(
-        "policy '{0}' kills running kernels and fuses others with them, which no device here can; \
+        "policy '{0}' kills and fuses kernels, which this device cannot do; \
          it runs in the simulation: atoll bench disb --device sim --policy {0}"
     )]
-    NotCarriedOut(String),
-    /// The device does not open its queues.
+    PolicyNotSupported(String),
+    /// The device cannot open its queues.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
-/// A node over one device.
+/// The scheduler of one device.
 pub struct Node {
     shared: Arc<Shared>,
     timer: Option<JoinHandle<()>>,
 }
 
-/// A request under way. Dropping it does nothing; [`RequestHandle::cancel`] gives it up.
+/// A submitted request. Dropping it has no effect; [`RequestHandle::cancel`] cancels it.
 pub struct RequestHandle {
     shared: Weak<Shared>,
-    place: RequestLocation,
+    location: RequestLocation,
 }
 
-/// Where a request is.
+/// Where a request is pending.
 #[derive(Clone, Copy)]
 enum RequestLocation {
     Ended,
@@ -139,11 +139,11 @@ enum RequestLocation {
 }
 
 impl RequestHandle {
-    /// Gives the request up: it leaves the queue, or the device at the next boundary. Its reply is
-    /// still sent, once.
+    /// Cancels the request: it is removed from its queue, or preempted. Its reply is still sent,
+    /// once.
     pub fn cancel(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
-        match self.place {
+        match self.location {
             RequestLocation::Ended => {}
             RequestLocation::Core(request) => shared.handle(Event::Cancel { request }),
             RequestLocation::Batcher(model, member) => shared.cancel_member(model, member),
@@ -154,37 +154,37 @@ impl RequestHandle {
 type ReplyFn = Box<dyn FnOnce(Reply) + Send>;
 
 struct Shared {
-    /// Itself, for those who tell it something later.
+    /// Reference to itself, for callbacks.
     own: Weak<Shared>,
     device: Arc<dyn Device>,
-    /// What weights may take.
+    /// Memory for weights.
     budget: Bytes,
     discard: Discard,
     clock: Arc<dyn Clock>,
     observer: Option<Arc<dyn Observer>>,
     max_requests: usize,
-    /// Whether the policy runs best effort at all.
+    /// Whether the policy runs best effort.
     best_effort: bool,
-    /// Whether real time is announced, so that best effort has left when it starts.
+    /// Whether real time is announced, so that best effort is preempted before it starts.
     announces_arrivals: bool,
     queues: OnceLock<Vec<Box<dyn Queue>>>,
     preparer: OnceLock<Preparer>,
     state: Mutex<State>,
     lock_waits: LockWaits,
-    /// The earliest timer moved forward, or the node stops.
+    /// The next timer is earlier than before, or the node stops.
     timer_changed: Condvar,
-    /// The last request under way ended, or its reply was sent.
+    /// The last pending request ended, or its reply was sent.
     idle: Condvar,
-    /// Replies that are due and not sent yet.
+    /// Replies that are due and not sent.
     unsent: AtomicUsize,
-    /// Somebody waits until all are.
-    draining_thread_waits: AtomicBool,
+    /// A thread waits until all replies are sent.
+    drain_waits: AtomicBool,
 }
 
 struct State {
     core: Core,
     actions: Vec<Action>,
-    job: Vec<Option<Job>>,
+    jobs: Vec<Option<Job>>,
     models: Vec<Option<ModelEntry>>,
     next_generation: u64,
     armed_timer: Option<Nanos>,
@@ -193,10 +193,12 @@ struct State {
     draining: bool,
     drain_sent: bool,
     swaps: SwapStats,
+    /// Why the device takes no more requests.
+    fault: Option<DeviceError>,
     stopping: bool,
 }
 
-/// What the node keeps of a request while the core decides about it.
+/// A job of the core: a request, or a batch.
 struct Job {
     model: ModelId,
     class: Class,
@@ -209,10 +211,10 @@ struct Job {
     launched: bool,
 }
 
-/// Who waits for a request of the core.
+/// Who gets the reply of a job.
 enum ReplyTarget {
     Request(ReplyFn),
-    /// Those whom the model's batcher knows.
+    /// The members of the batch, which the batcher knows.
     Members,
 }
 
@@ -232,16 +234,16 @@ impl Job {
 struct ModelEntry {
     generation: u64,
     program: Arc<dyn Program>,
-    /// Its weights, if they come and go.
+    /// Its weights, if they are loaded and evicted.
     weights: Option<EntryWeights>,
     defaults: Defaults,
     queue_capacity: usize,
     stats: ModelStats,
     preemption_stats: PreemptionStats,
-    batching: Option<(ModelBatcher, BatchIntake)>,
-    /// When the batcher wants to be asked.
+    batching: Option<(ModelBatcher, BatchStaging)>,
+    /// When the batcher must be updated.
     batch_timer: Option<Nanos>,
-    /// No more requests are taken; the core hears of it when the batcher is empty.
+    /// No more requests are accepted; the core is notified when the batcher is empty.
     removed: bool,
     removal_sent: bool,
 }
@@ -253,10 +255,19 @@ struct Defaults {
     timeout: Option<Nanos>,
 }
 
-/// A reply that is due, to be sent once the lock is free.
+/// A reply that is sent when the lock is released.
 type DueReply = (ReplyFn, Reply);
 
-/// Lets best effort go on when the answers it waits for are out, whatever became of them.
+/// The queue command of an action. Adjacent commands are sent in one call.
+fn queue_command(action: &Action) -> Option<(usize, QueueCommand)> {
+    match *action {
+        Action::Preempt { queue, .. } => Some((queue, QueueCommand::Preempt)),
+        Action::Confine { queue, confined } => Some((queue, QueueCommand::Confine(confined))),
+        _ => None,
+    }
+}
+
+/// Resumes best effort when replies are sent, also after a panic of a reply callback.
 struct ResumeBestEffort<'a>(&'a Shared);
 
 impl Drop for ResumeBestEffort<'_> {
@@ -266,14 +277,15 @@ impl Drop for ResumeBestEffort<'_> {
 }
 
 impl Node {
-    /// Starts the node on `device`.
+    /// Starts a node on `device`.
     pub fn start(
         device: Arc<dyn Device>,
         options: NodeOptions,
         clock: Arc<dyn Clock>,
     ) -> Result<Node, NodeError> {
-        let policy = layout::policy(&options.policy)?;
-        let rules = policy.rules();
+        let capabilities = device.capabilities();
+        let policy = layout::policy(&options.policy, capabilities)?;
+        let rules = policy.rules(capabilities);
         let info = device.info();
         let queues = layout::layout(&rules, info.preemption, info.queues, &options);
         let opened: Vec<_> = layout::queue_options(&rules, queues).collect();
@@ -286,15 +298,15 @@ impl Node {
             max_concurrent_loads: weights::MAX_CONCURRENT_LOADS,
             load_patience: weights::LOAD_PATIENCE,
             drain_after: weights::DRAIN_AFTER,
-            partition: device.best_effort_sms().is_some(),
+            capabilities,
             max_rt_slowdown: options.max_rt_slowdown_percent / 100.0,
             reply_before_best_effort: true,
             ..CoreOptions::default()
         };
         let state = State {
-            core: Core::with_policy(core, Box::new(policy)),
+            core: Core::with_policy(core, policy),
             actions: Vec::new(),
-            job: Vec::new(),
+            jobs: Vec::new(),
             models: Vec::new(),
             next_generation: 0,
             armed_timer: None,
@@ -303,11 +315,12 @@ impl Node {
             draining: false,
             drain_sent: false,
             swaps: SwapStats::default(),
+            fault: None,
             stopping: false,
         };
         let no_thread = |device: &dyn Device, err: std::io::Error| DeviceError::Faulted {
             device: device.info().name.clone(),
-            reason: format!("cannot start a thread of the node: {err}"),
+            reason: format!("cannot start a node thread: {err}"),
         };
         let discard = Discard::start().map_err(|err| no_thread(&*device, err))?;
         let shared = Arc::new_cyclic(|own| Shared {
@@ -327,7 +340,7 @@ impl Node {
             timer_changed: Condvar::new(),
             idle: Condvar::new(),
             unsent: AtomicUsize::new(0),
-            draining_thread_waits: AtomicBool::new(false),
+            drain_waits: AtomicBool::new(false),
         });
         let sink: Arc<dyn CompletionSink> = Arc::new(Sink(Arc::downgrade(&shared)));
         let mut queues = Vec::with_capacity(opened.len());
@@ -350,17 +363,17 @@ impl Node {
         &self.shared.device
     }
 
-    /// The name of the policy it follows.
+    /// The name of its policy.
     pub fn policy(&self) -> &'static str {
         self.shared.lock().core.policy_name()
     }
 
-    /// The clock all timings are read from.
+    /// The clock of all timings.
     pub fn clock(&self) -> &Arc<dyn Clock> {
         &self.shared.clock
     }
 
-    /// Makes a loaded program known under a new key. Requests may come at once.
+    /// Adds a loaded program under a new key. Requests may follow at once.
     pub fn add_model(&self, program: Arc<dyn Program>, config: &ModelConfig) -> ModelKey {
         let level = self.shared.device.info().preemption;
         let batching = batch_jobs::batcher_of(program.plan(), config, level);
@@ -390,7 +403,7 @@ impl Node {
         };
         let model = ModelId(slot as u32);
         let steps = entry.program.plan().steps.len();
-        // A batcher keeps to the bound itself, and has few jobs in the core.
+        // The batcher enforces the queue capacity itself; the core holds only its jobs.
         let queue_capacity = if prepared.is_some() { usize::MAX } else { config.queue_capacity };
         let mut events = VecDeque::from([Event::ModelAdded { model, steps, queue_capacity }]);
         if let Some((_, _, max_running)) = prepared {
@@ -412,13 +425,13 @@ impl Node {
         key
     }
 
-    /// Whether requests of `model` are put together.
+    /// Whether requests of `model` are batched.
     pub fn is_batched(&self, model: ModelKey) -> bool {
         self.shared.lock().model(model).is_some_and(|entry| entry.batching.is_some())
     }
 
-    /// Takes no more requests for `model`, lets those under way finish and frees it afterwards.
-    /// `false` when there is no such model.
+    /// Accepts no more requests for `model`, finishes the pending ones and frees it. `false` when
+    /// there is no such model.
     pub fn remove_model(&self, model: ModelKey) -> bool {
         let mut state = self.shared.lock();
         let Some(entry) = state.model_mut(model) else { return false };
@@ -432,7 +445,7 @@ impl Node {
         true
     }
 
-    /// What `model` has done so far.
+    /// Counters of `model`.
     pub fn stats(&self, model: ModelKey) -> Option<ModelStats> {
         let state = self.shared.lock();
         let mut stats = state.model(model)?.stats.clone();
@@ -443,30 +456,31 @@ impl Node {
         Some(stats)
     }
 
-    /// How long `model` took to leave for real time, and how often others left for it.
+    /// How long preemptions of `model` took, and how many it caused.
     pub fn preemption_stats(&self, model: ModelKey) -> Option<PreemptionStats> {
         Some(self.shared.lock().model(model)?.preemption_stats.clone())
     }
 
-    /// The latest times that work was made to leave.
+    /// The latest preemptions.
     pub fn preemptions(&self) -> PreemptionLog {
         self.shared.lock().record.snapshot()
     }
 
-    /// How often and how long threads waited for each other inside the node.
+    /// Contention of the node's lock.
     pub fn contention(&self) -> LockContention {
         self.shared.lock_waits.read()
     }
 
-    /// Memory its loaded programs hold.
+    /// Memory that its programs hold.
     pub fn resident(&self) -> Bytes {
         let state = self.shared.lock();
         Bytes(state.models.iter().flatten().map(|entry| entry.program.resident().0).sum())
     }
 
-    /// Takes no more requests and returns when none is under way and every reply is sent, or `false` after `limit`.
+    /// Accepts no more requests. Returns when none is pending and every reply is sent, or `false`
+    /// after `limit`.
     pub fn drain(&self, limit: Duration) -> bool {
-        self.shared.draining_thread_waits.store(true, Ordering::SeqCst);
+        self.shared.drain_waits.store(true, Ordering::SeqCst);
         let mut state = self.shared.lock();
         state.draining = true;
         let mut events = VecDeque::new();
@@ -476,14 +490,14 @@ impl Node {
         let mut state = self.shared.lock();
         let unsent = || self.shared.unsent.load(Ordering::SeqCst);
         while state.core.pending() + state.batches.members + unsent() > 0 {
-            let left = end - self.shared.clock.now();
-            if left == Nanos::ZERO {
+            let remaining = end - self.shared.clock.now();
+            if remaining == Nanos::ZERO {
                 return false;
             }
             state = self
                 .shared
                 .idle
-                .wait_timeout(state, left.into())
+                .wait_timeout(state, remaining.into())
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
@@ -496,15 +510,15 @@ impl Drop for Node {
         self.shared.lock().stopping = true;
         self.shared.timer_changed.notify_all();
         if let Some(timer) = self.timer.take() {
-            // The timer thread holds no lock while it sleeps and never panics on purpose; a panic
-            // there has been reported already.
+            // The timer thread holds no lock while it sleeps; a panic there has been reported
+            // already.
             let _ = timer.join();
         }
     }
 }
 
 impl State {
-    /// When something is due that no device tells of.
+    /// The next timer of the core or of a batcher.
     fn next_timer(&self) -> Option<Nanos> {
         self.core.next_timer().into_iter().chain(self.batch_timer()).min()
     }
@@ -525,14 +539,14 @@ impl State {
     }
 
     fn job(&self, request: RequestId) -> Option<&Job> {
-        self.job.get(request.slot())?.as_ref()
+        self.jobs.get(request.slot())?.as_ref()
     }
 
     fn keep(&mut self, id: RequestId, job: Job) {
-        if id.slot() >= self.job.len() {
-            self.job.resize_with(id.slot() + 1, || None);
+        if id.slot() >= self.jobs.len() {
+            self.jobs.resize_with(id.slot() + 1, || None);
         }
-        self.job[id.slot()] = Some(job);
+        self.jobs[id.slot()] = Some(job);
     }
 }
 
@@ -541,7 +555,7 @@ impl Shared {
         self.step(self.lock(), event);
     }
 
-    /// Feeds the core, carries out what it says and sends the replies that became due.
+    /// Feeds the core, carries out its actions and sends the replies that are due.
     fn step(&self, state: MutexGuard<'_, State>, event: Event) {
         self.run(state, VecDeque::from([event]));
     }
@@ -562,16 +576,12 @@ impl Shared {
             self.record_actions(&mut state, now, &actions);
             let mut commands = Vec::new();
             for action in actions.drain(..) {
-                match action {
-                    Action::Preempt { queue, .. } => commands.push((queue, QueueCommand::Preempt)),
-                    Action::Confine { queue, confined } => {
-                        commands.push((queue, QueueCommand::Confine(confined)));
-                    }
-                    action => {
-                        self.send_commands(&mut commands);
-                        self.act(&mut state, now, action, &mut events, &mut due);
-                    }
+                if let Some(command) = queue_command(&action) {
+                    commands.push(command);
+                    continue;
                 }
+                self.send_commands(&mut commands);
+                self.act(&mut state, now, action, &mut events, &mut due);
             }
             self.send_commands(&mut commands);
             state.actions = actions;
@@ -589,17 +599,17 @@ impl Shared {
         drop(resume);
     }
 
-    /// Sends a reply that was counted as not sent.
+    /// Sends a reply that is counted in `unsent`.
     fn send(&self, send: ReplyFn, reply: Reply) {
         send(reply);
         self.unsent.fetch_sub(1, Ordering::SeqCst);
-        if self.draining_thread_waits.load(Ordering::SeqCst) {
+        if self.drain_waits.load(Ordering::SeqCst) {
             let _state = self.lock();
             self.idle.notify_all();
         }
     }
 
-    /// Gives all `commands` to their queues at one go.
+    /// Sends all `commands` in one call.
     fn send_commands(&self, commands: &mut Vec<(usize, QueueCommand)>) {
         if commands.is_empty() {
             return;
@@ -621,7 +631,7 @@ impl Shared {
         match action {
             Action::Launch { queue, request, .. } => {
                 let formed = self.form_batch(state, now, request, events);
-                let Some(job) = state.job.get_mut(request.slot()).and_then(Option::as_mut) else {
+                let Some(job) = state.jobs.get_mut(request.slot()).and_then(Option::as_mut) else {
                     return;
                 };
                 let first = !std::mem::replace(&mut job.launched, true);
@@ -633,7 +643,7 @@ impl Shared {
                     events.push_back(Event::SegmentFailed { queue, busy: Nanos::ZERO });
                     return;
                 };
-                // The core counts the plan's steps; the device may have made more or fewer of them.
+                // The core counts steps of the plan; the device may have fused or split them.
                 let steps = task.next_step()..task.step_count();
                 if let Some(slot) = state.record.queues.get_mut(queue) {
                     *slot =
@@ -651,13 +661,13 @@ impl Shared {
                 if !launched {
                     job.failure = Some(DeviceError::Faulted {
                         device: self.device.info().name.clone(),
-                        reason: "a queue takes no work".to_string(),
+                        reason: "a queue refused a segment".to_string(),
                     });
                     events.push_back(Event::SegmentFailed { queue, busy: Nanos::ZERO });
                 }
             }
             Action::End { request, end } => {
-                let job = state.job.get_mut(request.slot()).and_then(Option::take);
+                let job = state.jobs.get_mut(request.slot()).and_then(Option::take);
                 match job {
                     Some(job) if matches!(job.reply_to, ReplyTarget::Members) => {
                         self.end_batch(state, now, (request, end), job, due);
@@ -673,13 +683,16 @@ impl Shared {
             }
             Action::Load { model, urgent } => self.start_load(state, now, model, urgent),
             Action::Evict { model } => state.evict(model),
-            // Orders go out together. The device copies inputs by itself, and a step there is not divided.
-            Action::Preempt { .. }
-            | Action::Confine { .. }
-            | Action::SetBudget { .. }
-            | Action::Pad { .. }
-            | Action::Copy { .. }
-            | Action::ResetDevice => {}
+            Action::ResetDevice => {
+                let device = self.device.info().name.clone();
+                tracing::error!(device, "device does not respond; new requests are refused");
+                let reason = "a segment never ended".to_string();
+                state.fault = Some(DeviceError::Faulted { device, reason });
+            }
+            // Queue commands are sent before; no device declares a capability for the last.
+            action @ (Action::Preempt { .. } | Action::Confine { .. } | Action::Sim(_)) => {
+                tracing::error!(?action, "action not supported by the device");
+            }
         }
     }
 
@@ -694,7 +707,7 @@ impl Shared {
         }
     }
 
-    /// Sleeps until the core's next timer and reports it.
+    /// Sleeps until the next timer and reports it.
     fn run_timer(&self) {
         loop {
             let state = self.lock();

@@ -1,7 +1,8 @@
-//! Execution policies: how real time and best effort share one device, side by side over one interface.
+//! Policies: how real time and best effort share one device.
 //!
-//! A policy is mostly data: the rules the core follows. What is code is where a task that was made to leave
-//! goes on, because that follows from what its way of leaving still knows.
+//! A policy is mostly data: the rules that the core follows on a device with given capabilities. It
+//! has code only for where a preempted task resumes, because that depends on what is known after
+//! the preemption.
 
 mod atoll;
 mod atoll_alone;
@@ -15,7 +16,7 @@ mod sequential;
 
 use std::fmt::Debug;
 
-use device::PreemptMode;
+use device::{DeviceCapabilities, PreemptMode};
 
 pub use self::atoll::Atoll;
 pub use self::atoll_alone::AtollAlone;
@@ -27,37 +28,37 @@ pub use self::reef_n::ReefN;
 pub use self::rt_only::RtOnly;
 pub use self::sequential::Sequential;
 
-/// A place in a task: all kernels before `step` are done, and as many tiles of `step` as `tile` says.
+/// A position in a task: all kernels before `step` are done, and `tile` tiles of `step`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Progress {
+pub struct ResumePoint {
     /// The kernel.
     pub step: usize,
     /// The tile.
     pub tile: u32,
 }
 
-/// What is known of a segment that left.
+/// What is known of a preempted segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PreemptionPoint {
     /// The first kernel that is not complete.
     pub step: usize,
-    /// Tiles of it that are done, where the device can tell; 0 elsewhere.
+    /// Completed tiles of it; 0 where the device cannot tell.
     pub tile: u32,
-    /// The last kernel that had been handed to the hardware.
+    /// The last kernel that was sent to the hardware.
     pub transmitted: usize,
 }
 
 impl PreemptionPoint {
-    /// PreemptionPoint between two steps.
+    /// A point between two steps.
     pub fn before(step: usize) -> PreemptionPoint {
         PreemptionPoint { step, tile: 0, transmitted: step }
     }
 }
 
-/// Which streams a policy uses on a device that has several.
+/// The streams that a policy uses on a device with several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Streams {
-    /// One for everything: a task at a time.
+    /// One for both classes: one task at a time.
     One,
     /// One for real time, several for best effort.
     Split,
@@ -68,9 +69,9 @@ pub enum Streams {
 /// When a real-time task may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RealTimeStart {
-    /// At once; what best effort frees goes to it.
+    /// At once; it gets the SMs as best effort exits.
     AtOnce,
-    /// When best effort has left.
+    /// When best effort is preempted.
     AfterPreemption,
 }
 
@@ -79,20 +80,20 @@ pub enum RealTimeStart {
 pub enum CoRun {
     /// Nothing.
     None,
-    /// Chosen kernels on what real time leaves.
+    /// Selected kernels on idle SMs.
     Padding(PaddingRules),
-    /// One task of a model that real time was seen to bear.
+    /// One task of an admitted co-run pair.
     AdmittedPair,
     /// Everything.
     All,
 }
 
-/// What the core does under a policy.
+/// The rules that the core follows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rules {
     /// Streams in use.
     pub streams: Streams,
-    /// How best effort is made to leave for real time; `None` when it is not.
+    /// How best effort is preempted for real time; `None` when it is not.
     pub preempt: Option<PreemptMode>,
     /// When real time starts.
     pub start: RealTimeStart,
@@ -109,16 +110,21 @@ pub trait Policy: Debug + Send {
     /// The name users know it by.
     fn name(&self) -> &'static str;
 
-    /// The rules the core follows.
-    fn rules(&self) -> Rules;
+    /// Whether a device with these capabilities can carry out its rules.
+    fn is_supported(&self, _device: DeviceCapabilities) -> bool {
+        true
+    }
 
-    /// Where a task that left goes on. All before `known` is done for certain.
-    fn restore(&self, left: PreemptionPoint, _known: Progress) -> Progress {
-        Progress { step: left.step, tile: left.tile }
+    /// The rules that the core follows on a device with these capabilities.
+    fn rules(&self, device: DeviceCapabilities) -> Rules;
+
+    /// Where a preempted task resumes. Everything before `known` is certainly done.
+    fn restore(&self, point: PreemptionPoint, _known: ResumePoint) -> ResumePoint {
+        ResumePoint { step: point.step, tile: point.tile }
     }
 }
 
-/// Every policy's name, the product's own first.
+/// The names of all policies; the product's own is the first.
 pub const NAMES: [&str; 8] = [
     "atoll",
     "atoll_alone",
@@ -130,7 +136,8 @@ pub const NAMES: [&str; 8] = [
     "rt_only",
 ];
 
-/// The policy of that name. `queue_capacity` is how many kernels of a stream the hardware holds.
+/// The policy of that name. `queue_capacity` is the number of kernels of a stream that the hardware
+/// queues.
 pub fn by_name(name: &str, queue_capacity: usize) -> Option<Box<dyn Policy>> {
     Some(match name {
         "atoll" => Box::new(Atoll),
@@ -143,4 +150,34 @@ pub fn by_name(name: &str, queue_capacity: usize) -> Option<Box<dyn Policy>> {
         "rt_only" => Box::new(RtOnly),
         _ => return None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use device::sim::builtin;
+
+    use super::*;
+
+    #[test]
+    fn rules_need_no_more_than_the_device_can_do() {
+        let (device, simulated) =
+            (DeviceCapabilities::default(), builtin::mi50().gpu.capabilities());
+        for name in NAMES {
+            let policy = by_name(name, 4).expect("a known policy");
+            assert!(policy.is_supported(simulated), "{name}");
+            if policy.is_supported(device) {
+                let rules = policy.rules(device);
+                assert!(!matches!(rules.co_run, CoRun::Padding(_)), "{name} pads");
+                assert_ne!(rules.preempt, Some(PreemptMode::Kill), "{name} kills");
+            }
+        }
+        assert!(!Reef { queue_capacity: 4 }.is_supported(device));
+    }
+
+    #[test]
+    fn atoll_pads_where_queues_have_budgets_and_admits_pairs_elsewhere() {
+        let budgets = DeviceCapabilities { block_budgets: true, ..DeviceCapabilities::default() };
+        assert_eq!(Atoll.rules(budgets).co_run, CoRun::Padding(PaddingRules::ATOLL));
+        assert_eq!(Atoll.rules(DeviceCapabilities::default()).co_run, CoRun::AdmittedPair);
+    }
 }

@@ -16,7 +16,7 @@ use device::DeviceError;
 use model::Tensor;
 use runtime::batching::StaggeredBatch;
 use runtime::device_group::router::GroupModelId;
-use runtime::{Asked, BatchTime, DeviceGroup, Rejection, Reply, RequestHandle};
+use runtime::{BatchTime, DeviceGroup, Rejection, Reply, Request, RequestHandle};
 use tokio::sync::{Semaphore, oneshot};
 
 pub mod classification;
@@ -248,27 +248,25 @@ impl Inner {
         let timeout = options.timeout.or(default);
         let pending = PendingRequest::begin(served.counters.clone(), batch, timeout);
         let Some(split) = &served.split else {
-            let request =
-                Asked { inputs, class: options.class, priority: options.priority, timeout };
-            return self
-                .submit(served, served.key, request, pending)
-                .await
-                .map(|(outputs, _)| outputs);
+            let InferOptions { class, priority, .. } = *options;
+            let request = Request { model: served.key, inputs, class, priority, timeout };
+            return self.submit(served, request, pending).await.map(|(outputs, _)| outputs);
         };
         let clock = self.device_group.nodes()[0].clock().clone();
         let start = clock.now();
         let class = Some(options.class.unwrap_or(served.config.class));
         let priority = Some(options.priority.unwrap_or(served.config.priority));
-        let prefix = Asked { inputs: inputs.clone(), class, priority, timeout };
-        let (outputs, pending) =
-            self.submit(served, split.prefix.key, prefix, pending.with_suffix()).await?;
+        let model = split.prefix.key;
+        let prefix = Request { model, inputs: inputs.clone(), class, priority, timeout };
+        let (outputs, pending) = self.submit(served, prefix, pending.with_suffix()).await?;
         let lost = || ApiError::internal("a value is lost between prefix and suffix");
         let inputs =
             prefix_batching::suffix_inputs(&split.sources, &inputs, &outputs).ok_or_else(lost)?;
         let timeout = timeout.map(|timeout| timeout - (clock.now() - start));
-        let request = Asked { inputs, class: options.class, priority: options.priority, timeout };
+        let InferOptions { class, priority, .. } = *options;
+        let request = Request { model: served.key, inputs, class, priority, timeout };
         let pending = pending.ok_or_else(lost)?;
-        self.submit(served, served.key, request, pending).await.map(|(outputs, _)| outputs)
+        self.submit(served, request, pending).await.map(|(outputs, _)| outputs)
     }
 
     /// Submits one request to the device group; dropping the future cancels it. After a prefix the
@@ -276,8 +274,7 @@ impl Inner {
     async fn submit(
         &self,
         served: &ServedModel,
-        key: GroupModelId,
-        request: Asked,
+        request: Request<GroupModelId>,
         pending: PendingRequest,
     ) -> ApiResult<(Vec<Tensor>, Option<PendingRequest>)> {
         let (sender, receiver) = oneshot::channel();
@@ -286,7 +283,7 @@ impl Inner {
             // The receiver is dropped if the client disconnected.
             let _ = sender.send((result, pending));
         };
-        let handle = self.device_group.submit(key, request, Box::new(on_reply));
+        let handle = self.device_group.submit(request, Box::new(on_reply));
         let mut guard = CancelOnDrop(Some(handle));
         let result = receiver.await;
         guard.0 = None;

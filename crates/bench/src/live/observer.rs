@@ -6,6 +6,7 @@ use base::Nanos;
 use model::config::Class;
 use runtime::Observer;
 use runtime::core::{Action, Event};
+use runtime::order::Edf;
 
 use crate::checker::{Checker, Limits};
 
@@ -63,7 +64,8 @@ impl TraceCheck {
             grace: None,
             memory: u64::MAX,
             sms: 0,
-            earliest_deadline_first: true,
+            order: &Edf,
+            run_times: Vec::new(),
             starvation: None,
             rt_streams: 0..0,
             streams: 0,

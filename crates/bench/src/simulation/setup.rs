@@ -5,7 +5,8 @@ use std::sync::Arc;
 use base::{Nanos, Random};
 use device::sim::{Gpu, ModelProfile, ProfileSet, StreamOptions};
 use model::config::Class;
-use runtime::core::{Core, CoreOptions, Event, ModelId, Mutation, QueueLayout, RealTimeOrder};
+use runtime::core::{Core, CoreOptions, Event, ModelId, Mutation, QueueLayout, SimEvent};
+use runtime::order::{ExecutionOrder, Fifo};
 use runtime::policy::padding::PaddingDevice;
 use runtime::policy::{NAMES, Policy, Streams, by_name};
 
@@ -44,7 +45,7 @@ impl Simulation {
             }
         }
         let policy = policy_of(scenario, set.gpu.queue_capacity, options)?;
-        let rules = policy.rules();
+        let rules = policy.rules(set.gpu.capabilities());
         let layout = layout(scenario, rules.streams);
         let streams = layout.shared + layout.real_time + layout.best_effort;
         let rt_streams = layout.shared..layout.shared + layout.real_time;
@@ -60,8 +61,10 @@ impl Simulation {
         // Where all models fit they are there from the start; elsewhere they come and go.
         let weights: u64 = set.models.iter().map(|model| model.weight_bytes).sum();
         let managed = weights > set.gpu.memory_bytes;
-        let core = core_of(scenario, &set.gpu, layout, policy, options, managed);
-        let limits = Limits::new(scenario, set, &rules, rt_streams.clone(), streams, WATCHDOG);
+        let order = scenario.order()?;
+        let core = core_of(scenario, &set.gpu, layout, (policy, order), options, managed);
+        let limits =
+            Limits::new(scenario, set, (&rules, order), rt_streams.clone(), streams, WATCHDOG);
         let mut world = Simulation {
             core,
             gpu,
@@ -94,7 +97,7 @@ impl Simulation {
             self.feed(Event::ModelAdded { model, steps, queue_capacity });
             let kernels = Arc::from(profile.kernels.as_slice());
             let weight_bytes = profile.weight_bytes;
-            self.feed(Event::ModelProfiled { model, kernels, weight_bytes });
+            self.feed(Event::Sim(SimEvent::ModelProfiled { model, kernels, weight_bytes }));
         }
     }
 }
@@ -134,15 +137,15 @@ fn core_of(
     scenario: &Scenario,
     gpu: &device::sim::GpuProfile,
     queues: QueueLayout,
-    policy: Box<dyn Policy>,
+    (policy, order): (Box<dyn Policy>, &'static dyn ExecutionOrder),
     options: SimulationOptions,
     managed: bool,
 ) -> Core {
     let planted = |bug| options.planted == Some(bug);
     let sms = if planted(PlantedBug::Budget) { gpu.sms * 2 } else { gpu.sms };
-    let real_time_order = match planted(PlantedBug::EarliestDeadline) {
-        true => RealTimeOrder::Fifo,
-        false => scenario.order(),
+    let real_time_order: &'static dyn ExecutionOrder = match planted(PlantedBug::EarliestDeadline) {
+        true => &Fifo,
+        false => order,
     };
     let core = CoreOptions {
         queues,
@@ -150,10 +153,10 @@ fn core_of(
         best_effort_share_percent: scenario.best_effort_share_percent,
         best_effort_slice: Nanos::from_millis(10),
         real_time_order,
-        copies: true,
         memory_bytes: managed.then_some(gpu.memory_bytes),
         watchdog: Some(WATCHDOG),
-        room: PaddingDevice {
+        capabilities: gpu.capabilities(),
+        padding_device: PaddingDevice {
             sms,
             launch: Nanos(gpu.launch_ns),
             gap: Nanos(gpu.gap_ns),

@@ -8,7 +8,7 @@ use std::time::Instant;
 use model::repository::Repository;
 use model::{LaunchPlan, Tensor};
 use runtime::device_group::router::GroupModelId;
-use runtime::{Asked, DeviceGroup, Reply};
+use runtime::{DeviceGroup, Reply, Request};
 
 use super::Window;
 use super::report::{Stretch, Tally, process_seconds};
@@ -60,8 +60,9 @@ impl Engine {
 
     fn submit(&self, inputs: &[Tensor], reply: Box<dyn FnOnce(Reply) + Send>) {
         let inputs = inputs.to_vec();
-        let asked = Asked { inputs, class: None, priority: None, timeout: None };
-        self.device_group.submit(self.key, asked, reply);
+        let (class, priority, timeout) = (None, None, None);
+        let request = Request { model: self.key, inputs, class, priority, timeout };
+        self.device_group.submit(request, reply);
     }
 
     /// The outputs of one request on its own.

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use base::Bytes;
 use device::DeviceError;
-use device::residency::{LoadProgress, LoadReport, Residency};
+use device::residency::{LoadProgress, LoadCallback, Residency};
 use model::gpu::{GpuPlan, Weight, WeightKey};
 
 use self::arrival::{PlanPart, RunTiming, Spans};
@@ -306,7 +306,7 @@ impl Residency for ProgramResidency {
         Bytes(self.0.bytes())
     }
 
-    fn load(&self, urgent: bool, report: LoadReport) {
+    fn load(&self, urgent: bool, report: LoadCallback) {
         self.0.memory.command(WeightCommand::Load { weights: self.0.clone(), urgent, report });
     }
 

@@ -1,4 +1,4 @@
-//! Requests that run together: each gets its own rows back.
+//! Batches: every member gets its own rows back.
 
 use std::sync::Arc;
 
@@ -8,17 +8,17 @@ use model::op::{Binary, MatMul, Op, Unary};
 use model::{DataType, Dim, HostPool, Tensor};
 
 use super::plans::{Builder, noise, reals};
-use super::{Report, Stop, TestQueue, ensure, load};
+use super::{ConformanceReport, Stop, TestQueue, ensure, load};
 use crate::batch::split;
 use crate::{Device, DeviceError, Program, StagedInputs};
 
 /// Columns of an input.
 const WIDTH: usize = 33;
 
-/// How far rows of a batch may be from those of a run of their own, which another kernel may compute.
+/// Allowed error between a row of a batch and the same row alone, which another kernel may compute.
 const TOLERANCE: f64 = 2e-4;
 
-pub(super) fn run(device: &dyn Device, report: &mut Report) {
+pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
     for (name, copy) in [("early", CopyTime::Early), ("late", CopyTime::Late)] {
         let case = |rows: &'static [usize]| move || together(device, copy, rows);
         let cases: [(&str, &[usize]); 4] = [
@@ -34,17 +34,17 @@ pub(super) fn run(device: &dyn Device, report: &mut Report) {
     if let Some(host_pool) = device.host_pool() {
         for (name, copy) in [("early", CopyTime::Early), ("late", CopyTime::Late)] {
             let what =
-                format!("inputs in memory the device lent, alone and in a batch copied {name}");
-            report.add(&what, lent(device, &*host_pool, copy));
+                format!("inputs in the pinned host pool, alone and in a batch copied {name}");
+            report.add(&what, host_pool_inputs(device, &*host_pool, copy));
         }
     }
     report.add("staged inputs are checked", checked(device));
-    report.add("more requests wait than a pool holds", many(device));
-    report.add("requests that are given up leave the others right", given_up(device));
-    report.add("batches that were made ready are", made_ready(device));
+    report.add("more requests wait than the input pool holds", many(device));
+    report.add("dropped inputs do not affect other members", dropped_inputs(device));
+    report.add("prepared batches are reported", prepared(device));
 }
 
-/// `tanh(x @ weight) + y`, of two inputs with a batch.
+/// `tanh(x @ weight) + y`, with two inputs that have a batch dimension.
 fn program(device: &dyn Device) -> Result<Arc<dyn Program>, Stop> {
     let mut builder = Builder::default();
     let rows = || vec![Dim::Symbol("batch".to_string()), Dim::Fixed(WIDTH)];
@@ -73,7 +73,7 @@ fn stage(
     Ok(staged)
 }
 
-/// Runs what is staged as one batch and compares each request with a run of its own.
+/// Runs staged inputs as one batch and compares each member with a run of its own.
 fn compare(
     device: &dyn Device,
     program: &dyn Program,
@@ -106,7 +106,7 @@ fn values(tensor: &Tensor) -> Result<Vec<f32>, Stop> {
 fn together(device: &dyn Device, copy: CopyTime, rows: &[usize]) -> Result<(), Stop> {
     let program = program(device)?;
     let mut random = Random::new(rows.len() as u64);
-    // Twice, since memory is used again the second time.
+    // Twice, since memory is reused the second time.
     for _ in 0..2 {
         let requests: Vec<_> = rows.iter().map(|rows| request(&mut random, *rows)).collect();
         let staged = requests.iter().map(|inputs| stage(&*program, inputs, copy));
@@ -116,8 +116,12 @@ fn together(device: &dyn Device, copy: CopyTime, rows: &[usize]) -> Result<(), S
     Ok(())
 }
 
-/// Some inputs in memory the device lent, at any place in it, beside some that are not.
-fn lent(device: &dyn Device, host_pool: &dyn HostPool, copy: CopyTime) -> Result<(), Stop> {
+/// Some inputs in the pinned host pool, at any offset, beside some that are not.
+fn host_pool_inputs(
+    device: &dyn Device,
+    host_pool: &dyn HostPool,
+    copy: CopyTime,
+) -> Result<(), Stop> {
     let program = program(device)?;
     let lane = TestQueue::open(device, 0, 1)?;
     let mut random = Random::new(11);
@@ -125,7 +129,7 @@ fn lent(device: &dyn Device, host_pool: &dyn HostPool, copy: CopyTime) -> Result
         let plain = request(&mut random, 4);
         let move_over = |tensor: &Tensor| tensor.lent_by(host_pool);
         let moved: Vec<Tensor> = plain.iter().filter_map(move_over).collect();
-        ensure(moved == plain, "lent memory does not hold what was put there")?;
+        ensure(moved == plain, "the pinned host pool does not hold what was written")?;
         let row = |request: &[Tensor], row: usize| -> Vec<Tensor> {
             request.iter().filter_map(|tensor| tensor.rows(row..row + 1)).collect()
         };
@@ -156,7 +160,7 @@ fn checked(device: &dyn Device) -> Result<(), Stop> {
     Ok(())
 }
 
-/// Far more rows than any pool is made for wait at once; batches of them are run from both ends.
+/// Far more rows wait than any input pool has; batches are formed from both ends.
 fn many(device: &dyn Device) -> Result<(), Stop> {
     let program = program(device)?;
     let mut random = Random::new(3);
@@ -169,7 +173,7 @@ fn many(device: &dyn Device) -> Result<(), Stop> {
     compare(device, &*program, &requests[..4], staged)
 }
 
-fn given_up(device: &dyn Device) -> Result<(), Stop> {
+fn dropped_inputs(device: &dyn Device) -> Result<(), Stop> {
     let program = program(device)?;
     let mut random = Random::new(4);
     for round in 0..40 {
@@ -177,26 +181,26 @@ fn given_up(device: &dyn Device) -> Result<(), Stop> {
         let staged = requests.iter().map(|inputs| stage(&*program, inputs, CopyTime::Early));
         let staged = staged.collect::<Result<Vec<_>, _>>()?;
         let kept = |index: usize| !(index + round).is_multiple_of(3);
-        let mut left = Vec::new();
+        let mut remaining = Vec::new();
         for (index, staged) in staged.into_iter().enumerate() {
             if kept(index) {
-                left.push(staged);
+                remaining.push(staged);
             }
         }
         let requests: Vec<_> =
             requests.into_iter().enumerate().filter(|(i, _)| kept(*i)).map(|(_, r)| r).collect();
-        compare(device, &*program, &requests, left)?;
+        compare(device, &*program, &requests, remaining)?;
     }
     Ok(())
 }
 
-fn made_ready(device: &dyn Device) -> Result<(), Stop> {
+fn prepared(device: &dyn Device) -> Result<(), Stop> {
     let program = program(device)?;
-    program.prepare_batches(&[], &[1, 2, 2, 4]).map_err(|err| format!("not made ready: {err}"))?;
+    program.prepare_batches(&[], &[1, 2, 2, 4]).map_err(|err| format!("not prepared: {err}"))?;
     let ready = program.prepared_batches(&[]);
     let all = ready.as_ref().is_none_or(|ready| [1, 2, 4].iter().all(|size| ready.contains(size)));
-    ensure(all, format!("ready are {ready:?} after 1, 2 and 4 were asked for"))?;
-    // Three rows on a plan of four, whose last row was somebody else's.
+    ensure(all, format!("prepared are {ready:?} after 1, 2 and 4 were requested"))?;
+    // Three rows on a plan of four, whose last row has stale data.
     for round in 0..3 {
         let mut random = Random::new(round);
         let rows = if round == 0 { 4 } else { 3 };

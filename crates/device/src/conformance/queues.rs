@@ -8,37 +8,37 @@ use model::op::{Binary, MatMul, Op, Unary};
 use model::{DataType, LaunchPlan, Tensor};
 
 use super::plans::{Builder, integers, noise, reals};
-use super::{Report, Stop, TestQueue, ensure, finished, load};
+use super::{ConformanceReport, Stop, TestQueue, ensure, finished, load};
 use crate::{Completion, Device, DeviceError, Outcome, PreemptionLevel, Program, Segment, Task};
 
 /// Side of the matrices that keep a device busy.
 const SIDE: usize = 192;
 
-/// Products in a row: long enough that an order to leave finds them running.
+/// Consecutive products: long enough that a preemption finds them running.
 const PRODUCTS: usize = 60;
 
-/// Times an order to leave may come too late before it counts as ignored.
+/// Preemptions that may come too late before they count as ignored.
 const ATTEMPTS: usize = 10;
 
-/// Segments that are brought to a queue of two.
+/// Segments that are launched on a queue of two.
 const FLOOD: u64 = 16;
 
-pub(super) fn run(device: &dyn Device, report: &mut Report) {
+pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
     report.add("steps one by one give the same bits", one_by_one(device));
     report.add("outputs need every step", early_outputs(device));
-    report.add("step times are kept when asked for", step_times(device));
-    report.add("a full queue gives the segment back", full_queue(device));
+    report.add("step times are recorded on request", step_times(device));
+    report.add("a full queue returns the segment", full_queue(device));
     report.add("every launched segment completes once", all_complete(device));
-    report.add("preempted work leaves and resumes with the same bits", preemption(device));
-    report.add("what is launched after preemption runs", after_preemption(device));
-    report.add("work that is held to a partition goes on with the same bits", confinement(device));
-    report.add("an order to leave finds work on its way to a partition", confined_leaves(device));
+    report.add("preempted work resumes with the same bits", preemption(device));
+    report.add("segments launched after a preemption run", after_preemption(device));
+    report.add("confined work resumes with the same bits", confinement(device));
+    report.add("work is preempted while it moves to the partition", preempts_confined(device));
     report.add("a failed step does not stop its queue", failure(device));
-    report.add("queues run side by side", side_by_side(device));
-    report.add("programs give their memory back", memory(device));
+    report.add("queues run concurrently", concurrent(device));
+    report.add("programs free their memory", memory(device));
 }
 
-/// Products in a row, each followed by a function that keeps the numbers small.
+/// Consecutive products, each followed by a function that keeps the values small.
 fn long_plan() -> LaunchPlan {
     let mut builder = Builder::default();
     let mut x = builder.input(DataType::F32, &[SIDE, SIDE]);
@@ -85,7 +85,7 @@ fn early_outputs(device: &dyn Device) -> Result<(), Stop> {
 fn step_times(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
     let mut task = start(&program, 2)?;
-    ensure(task.step_times().is_none(), "times were kept unasked")?;
+    ensure(task.step_times().is_none(), "times were recorded without a request")?;
     task.record_step_times();
     let steps = task.step_count();
     let completion = TestQueue::open(device, 0, 1)?.run(task, 0..steps)?;
@@ -101,8 +101,8 @@ fn segment(task: Box<dyn Task>, token: u64) -> Segment {
 fn full_queue(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
     let lane = TestQueue::open(device, 0, 2)?;
-    // One runs, two wait; a device that takes many more has no bound, unless they were done while this thread was kept from
-    // bringing the next.
+    // One runs, two wait. A device that accepts many more has no limit, unless segments completed
+    // while this thread was delayed.
     let mut refused = false;
     for _ in 0..ATTEMPTS {
         refused |= fill(&lane, &program)? < FLOOD;
@@ -111,11 +111,11 @@ fn full_queue(device: &dyn Device) -> Result<(), Stop> {
         }
     }
     ensure(refused, format!("a queue of two takes {FLOOD} segments"))?;
-    // There is room again.
+    // The queue accepts segments again.
     finished(lane.run(start(&program, 1)?, 0..2 * PRODUCTS)?).map(drop)
 }
 
-/// Brings segments until one comes back; how many did not, all of which have ended since.
+/// Launches segments until one is refused; returns how many were accepted, all of which have ended.
 fn fill(lane: &TestQueue, program: &Arc<dyn Program>) -> Result<u64, Stop> {
     let tasks: Result<Vec<_>, Stop> = (0..FLOOD).map(|token| start(program, token)).collect();
     let mut launched = 0;
@@ -141,7 +141,7 @@ fn all_complete(device: &dyn Device) -> Result<(), Stop> {
         segment.steps = 0..4;
         lane.queue.launch(segment).map_err(|_| "a queue of 32 is full with 12")?;
     }
-    // Half of the time orders to leave come between.
+    // Half of the runs are preempted.
     lane.queue.preempt();
     let mut seen = Vec::new();
     for _ in 0..12 {
@@ -164,12 +164,12 @@ fn preemption(device: &dyn Device) -> Result<(), Stop> {
         lane.queue.launch(segment(task, 1)).map_err(|_| "an idle queue is full")?;
         lane.queue.launch(segment(start(&program, 3)?, 2)).map_err(|_| "a queue of two is full")?;
         lane.queue.preempt();
-        // Both come back before either is launched again.
+        // Both complete before either is launched again.
         for (token, mut completion) in [(1, lane.wait()?), (2, lane.wait()?)] {
             ensure(completion.token == token, "segments overtook each other")?;
             if completion.outcome == Outcome::Preempted {
                 let (done, steps) = (completion.task.next_step(), completion.task.step_count());
-                ensure(done < steps, "left with nothing to do")?;
+                ensure(done < steps, "preempted after its last step")?;
                 left_early = true;
                 completion = lane.run(completion.task, done..steps)?;
             }
@@ -179,7 +179,7 @@ fn preemption(device: &dyn Device) -> Result<(), Stop> {
             return Ok(());
         }
     }
-    Err(Stop::Wrong(format!("nothing left in {ATTEMPTS} attempts at level {level:?}")))
+    Err(Stop::Wrong(format!("nothing was preempted in {ATTEMPTS} attempts at level {level:?}")))
 }
 
 fn after_preemption(device: &dyn Device) -> Result<(), Stop> {
@@ -191,7 +191,8 @@ fn after_preemption(device: &dyn Device) -> Result<(), Stop> {
     finished(lane.run(start(&program, 1)?, 0..2 * PRODUCTS)?).map(drop)
 }
 
-/// Orders come at other moments with every attempt; what was sent to and fro is never told to go, so it always ends.
+/// Commands come at other moments in every attempt; confined work is never preempted, so it always
+/// ends.
 fn confinement(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
     let lane = TestQueue::open(device, 0, 2)?;
@@ -205,7 +206,7 @@ fn confinement(device: &dyn Device) -> Result<(), Stop> {
         }
         same_bits(&finished(lane.wait()?)?, &want)?;
     }
-    // Begun in the partition, and a queue that was let out.
+    // Started in the partition, and on a queue that was released.
     for confined in [true, false] {
         lane.queue.confine(confined);
         same_bits(&lane.outputs(start(&program, 5)?)?, &want)?;
@@ -213,7 +214,7 @@ fn confinement(device: &dyn Device) -> Result<(), Stop> {
     Ok(())
 }
 
-fn confined_leaves(device: &dyn Device) -> Result<(), Stop> {
+fn preempts_confined(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
     let lane = TestQueue::open(device, 0, 2)?;
     let want = lane.outputs(start(&program, 7)?)?;
@@ -275,7 +276,7 @@ fn failure(device: &dyn Device) -> Result<(), Stop> {
     ensure(outputs == [reals(&[1], vec![2.0])], "the queue computes wrongly after a failure")
 }
 
-fn side_by_side(device: &dyn Device) -> Result<(), Stop> {
+fn concurrent(device: &dyn Device) -> Result<(), Stop> {
     let program = load(device, long_plan())?;
     let want = TestQueue::open(device, 0, 1)?.outputs(start(&program, 4)?)?;
     let lanes = (0..3).map(|id| TestQueue::open(device, id, 2)).collect::<Result<Vec<_>, _>>()?;
@@ -298,7 +299,7 @@ fn memory(device: &dyn Device) -> Result<(), Stop> {
     let y = builder.real(Op::Binary(Binary::Add), &[x, weight]);
     let plan = Arc::new(builder.finish(&[y]));
     let bytes = elements as u64 * 4;
-    // More in all than a device can hold, if it held them all.
+    // More in total than a device can hold.
     let rounds = (device.info().memory.0 / bytes).clamp(8, 64);
     let mut before = None;
     for _ in 0..rounds {

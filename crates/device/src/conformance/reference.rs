@@ -1,4 +1,4 @@
-//! Operators in the plainest form, in double precision.
+//! Operators in the simplest form, in double precision.
 
 /// Numbers in row-major order with their shape.
 #[derive(Clone, Debug)]
@@ -87,7 +87,7 @@ pub(super) fn conv(
 }
 
 /// A 2-D pooling with equal kernels, strides and borders in both dimensions; `fold` gets the pixels
-/// inside the picture.
+/// inside the image.
 pub(super) fn pool(
     x: &Grid,
     kernel: usize,

@@ -1,4 +1,4 @@
-//! What devices promise whose weights come and go.
+//! Conformance of devices that load and evict weights.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -10,26 +10,26 @@ use model::{DataType, LaunchPlan, Tensor};
 
 use super::plans::{Builder, noise};
 use super::reference::{Grid, matmul};
-use super::{PATIENCE, Report, Stop, TestQueue, ensure, load};
+use super::{ConformanceReport, PATIENCE, Stop, TestQueue, ensure, load};
 use crate::residency::{LoadProgress, Residency};
 use crate::{Device, Outcome, Program, Task};
 
-/// Rows, and columns of the square weights: large enough to arrive in several parts.
+/// Rows, and columns of the square weights: large enough for several arrival groups.
 const ROWS: usize = 3;
 const SIDE: usize = 1536;
 
-/// Matrix products in a row.
+/// Consecutive matrix products.
 const LAYERS: usize = 3;
 
-pub(super) fn run(device: &dyn Device, report: &mut Report) {
-    report.add("weights come and go and come again", again(device));
+pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
+    report.add("weights are loaded, evicted and loaded again", again(device));
     report.add("a run without its weights is refused", refused(device));
-    report.add("a run may start when it is told to", early(device));
-    report.add("orders are carried out in order", in_order(device));
-    report.add("bytes are counted and come back", counted(device));
+    report.add("a run may start when its load is runnable", early(device));
+    report.add("loads and evictions run in order", in_order(device));
+    report.add("bytes are counted and freed", counted(device));
 }
 
-/// A program with weights of its own, and what it answers.
+/// A program with its own weights and its expected outputs.
 struct Subject {
     program: Arc<dyn Program>,
     weights: Arc<dyn Residency>,
@@ -44,7 +44,7 @@ impl Subject {
         let program = load(device, plan)?;
         let weights = program
             .residency()
-            .ok_or_else(|| Stop::Unsupported("weights are always there".to_string()))?;
+            .ok_or_else(|| Stop::Unsupported("weights are always resident".to_string()))?;
         Ok(Subject { program, weights, input, want })
     }
 
@@ -53,13 +53,13 @@ impl Subject {
         self.program.prepare(inputs).map_err(|err| Stop::Wrong(format!("not prepared: {err}")))
     }
 
-    /// Gives the order to load.
-    fn order(&self) -> Receiver<LoadProgress> {
+    /// Starts a load.
+    fn start_load(&self) -> Receiver<LoadProgress> {
         let (sender, receiver) = channel();
         self.weights.load(
             false,
             Box::new(move |progress| {
-                // Nobody listens any more when a case has ended early.
+                // The receiver is gone when a case ends early.
                 let _ = sender.send(progress);
             }),
         );
@@ -67,7 +67,7 @@ impl Subject {
     }
 
     fn load(&self) -> Result<(), Stop> {
-        wait_loaded(&self.order())
+        wait_loaded(&self.start_load())
     }
 
     fn check(&self, device: &dyn Device, lane: &TestQueue) -> Result<(), Stop> {
@@ -75,7 +75,7 @@ impl Subject {
     }
 
     fn compare(&self, device: &dyn Device, outputs: &[Tensor]) -> Result<(), Stop> {
-        let [output] = outputs else { return Err("not one output".into()) };
+        let [output] = outputs else { return Err("a single output is expected".into()) };
         // Sums of many products, each rounded a few times.
         let tolerance = 2e-3_f64.max(32.0 * device.info().rounding);
         let got = Grid::new(output);
@@ -87,7 +87,7 @@ impl Subject {
     }
 }
 
-/// Products of small numbers with matrices that keep their size about the same.
+/// Products with matrices that keep the magnitude of their input.
 fn layers(random: &mut Random) -> (LaunchPlan, Tensor, Grid) {
     let mut builder = Builder::default();
     let input = noise(random, &[ROWS, SIDE]);
@@ -163,7 +163,7 @@ fn early(device: &dyn Device) -> Result<(), Stop> {
     let subject = Subject::new(device, 4)?;
     let lane = TestQueue::open(device, 0, 1)?;
     for _ in 0..8 {
-        let progress = subject.order();
+        let progress = subject.start_load();
         match progress.recv_timeout(PATIENCE) {
             Ok(LoadProgress::Runnable) => {
                 subject.check(device, &lane)?;
@@ -181,10 +181,10 @@ fn early(device: &dyn Device) -> Result<(), Stop> {
 fn in_order(device: &dyn Device) -> Result<(), Stop> {
     let (first, second) = (Subject::new(device, 5)?, Subject::new(device, 6)?);
     let lane = TestQueue::open(device, 0, 1)?;
-    let loads = [first.order(), second.order()];
+    let loads = [first.start_load(), second.start_load()];
     first.weights.evict();
     second.weights.evict();
-    let last = [second.order(), first.order()];
+    let last = [second.start_load(), first.start_load()];
     loads.iter().chain(&last).try_for_each(wait_loaded)?;
     first.check(device, &lane)?;
     second.check(device, &lane)?;
@@ -205,7 +205,7 @@ fn counted(device: &dyn Device) -> Result<(), Stop> {
     ensure(first.program.resident() >= one, "a program says it holds less than its weights")?;
     second.weights.evict();
     wait_for_bytes(device, one)?;
-    // A program that is dropped with its weights there takes them along.
+    // Dropping a program frees its resident weights.
     drop(first);
     wait_for_bytes(device, Bytes(0))
 }

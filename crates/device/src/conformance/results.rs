@@ -1,4 +1,4 @@
-//! What plans compute, and what is refused.
+//! Results of plans, and refused inputs.
 
 use base::Random;
 use model::op::{
@@ -9,25 +9,25 @@ use model::{DataType, Dim, LaunchPlan, Tensor};
 
 use super::plans::{Builder, integers, noise, reals};
 use super::reference::{Grid, conv, matmul, pool, rows};
-use super::{Report, Stop, TestQueue, ensure, load};
+use super::{ConformanceReport, Stop, TestQueue, ensure, load};
 use crate::{Device, DeviceError};
 
-/// How far an output may be from the reference, beside its magnitude.
+/// Allowed error of an output, relative to its magnitude.
 const TOLERANCE: f64 = 2e-4;
 
-pub(super) fn run(device: &dyn Device, report: &mut Report) {
+pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
     report.add("a broken plan is not loaded", broken_plan(device));
     report.add("inputs are checked", bad_inputs(device));
     report.add("64-bit integers stay exact", exact_integers(device));
     report.add("outputs may be inputs, constants and listed twice", odd_outputs(device));
     for (name, case) in cases() {
-        // Twice, since memory is used again the second time.
+        // Twice, since memory is reused the second time.
         let outcome = (1..=2).try_for_each(|seed| compare(device, case(&mut Random::new(seed))));
         report.add(name, outcome);
     }
 }
 
-/// A plan with inputs and what it should give.
+/// A plan with inputs and expected outputs.
 struct Example {
     plan: LaunchPlan,
     inputs: Vec<Tensor>,
@@ -43,8 +43,8 @@ fn cases() -> Vec<(&'static str, Make)> {
         ("matrix product", product),
         ("convolution", convolution),
         ("grouped convolution", grouped_convolution),
-        ("largest of windows", max_pool),
-        ("mean of windows", mean_pool),
+        ("max pooling", max_pool),
+        ("mean pooling", mean_pool),
         ("softmax", softmax),
         ("layer normalisation", layer_norm),
         ("concatenation", concatenation),
@@ -66,7 +66,7 @@ fn compare(device: &dyn Device, example: Example) -> Result<(), Stop> {
         format!("shape {:?} instead of {:?}", output.shape(), example.want.shape),
     )?;
     let got = Grid::new(output);
-    // A few roundings of what is stored between steps add up.
+    // Rounding errors of stored values add up.
     let tolerance = TOLERANCE.max(8.0 * device.info().rounding);
     for (position, (got, want)) in got.data.iter().zip(&example.want.data).enumerate() {
         let close = (got - want).abs() <= tolerance * want.abs().max(1.0);

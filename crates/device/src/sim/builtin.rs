@@ -1,39 +1,42 @@
-//! Built-in profiles: an MI50-like GPU after REEF's Table 1 and an H200-like one after our own measurements.
+//! Built-in profiles: a GPU like the MI50 after Table 1 of REEF, and one like the H200 after our
+//! own measurements.
 //!
-//! Published are the number of kernels and the latency of each model, the range of kernel times and the mean
-//! share of multiprocessors in use. Single kernels are drawn from a fixed seed so that they add up to that.
+//! Published are the number of kernels and the latency of each model, the range of kernel times and
+//! the mean share of SMs in use. Single kernels are drawn with a fixed seed to match them.
 
 use base::Random;
 
-use super::profile::{GpuProfile, KernelProfile, ModelProfile, ProfileSet};
+use super::profile::{GpuProfile, ModelProfile, ProfileSet};
+use crate::profile::KernelProfile;
 
-/// What is published of a model.
+/// Published figures of a model.
 struct PublishedModel {
     name: &'static str,
     kernels: usize,
     /// Latency on the MI50 and on the H200.
     latency_us: [u64; 2],
     usage: Usage,
-    /// Blocks a multiprocessor takes at once; one is drawn for every kernel.
+    /// Blocks that fit on an SM; one value is drawn for every kernel.
     occupancies: &'static [u32],
     weight_mb: u64,
     input_kb: u64,
 }
 
-/// Share of the multiprocessors that the kernels of a model use, in thousandths.
+/// Share of the SMs that the kernels of a model use, in thousandths.
 enum Usage {
-    /// This on average; some kernels fill the GPU several times.
+    /// The mean; some kernels fill the GPU several times.
     Mean(u32),
-    /// Anything between, in one wave.
+    /// Uniform in this range, in one wave.
     Between(u32, u32),
 }
 
-/// Where nothing is published.
+/// Used where nothing is published.
 const ANY: &[u32] = &[2, 2, 4, 4, 6, 8];
 
-/// REEF's Table 1, but for ResNet: beside REEF's queues it takes 12.3 ms (figure 15a), which is also what its
-/// throughput in figure 11 comes to. VGG uses between 6.7 and 86.7 % of the GPU (figure 3b), and most models may pad
-/// it (section 7.2), so its occupancy is the lowest. The shares of Inception and Bert are those of figure 17.
+/// Table 1 of REEF, except for ResNet: beside REEF's queues it takes 12.3 ms (figure 15a), which
+/// also matches its throughput in figure 11. VGG uses between 6.7 and 86.7 % of the GPU (figure
+/// 3b), and most models may pad it (section 7.2), so its occupancy is the lowest. The shares of
+/// Inception and Bert are those of figure 17.
 const MODELS: [PublishedModel; 5] = [
     PublishedModel {
         name: "resnet152",
@@ -91,7 +94,7 @@ pub fn mi50() -> ProfileSet {
         kills: true,
         launch_ns: 20_000,
         gap_ns: 1_000,
-        // The delay between streams of its section 5.
+        // The delay between streams in section 5 of the paper.
         switch_ns: [20_000, 40_000],
         preempt_ns: 2_000,
         tile_ns: 5_000,
@@ -150,7 +153,7 @@ fn draw_model(published: &PublishedModel, column: usize, gpu: &GpuProfile) -> Mo
     let mut random = Random::new(seed);
     let gaps = gpu.launch_ns + gpu.gap_ns * (published.kernels as u64 - 1);
     let target = (published.latency_us[column] * 1_000 - gaps) as f64;
-    // Kernel times spread over a factor of 25 around their middle, as in the paper's figure 10.
+    // Kernel times spread over a factor of 25 around their median, as in figure 10 of the paper.
     let weights: Vec<f64> = (0..published.kernels).map(|_| 25f64.powf(random.unit_f64())).collect();
     let total: f64 = weights.iter().sum();
     let mut draw = |weight: &f64| draw_kernel(published, weight / total * target, gpu, &mut random);

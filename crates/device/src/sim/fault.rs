@@ -1,4 +1,4 @@
-//! What goes wrong on the simulated GPU, and when.
+//! Faults of the simulated GPU.
 
 use base::Nanos;
 use serde::{Deserialize, Serialize};
@@ -14,11 +14,11 @@ pub enum FaultKind {
         /// How many times.
         factor: f64,
     },
-    /// The next end of a segment is never reported.
+    /// The next completion of a segment is lost.
     LostCompletion,
-    /// The device falls over and comes back empty.
+    /// The device is lost and comes back empty.
     DeviceReset,
-    /// Copies stand still.
+    /// Copies stall.
     CopyStall {
         /// For how long, in microseconds.
         span_us: u64,
@@ -54,7 +54,7 @@ impl Gpu {
         }
     }
 
-    /// How many times longer the kernel that is dispatched now takes.
+    /// Slowdown of the kernel that is dispatched now.
     pub(super) fn armed_slowdown(&mut self) -> f64 {
         let slow = |kind: &FaultKind| matches!(kind, FaultKind::SlowKernel { .. });
         match self.armed.iter().position(slow).map(|index| self.armed.remove(index)) {
@@ -63,7 +63,7 @@ impl Gpu {
         }
     }
 
-    /// Whether the end that would be reported now gets lost.
+    /// Whether the completion that is due now is lost.
     pub(super) fn completion_is_lost(&mut self, stream: usize) -> bool {
         let lost = |kind: &FaultKind| matches!(kind, FaultKind::LostCompletion);
         if let Some(index) = self.armed.iter().position(lost) {

@@ -1,42 +1,44 @@
-//! What a simulated GPU and its models cost, as data.
+//! Profiles of a simulated GPU and its models, as data.
 
 use base::{Bytes, Nanos};
 use serde::{Deserialize, Serialize};
 
-use crate::PreemptionLevel;
+use crate::profile::KernelProfile;
+use crate::{DeviceCapabilities, PreemptionLevel};
 
-/// A GPU in numbers. Times are nanoseconds.
+/// A GPU. Times are in nanoseconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GpuProfile {
-    /// What it resembles.
+    /// The name of the GPU that it resembles.
     pub name: String,
-    /// Multiprocessors (compute units).
+    /// SMs (compute units).
     pub sms: u32,
-    /// How finely a kernel can be made to leave.
+    /// How finely it preempts.
     pub level: u8,
     /// Whether running kernels can be killed from outside.
     pub kills: bool,
-    /// From the enqueueing of a segment to its first block on an idle GPU.
+    /// From enqueueing a segment to its first block on an idle GPU.
     pub launch_ns: u64,
     /// Between two kernels of one stream.
     pub gap_ns: u64,
-    /// Least and most it takes the dispatcher to turn from one busy stream to another.
+    /// Minimum and maximum time of the hardware dispatcher to switch between busy streams.
     #[serde(default)]
     pub switch_ns: [u64; 2],
-    /// From the word to leave to the moment the blocks are gone, for kernels left inside a tile.
+    /// From preempting a kernel inside a tile to its last block's exit.
+    #[serde(alias = "leave_ns")]
     pub preempt_ns: u64,
-    /// A block of a kernel that can be left inside is a loop over tiles of about this length; those it has
-    /// finished stay finished.
+    /// A block of a kernel that is preempted inside tiles is a loop over tiles of about this
+    /// length; finished tiles stay finished.
     pub tile_ns: u64,
-    /// Kernels of one stream that the hardware holds.
+    /// Kernels of one stream that the hardware queues.
     pub queue_capacity: usize,
-    /// For a queued kernel to be fetched and to find that it is not wanted.
+    /// Time to fetch a queued kernel that exits at once.
     pub evict_ns: u64,
-    /// To empty the host's queue of one stream.
+    /// Time to empty the host queue of one stream.
     pub host_reset_ns: u64,
-    /// To kill what runs.
+    /// Time to kill a running kernel.
     pub kill_ns: u64,
-    /// For the device to be of use again after a reset.
+    /// Time of a device reset.
     pub reset_ns: u64,
     /// Fixed part of a copy.
     pub copy_ns: u64,
@@ -47,7 +49,7 @@ pub struct GpuProfile {
 }
 
 impl GpuProfile {
-    /// How finely a kernel can be made to leave.
+    /// How finely it preempts.
     pub fn preemption(&self) -> PreemptionLevel {
         match self.level {
             0 => PreemptionLevel::None,
@@ -57,7 +59,18 @@ impl GpuProfile {
         }
     }
 
-    /// Tiles that a block of `kernel` loops over: what stays finished when it is left inside.
+    /// What policies may require of the simulated GPU. `queue_reset` also holds for GPUs that
+    /// cannot kill a running kernel: there it finishes first.
+    pub fn capabilities(&self) -> DeviceCapabilities {
+        DeviceCapabilities {
+            block_budgets: true,
+            queue_reset: true,
+            input_copies: true,
+            sm_partition: false,
+        }
+    }
+
+    /// Tiles that a block of `kernel` loops over.
     pub fn tiles_per_block(&self, kernel: &KernelProfile) -> u32 {
         match self.preemption() {
             PreemptionLevel::InsideTile => kernel.block_ns.div_ceil(self.tile_ns.max(1)) as u32,
@@ -70,49 +83,21 @@ impl GpuProfile {
         kernel.blocks * self.tiles_per_block(kernel)
     }
 
-    /// Time a copy of `bytes` takes.
+    /// Time to copy `bytes`.
     pub fn copy_time(&self, bytes: u64) -> Nanos {
         let moving = bytes.saturating_mul(1_000) / self.copy_bytes_per_us.max(1);
         Nanos(self.copy_ns) + Nanos(moving)
     }
 }
 
-/// One kernel of a model.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct KernelProfile {
-    /// Blocks.
-    pub blocks: u32,
-    /// Time of one block.
-    pub block_ns: u64,
-    /// Blocks that fit on one multiprocessor; 1 to 10.
-    pub occupancy: u32,
-    /// Share of the memory bandwidth it uses when it runs alone, 0 to 1.
-    pub memory_share: f32,
-    /// Whether blocks may run again without harm.
-    pub idempotent: bool,
-}
-
-impl KernelProfile {
-    /// Multiprocessors that all blocks at once would fill; more than there are for several waves.
-    pub fn sms(&self) -> u32 {
-        self.blocks.div_ceil(self.occupancy.max(1))
-    }
-
-    /// Time on `sms` multiprocessors of its own.
-    pub fn time_on(&self, sms: u32) -> Nanos {
-        let at_once = u64::from(sms.max(1)) * u64::from(self.occupancy.max(1));
-        Nanos(u64::from(self.blocks).div_ceil(at_once) * self.block_ns)
-    }
-}
-
-/// A model as a list of kernels.
+/// A model: a list of kernels.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelProfile {
     /// Its name.
     pub name: String,
-    /// What one request runs, in order.
+    /// Kernels of one request, in order.
     pub kernels: Vec<KernelProfile>,
-    /// Bytes a request brings.
+    /// Bytes of a request's inputs.
     pub input_bytes: u64,
     /// Bytes of its weights.
     pub weight_bytes: u64,

@@ -1,18 +1,19 @@
-//! What a stream of the simulated GPU holds.
+//! State of a stream of the simulated GPU.
 
 use std::collections::VecDeque;
 
 use base::Nanos;
 
-use super::Segment;
-use super::profile::{GpuProfile, KernelProfile};
+use super::GpuSegment;
+use super::profile::GpuProfile;
 use crate::PreemptMode;
+use crate::profile::KernelProfile;
 
-/// Units one multiprocessor is divided into; every occupancy from 1 to 10 divides it.
+/// Units of one SM; every occupancy from 1 to 10 divides it.
 pub(super) const UNITS_PER_SM: u64 = 2_520;
 
-/// Blocks placed within this part of a block's time of each other end together, at their mean: it bounds how
-/// many groups there are and moves no end by more.
+/// Blocks placed within this fraction of a block's time end together, at their mean. Bounds the
+/// number of groups; no end moves by more.
 const TOGETHER: f64 = 1.0 / 8.0;
 
 /// Blocks that were placed together and end together.
@@ -22,17 +23,17 @@ pub(super) struct Group {
     /// Tiles these blocks have to do.
     pub(super) tiles: u32,
     pub(super) units: u64,
-    /// The kernel's progress when it was placed, and when it is done.
+    /// The kernel's progress when the group was placed, and when it ends.
     pub(super) from: f64,
     pub(super) until: f64,
     /// `until` of the first block in it.
     first_until: f64,
-    /// When it was placed; the mean over its blocks.
+    /// When it was placed; mean over its blocks.
     pub(super) placed: Nanos,
 }
 
 impl Group {
-    /// Takes `blocks` of its blocks out.
+    /// Splits off `blocks` of its blocks.
     fn split(&mut self, blocks: u32) -> Group {
         let tiles = self.tiles / self.blocks * blocks;
         let units = self.units / u64::from(self.blocks) * u64::from(blocks);
@@ -68,27 +69,27 @@ pub(super) struct Kernel {
     pub(super) block_ns: f64,
     pub(super) units: u64,
     pub(super) memory_share: f32,
-    /// Blocks that run at once when it is alone.
+    /// Blocks that run at once when the kernel is alone.
     pub(super) at_once: u32,
     pub(super) idempotent: bool,
     /// Order in which kernels became ready.
     pub(super) ready: u64,
-    /// In the order of their ends.
+    /// Sorted by their ends.
     pub(super) groups: VecDeque<Group>,
     /// Units its groups hold.
     pub(super) held: u64,
     /// Blocks in its groups.
     pub(super) running: u32,
-    /// What a block that runs since the dispatch would have done at `since`, in nanoseconds of work.
+    /// Work, in nanoseconds, that a block running since the dispatch has done at `since`.
     progress: f64,
     since: Nanos,
-    /// How many times slower than alone its blocks go now.
+    /// Current slowdown of its blocks.
     slow: f64,
     pub(super) began: Option<Nanos>,
 }
 
 impl Kernel {
-    /// Dispatched at `now`, going on at tile `tile`.
+    /// Dispatched at `now`, starting at tile `tile`.
     pub(super) fn new(now: Nanos, profile: &KernelProfile, gpu: &GpuProfile, tile: u32) -> Kernel {
         let occupancy = profile.occupancy.clamp(1, 10);
         Kernel {
@@ -114,12 +115,12 @@ impl Kernel {
         }
     }
 
-    /// Work a block that runs since the dispatch would have done by `now`.
+    /// Work that a block running since the dispatch has done at `now`.
     fn progress_at(&self, now: Nanos) -> f64 {
         self.progress + (now - self.since).0 as f64 / self.slow
     }
 
-    /// From `now` on, blocks go `slow` times slower than alone. Returns whether that changes anything.
+    /// Sets the slowdown from `now` on. Returns whether it changed.
     pub(super) fn set_slow(&mut self, now: Nanos, slow: f64) -> bool {
         let changes = slow != self.slow;
         if changes {
@@ -135,7 +136,7 @@ impl Kernel {
         Some(self.since + Nanos(((group.until - self.progress) * self.slow).ceil() as u64))
     }
 
-    /// Takes the first group off if it is complete.
+    /// Removes the first group if it is complete.
     pub(super) fn pop_complete(&mut self, now: Nanos) -> Option<Group> {
         self.next_end().filter(|end| *end <= now)?;
         let group = self.groups.pop_front()?;
@@ -144,9 +145,9 @@ impl Kernel {
         Some(group)
     }
 
-    /// Takes blocks off, as many as hold `over` units, from the group that would end last; with how many of their
-    /// tiles are done and which part of what they did those are. Whoever comes next takes any tile that is left,
-    /// so what counts is how many there are.
+    /// Removes blocks that hold `over` units from the group that ends last. Returns how many of
+    /// their tiles are done, and which share of their work that is. Another block takes any
+    /// remaining tile, so only the number counts.
     pub(super) fn pop_unfinished(&mut self, now: Nanos, over: u64) -> Option<(Group, u32, f64)> {
         let last = self.groups.back_mut()?;
         let group = match over.div_ceil(self.units) {
@@ -169,13 +170,13 @@ impl Kernel {
         self.running -= group.blocks;
     }
 
-    /// Places as many whole blocks as fit, or the one that is left of a kernel that was interrupted. Returns
-    /// their units.
+    /// Places as many whole blocks as fit, or the remainder of a preempted block. Returns their
+    /// units.
     pub(super) fn place(&mut self, now: Nanos, fits: u64, tiles_max: u32) -> u64 {
-        let left = (self.tiles - self.placed).min(tiles_max);
-        let whole = u64::from(left / self.tiles_per_block).min(fits) as u32;
+        let remaining = (self.tiles - self.placed).min(tiles_max);
+        let whole = u64::from(remaining / self.tiles_per_block).min(fits) as u32;
         let (blocks, tiles) =
-            if whole > 0 { (whole, whole * self.tiles_per_block) } else { (1, left) };
+            if whole > 0 { (whole, whole * self.tiles_per_block) } else { (1, remaining) };
         let part = f64::from(tiles) / f64::from(blocks * self.tiles_per_block);
         let from = self.progress_at(now);
         let until = from + self.block_ns * part;
@@ -207,10 +208,10 @@ impl Kernel {
     }
 }
 
-/// A segment on its way.
+/// An enqueued segment.
 #[derive(Clone, Debug)]
 pub(super) struct Head {
-    pub(super) segment: Segment,
+    pub(super) segment: GpuSegment,
     pub(super) step: usize,
     pub(super) tile: u32,
     pub(super) busy: Nanos,
@@ -224,32 +225,32 @@ pub(super) struct Stream {
     pub(super) segments: VecDeque<Head>,
     pub(super) kernel: Option<Kernel>,
     pub(super) dispatch_at: Option<Nanos>,
-    /// The dispatcher is on its way to it from another stream.
+    /// The dispatcher is switching to it.
     pub(super) switching: bool,
     pub(super) preempting: Option<PreemptMode>,
     pub(super) abort_at: Option<Nanos>,
     pub(super) preempted_at: Option<Nanos>,
-    /// Units it may hold; what is above leaves as finely as the device allows.
+    /// Units it may hold; blocks above are preempted as finely as the device can.
     pub(super) hold: u64,
     /// Units up to which it may place new blocks.
     pub(super) take: u64,
-    /// When its budget shrinks by itself, and to how many units.
+    /// When its budget shrinks, and to how many units.
     pub(super) expiry: Option<(Nanos, u64)>,
     /// Tiles it may still place beside a kernel of another stream, which waits for them.
     pub(super) granted: Option<u32>,
-    /// Its kernel is complete but waits for one that was granted beside it.
+    /// Its kernel is complete and waits for blocks granted beside it.
     pub(super) fused: bool,
-    /// A completion got lost: nothing more is heard of it until a reset.
+    /// A completion was lost: it reports nothing until a reset.
     pub(super) stuck: bool,
     pub(super) work: StreamWork,
 }
 
-/// Unit-nanoseconds a stream has used.
+/// SM time that a stream has used.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StreamWork {
-    /// In all, in multiprocessor-nanoseconds.
+    /// In total, in SM-nanoseconds.
     pub used: f64,
-    /// Of these, thrown away or done a second time.
+    /// Of these, discarded or repeated.
     pub redone: f64,
 }
 
@@ -279,7 +280,7 @@ impl Stream {
         self.kernel.as_ref().map_or(0, |kernel| kernel.held)
     }
 
-    /// The next moment something happens on it by itself.
+    /// The next internal event.
     pub(super) fn next_event(&self) -> Option<Nanos> {
         let end = self.kernel.as_ref().and_then(Kernel::next_end);
         let expiry = self.expiry.map(|(at, _)| at);
@@ -289,41 +290,41 @@ impl Stream {
         (first < Nanos::MAX).then_some(first)
     }
 
-    /// Share of the memory bandwidth its kernel asks for.
+    /// Share of the memory bandwidth that its kernel requests.
     pub(super) fn bandwidth(&self) -> f32 {
-        let asked = |kernel: &Kernel| {
+        let requested = |kernel: &Kernel| {
             kernel.memory_share * kernel.running as f32 / kernel.at_once.max(1) as f32
         };
-        self.kernel.as_ref().map_or(0.0, asked)
+        self.kernel.as_ref().map_or(0.0, requested)
     }
 
     /// Whether new blocks of its kernel may be placed.
     pub(super) fn may_place(&self) -> bool {
         let Some(kernel) = &self.kernel else { return false };
-        let goes_on = match self.preempting {
+        let continues = match self.preempting {
             None => true,
-            // The flag is looked at when a kernel begins, not afterwards.
+            // The flag is checked only when a kernel begins.
             Some(PreemptMode::BetweenLaunches) => kernel.started(),
             Some(_) => false,
         };
         let allowed = self.granted.is_none_or(|tiles| tiles > 0);
-        goes_on && allowed && self.take > 0 && kernel.placed < kernel.tiles
+        continues && allowed && self.take > 0 && kernel.placed < kernel.tiles
     }
 
-    /// Runs as part of a kernel of another stream.
+    /// Whether it runs as part of a kernel of another stream.
     pub(super) fn pads(&self) -> bool {
         self.granted.is_some() && self.held() > 0
     }
 
-    /// What it was granted is over.
+    /// Revokes its grant.
     pub(super) fn revoke(&mut self) {
         if self.granted.take().is_some() {
             (self.hold, self.take) = (0, 0);
         }
     }
 
-    /// Whether its kernels come through the hardware's dispatcher one by one. What is held to a budget is fed by
-    /// a worker that stays, or is part of another stream's kernel.
+    /// Whether its kernels go through the hardware dispatcher one by one. A stream with a budget is
+    /// fed by a persistent worker or is part of another stream's kernel.
     pub(super) fn dispatches(&self) -> bool {
         self.hold == u64::MAX
     }

@@ -1,7 +1,7 @@
-//! The data a simulated task carries, so that a wrong restore shows in its output.
+//! Data of a simulated task, so that a wrong restore shows in its output.
 //!
-//! A kernel's output is a function of its input and of every one of its blocks. The sum over a run of blocks has a
-//! closed form, so a kernel of any size costs a few operations.
+//! The output of a kernel is a function of its input and of each of its blocks. The sum over a
+//! range of blocks has a closed form, so a kernel of any size costs a few operations.
 
 /// Scrambles 64 bits (the finaliser of SplitMix64).
 fn mix(mut z: u64) -> u64 {
@@ -14,13 +14,13 @@ fn key(input: u64, step: usize) -> u64 {
     mix(input ^ (step as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)) | 1
 }
 
-/// What blocks `from..to` of a kernel add to its output.
+/// Contribution of blocks `from..to` to the output of a kernel.
 fn blocks_sum(key: u64, from: u32, to: u32) -> u64 {
     let triangle = |n: u64| n * (n + 1) / 2;
     key.wrapping_mul(triangle(u64::from(to)) - triangle(u64::from(from)))
 }
 
-/// The output of an undisturbed task whose kernels have these blocks.
+/// The output of a task that was never preempted.
 pub fn reference_output(input: u64, blocks: impl Iterator<Item = u32>) -> u64 {
     blocks
         .enumerate()
@@ -38,7 +38,7 @@ pub(super) struct TaskMemory {
     tiles: u32,
     /// Their sum so far.
     sum: u64,
-    /// The furthest point ever reached, for counting what is done again.
+    /// The furthest point reached, to count repeated work.
     furthest: (usize, u32),
 }
 
@@ -49,7 +49,7 @@ impl TaskMemory {
         TaskMemory { values, step: 0, tiles: 0, sum: 0, furthest: (0, 0) }
     }
 
-    /// Kernel `step` begins at block `tile`, trusting that all blocks before it are done.
+    /// Kernel `step` begins at block `tile`; all blocks before it count as done.
     pub(super) fn begin(&mut self, step: usize, tile: u32) {
         let there = if self.step == step { self.tiles.min(tile) } else { 0 };
         self.sum = blocks_sum(key(self.values[step], step), 0, there);
@@ -83,7 +83,7 @@ impl TaskMemory {
         self.sum = 0;
     }
 
-    /// What was done of the kernel under way is not known any more.
+    /// The progress of the running kernel is lost.
     pub(super) fn forget(&mut self) {
         self.tiles = 0;
         self.sum = 0;
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_right_restore_gives_the_same_output_and_a_wrong_one_does_not() {
+    fn output_shows_whether_the_restore_was_right() {
         let want = reference_output(5, BLOCKS.into_iter());
         for (step, tile, right) in
             [(1, 50, true), (1, 20, true), (1, 0, true), (1, 51, false), (2, 0, false)]
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn repeated_blocks_are_counted() {
+    fn counts_repeated_blocks() {
         let mut task = interrupted_in_kernel_1();
         task.begin(1, 20);
         assert_eq!(task.run(1, 20, 120, true), 30);

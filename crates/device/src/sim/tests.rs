@@ -22,7 +22,7 @@ fn open(gpu: GpuProfile, models: Vec<Arc<ModelProfile>>, faults: Vec<Fault>) -> 
 fn launch(gpu: &mut Gpu, now: u64, stream: usize, model: usize) -> TaskId {
     let task = gpu.create_task(model, 42);
     let steps = 0..gpu.models[model].kernels.len();
-    let segment = Segment { token: stream as u64, task, model, steps, tile: 0 };
+    let segment = GpuSegment { token: stream as u64, task, model, steps, tile: 0 };
     gpu.enqueue(Nanos(now), stream, segment).unwrap();
     task
 }
@@ -30,9 +30,9 @@ fn launch(gpu: &mut Gpu, now: u64, stream: usize, model: usize) -> TaskId {
 fn run_to(gpu: &mut Gpu, to: u64) -> Vec<(u64, GpuEvent)> {
     let mut events = Vec::new();
     gpu.advance(Nanos(to), &mut events);
-    let told =
+    let ended =
         |event: &GpuEvent| !matches!(event, GpuEvent::StepReady { .. } | GpuEvent::Started { .. });
-    events.into_iter().map(|(at, event)| (at.0, event)).filter(|(_, event)| told(event)).collect()
+    events.into_iter().map(|(at, event)| (at.0, event)).filter(|(_, event)| ended(event)).collect()
 }
 
 fn done(stream: usize, busy: u64) -> GpuEvent {
@@ -74,8 +74,8 @@ fn two_memory_bound_kernels_slow_each_other() {
     assert_eq!(run_to(&mut gpu, 1_000), [(200, done(1, 200)), (200, done(0, 200))]);
 }
 
-/// Leaves at 150 in each way and runs the rest from where the device says.
-fn leave_and_restore(how: PreemptMode) -> (Vec<(u64, GpuEvent)>, bool, f64) {
+/// Preempts at 150 in the given mode and runs the rest from the reported point.
+fn preempt_and_restore(how: PreemptMode) -> (Vec<(u64, GpuEvent)>, bool, f64) {
     let kernels = vec![kernel(4, 10, 1, 0.1), kernel(40, 100, 1, 0.1), kernel(4, 10, 1, 0.1)];
     let profile =
         GpuProfile { evict_ns: 5, preempt_ns: 3, host_reset_ns: 7, kill_ns: 2, ..small_gpu() };
@@ -85,7 +85,7 @@ fn leave_and_restore(how: PreemptMode) -> (Vec<(u64, GpuEvent)>, bool, f64) {
     gpu.preempt(Nanos(150), 1, how);
     let events = run_to(&mut gpu, 2_000);
     let GpuEvent::Preempted { step, tile, .. } = events[0].1 else { panic!("{events:?}") };
-    let segment = Segment { token: 9, task, model: 0, steps: step..3, tile };
+    let segment = GpuSegment { token: 9, task, model: 0, steps: step..3, tile };
     gpu.enqueue(Nanos(2_000), 1, segment).unwrap();
     run_to(&mut gpu, 10_000);
     let right = gpu.output(task) == Some(want(&gpu, 0));
@@ -93,7 +93,7 @@ fn leave_and_restore(how: PreemptMode) -> (Vec<(u64, GpuEvent)>, bool, f64) {
 }
 
 #[test]
-fn work_leaves_as_finely_as_asked_and_goes_on_where_it_was() {
+fn preempts_as_finely_as_requested_and_resumes() {
     // The second kernel runs its second wave of ten from 110 to 210.
     let cases = [
         (PreemptMode::InsideTile, 153 + 5, (1, 4), 4.0 * 43.0),
@@ -101,17 +101,17 @@ fn work_leaves_as_finely_as_asked_and_goes_on_where_it_was() {
         (PreemptMode::BetweenLaunches, 1_010 + 5, (2, 0), 0.0),
         (PreemptMode::Kill, 150 + 7 + 5 + 2, (1, 0), 4.0 * 54.0 + 400.0),
     ];
-    for (how, at, place, redone) in cases {
-        let (events, right, seen) = leave_and_restore(how);
+    for (how, at, point, redone) in cases {
+        let (events, right, seen) = preempt_and_restore(how);
         let GpuEvent::Preempted { step, tile, .. } = events[0].1 else { panic!() };
-        assert_eq!((events[0].0, (step, tile)), (at, place), "{how:?}");
+        assert_eq!((events[0].0, (step, tile)), (at, point), "{how:?}");
         assert!(right, "{how:?} computed something else");
         assert_eq!(seen, redone, "{how:?}");
     }
 }
 
 #[test]
-fn a_budget_is_kept_and_what_is_above_leaves() {
+fn keeps_budgets_and_preempts_blocks_above() {
     let models = vec![model("a", vec![kernel(8, 100, 1, 0.1)])];
     let mut gpu = open(small_gpu(), models, vec![]);
     launch(&mut gpu, 0, 1, 0);
@@ -127,7 +127,7 @@ fn a_budget_is_kept_and_what_is_above_leaves() {
 }
 
 #[test]
-fn what_leaves_inside_loses_at_most_a_tile_a_block() {
+fn preemption_inside_tiles_loses_at_most_one_tile_per_block() {
     let profile = GpuProfile { tile_ns: 10, preempt_ns: 3, evict_ns: 0, ..small_gpu() };
     let models = vec![model("a", vec![kernel(8, 100, 2, 0.1)])];
     let mut gpu = open(profile, models, vec![]);
@@ -135,10 +135,10 @@ fn what_leaves_inside_loses_at_most_a_tile_a_block() {
     run_to(&mut gpu, 72);
     gpu.preempt(Nanos(72), 1, PreemptMode::InsideTile);
     let events = run_to(&mut gpu, 80);
-    // Gone at 75, in the middle of the eighth of ten tiles of each of the eight blocks.
+    // Preempted at 75, inside the eighth of ten tiles of each of the eight blocks.
     assert!(matches!(events[0], (75, GpuEvent::Preempted { step: 0, tile: 56, .. })), "{events:?}");
     assert!((gpu.work(1).redone - 4.0 * 5.0).abs() < 1e-9, "{:?}", gpu.work(1));
-    let segment = Segment { token: 1, task, model: 0, steps: 0..1, tile: 56 };
+    let segment = GpuSegment { token: 1, task, model: 0, steps: 0..1, tile: 56 };
     gpu.enqueue(Nanos(100), 1, segment).unwrap();
     // Twenty-four tiles are two whole blocks and one of four tiles.
     assert_eq!(run_to(&mut gpu, 1_000), [(200, done(1, 100))]);
@@ -157,23 +157,23 @@ fn a_budget_that_expires_costs_no_work() {
     run_to(&mut gpu, 55);
     assert_eq!(gpu.held_sms(1), 1.0);
     let events = run_to(&mut gpu, 1_000);
-    // Three blocks stopped after five of ten tiles: fifteen are left for one multiprocessor.
+    // Three blocks stopped after five of ten tiles: fifteen remain for one SM.
     assert_eq!(events, [(250, done(1, 250))]);
     let work = gpu.work(1);
     assert_eq!((work.used, work.redone), (400.0, 0.0));
 }
 
 #[test]
-fn turning_from_one_busy_stream_to_another_takes_time() {
+fn switching_between_busy_streams_takes_time() {
     let profile = GpuProfile { switch_ns: [7, 7], ..small_gpu() };
     let models = vec![model("a", vec![kernel(1, 100, 1, 0.1), kernel(1, 100, 1, 0.1)])];
     let mut gpu = open(profile, models, vec![]);
     launch(&mut gpu, 0, 1, 0);
     run_to(&mut gpu, 10);
     launch(&mut gpu, 10, 2, 0);
-    // The second begins at 17; from then on they take turns, until the first has ended.
+    // The second begins at 17; from then on they alternate until the first ends.
     assert_eq!(run_to(&mut gpu, 1_000), [(207, done(1, 200)), (224, done(2, 200))]);
-    // What runs inside a budget is fed by a worker of its own.
+    // A stream with a budget is fed by a worker of its own.
     gpu.set_budget(Nanos(1_000), 2, 2, 2, None);
     launch(&mut gpu, 1_000, 1, 0);
     launch(&mut gpu, 1_000, 2, 0);
@@ -215,7 +215,7 @@ fn some_blocks_of_a_kernel_can_pad_one_and_the_rest_the_next() {
 }
 
 #[test]
-fn kernels_that_must_not_run_twice_finish() {
+fn kernels_that_are_not_idempotent_finish() {
     let fragile = KernelProfile { idempotent: false, ..kernel(8, 100, 1, 0.1) };
     let mut gpu = open(small_gpu(), vec![model("a", vec![fragile, fragile])], vec![]);
     launch(&mut gpu, 0, 1, 0);

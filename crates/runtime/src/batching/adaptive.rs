@@ -1,4 +1,4 @@
-//! Rafiqi's adaptive threshold: batches grow slowly with the load and shrink fast when it goes.
+//! Rafiqi's adaptive threshold: batches grow slowly with the load and shrink quickly.
 
 use base::Nanos;
 
@@ -7,15 +7,15 @@ use super::{BatchPolicy, Decision, ModelView};
 /// Settings of [`Adaptive`], with the paper's values as default.
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptiveOptions {
-    /// The weight of the old threshold when it grows.
+    /// Weight of the old threshold when it grows.
     pub alpha: f64,
-    /// Time between two looks at the queue.
+    /// Time between two decisions.
     pub quantum: Nanos,
-    /// The threshold never exceeds this.
+    /// Maximum of the threshold.
     pub threshold_max: f64,
     /// The largest batch.
     pub batch_max: usize,
-    /// Let the quantum follow the time of a single request.
+    /// Whether the quantum follows the time of a single request.
     pub adapt_quantum: bool,
 }
 
@@ -31,31 +31,31 @@ impl Default for AdaptiveOptions {
     }
 }
 
-/// Looks once a quantum: with more requests waiting than the threshold, all go as one batch. Requests
-/// of the last quantum above the threshold pull it up by exponential averaging; fewer halve it.
+/// Decides once per quantum: if more requests wait than the threshold, all run as one batch. More
+/// arrivals than the threshold raise it by exponential averaging; fewer halve it.
 #[derive(Clone, Debug)]
 pub struct Adaptive {
     options: AdaptiveOptions,
     threshold: f64,
     quantum: Nanos,
-    next_look: Nanos,
-    /// Requests that came before this time are counted.
+    next_decision: Nanos,
+    /// Requests that arrived before this time are counted.
     counted_until: Nanos,
 }
 
 impl Adaptive {
-    /// A policy that begins with no threshold.
+    /// A policy without a threshold at first.
     pub fn new(options: AdaptiveOptions) -> Adaptive {
         Adaptive {
             options,
             threshold: 0.0,
             quantum: options.quantum,
-            next_look: Nanos::ZERO,
+            next_decision: Nanos::ZERO,
             counted_until: Nanos::ZERO,
         }
     }
 
-    /// The present threshold.
+    /// The current threshold.
     pub fn threshold(&self) -> f64 {
         self.threshold
     }
@@ -88,8 +88,8 @@ impl BatchPolicy for Adaptive {
     }
 
     fn decide(&mut self, now: Nanos, model: &ModelView<'_>, decisions: &mut Vec<Decision>) {
-        if now < self.next_look {
-            decisions.push(Decision::WakeAt(self.next_look));
+        if now < self.next_decision {
+            decisions.push(Decision::WakeAt(self.next_decision));
             return;
         }
         let came =
@@ -97,18 +97,18 @@ impl BatchPolicy for Adaptive {
         self.counted_until = now + Nanos(1);
         self.update(came);
         self.update_quantum(model.profile.latency(1));
-        self.next_look = now + self.quantum;
-        let mut left = model.waiting.len();
+        self.next_decision = now + self.quantum;
+        let mut remaining = model.waiting.len();
         for (worker, _) in model.workers.iter().enumerate().filter(|(_, worker)| !worker.busy) {
-            if left == 0 || (left as f64) < self.threshold {
+            if remaining == 0 || (remaining as f64) < self.threshold {
                 break;
             }
-            let count = left.min(self.options.batch_max);
+            let count = remaining.min(self.options.batch_max);
             decisions.push(Decision::Launch { worker, count });
-            left -= count;
+            remaining -= count;
         }
-        if left > 0 {
-            decisions.push(Decision::WakeAt(self.next_look));
+        if remaining > 0 {
+            decisions.push(Decision::WakeAt(self.next_decision));
         }
     }
 }

@@ -1,58 +1,59 @@
-//! Atoll's own rule: nobody waits while the device has room, and batches are as large as they were seen to be worth it.
+//! Atoll's own batching policy: no request waits while a worker is idle, and batches are as large
+//! as measured times justify.
 
 use base::Nanos;
 
 use super::{BatchPolicy, BatchProfile, Decision, ModelView};
 
-/// A batch twice as large is worth it when it takes at most this share of the time of two.
-const WORTH: f64 = 0.9;
+/// A batch twice as large pays off if it takes at most this share of the time of two.
+const PAYS_OFF: f64 = 0.9;
 
-/// Of so many looks one goes a size further than what was found to be worth it: what was true once need not be now.
+/// One of so many decisions tries the next larger size, since times change.
 const TRY_EVERY: u32 = 256;
 
-/// Gives each idle worker the largest batch that can be filled, is worth it and fits the objective. Requests that find all
-/// workers busy make the next batch larger, so batches grow with the load by themselves.
+/// Gives each idle worker the largest batch that can be filled, pays off and fits the SLO. Requests
+/// that find all workers busy make the next batch larger, so batches grow with the load.
 #[derive(Clone, Debug)]
 pub struct Auto {
     /// Batch sizes, ascending.
     pub sizes: Vec<usize>,
-    /// Time within which requests shall be answered: a batch takes at most half of it, as one that just missed it waits for
-    /// it and runs in the next.
+    /// The SLO. A batch takes at most half of it: a request that just missed a batch waits for it
+    /// and runs in the next.
     pub objective: Option<Nanos>,
-    /// Batches that may run at once, each then taking as many times as long.
-    pub side_by_side: usize,
-    looks: u32,
+    /// Batches that may run at once, each then slower by this factor.
+    pub concurrent: usize,
+    decided: u32,
 }
 
 impl Auto {
-    /// A policy over powers of two up to `batch_max`.
-    pub fn new(batch_max: usize, objective: Option<Nanos>, side_by_side: usize) -> Auto {
+    /// A policy with powers of two up to `batch_max`.
+    pub fn new(batch_max: usize, objective: Option<Nanos>, concurrent: usize) -> Auto {
         let doubled = |size: &usize| size.checked_mul(2).filter(|size| *size <= batch_max);
         let mut sizes: Vec<usize> = std::iter::successors(Some(1), doubled).collect();
         if sizes.last() != Some(&batch_max) && batch_max > 1 {
             sizes.push(batch_max);
         }
-        Auto { sizes, objective, side_by_side, looks: 0 }
+        Auto { sizes, objective, concurrent, decided: 0 }
     }
 
-    /// The largest batch that is worth its time. What was never seen is taken to cost nothing more, so it is tried.
-    fn most(&self, profile: &BatchProfile, further: bool) -> usize {
+    /// The largest batch that pays off. Unknown sizes count as free, so that they are tried.
+    fn largest(&self, profile: &BatchProfile, further: bool) -> usize {
         let worth = |small: usize, large: usize| {
             let (one, other) = (profile.latency(small).0 as f64, profile.latency(large).0 as f64);
-            let taken = profile.latency(large).0.saturating_mul(self.side_by_side as u64);
+            let taken = profile.latency(large).0.saturating_mul(self.concurrent as u64);
             let fits = self.objective.is_none_or(|objective| taken <= objective.0 / 2);
-            (fits, other <= one * (large as f64 / small as f64) * WORTH)
+            (fits, other <= one * (large as f64 / small as f64) * PAYS_OFF)
         };
-        let mut most = self.sizes[0];
+        let mut largest = self.sizes[0];
         let mut further = further;
         for pair in self.sizes.windows(2) {
             let (fits, worth) = worth(pair[0], pair[1]);
             if !fits || (!worth && !std::mem::take(&mut further)) {
                 break;
             }
-            most = pair[1];
+            largest = pair[1];
         }
-        most
+        largest
     }
 }
 
@@ -62,18 +63,18 @@ impl BatchPolicy for Auto {
     }
 
     fn decide(&mut self, _: Nanos, model: &ModelView<'_>, decisions: &mut Vec<Decision>) {
-        let mut left = model.waiting.len();
+        let mut remaining = model.waiting.len();
         let idle = model.workers.iter().enumerate().filter(|(_, worker)| !worker.busy);
         for (worker, facts) in idle {
-            if left == 0 {
+            if remaining == 0 {
                 return;
             }
-            self.looks = self.looks.wrapping_add(1);
-            let most = self.most(model.profile, self.looks.is_multiple_of(TRY_EVERY));
-            let fits = |size: &&usize| **size <= left.min(most).min(facts.batch);
+            self.decided = self.decided.wrapping_add(1);
+            let largest = self.largest(model.profile, self.decided.is_multiple_of(TRY_EVERY));
+            let fits = |size: &&usize| **size <= remaining.min(largest).min(facts.batch);
             let count = self.sizes.iter().rev().find(fits).copied().unwrap_or(1);
             decisions.push(Decision::Launch { worker, count });
-            left -= count;
+            remaining -= count;
         }
     }
 }
@@ -98,25 +99,25 @@ mod tests {
     }
 
     #[test]
-    fn batches_are_as_large_as_they_are_worth() {
+    fn batches_are_as_large_as_times_justify() {
         let flat = BatchProfile::linear(Nanos(10), Nanos(1_000), 32);
         assert_eq!(counts(&flat, 1, None), [1]);
         assert_eq!(counts(&flat, 7, None), [4, 2]);
         assert_eq!(counts(&flat, 100, None), [32, 32]);
-        // On a device that takes as long for two as for one after another, nobody waits for a neighbour.
+        // On a device where two take as long as one after another, batches do not pay off.
         let steep = BatchProfile::linear(Nanos(1_000), Nanos(10), 32);
         assert_eq!(counts(&steep, 100, None), [1, 1]);
     }
 
     #[test]
-    fn an_objective_bounds_batches() {
+    fn the_slo_bounds_batches() {
         let profile = BatchProfile::linear(Nanos(100), Nanos(1_000), 32);
         assert_eq!(counts(&profile, 100, Some(Nanos(4_000))), [8, 8]);
-        assert_eq!(counts(&profile, 100, Some(Nanos(10))), [1, 1], "nobody is refused for it");
+        assert_eq!(counts(&profile, 100, Some(Nanos(10))), [1, 1], "no request is refused");
     }
 
     #[test]
-    fn what_was_not_worth_it_is_tried_again() {
+    fn tries_larger_batches_again() {
         let steep = BatchProfile::linear(Nanos(1_000), Nanos(10), 32);
         let waiting = vec![WaitingRequest { arrived: Nanos(0), deadline: Nanos::MAX }; 8].into();
         let workers = [Worker { batch: 32, busy: false }];

@@ -1,16 +1,17 @@
-//! Deferred batching: start as late as the deadline allows while waiting can still make the batch larger.
+//! Deferred batching: starts as late as the deadline allows while waiting can make the batch
+//! larger.
 
 use base::Nanos;
 
 use super::{BatchPolicy, Decision, EarlyDrop, ModelView};
 
-/// Chooses its window as [`EarlyDrop`] does, but a batch that is small yet waits for more, at most until the moment
-/// after which one more request could no longer ride along.
+/// Chooses its window as [`EarlyDrop`] does, but a small batch waits for more requests, at most
+/// until one more request would not fit any more.
 #[derive(Clone, Copy, Debug)]
 pub struct Deferred {
     /// The session's batch size; see [`super::BatchProfile::batch_for_objective`].
     pub batch: usize,
-    /// Kept back from every deadline for what a profile does not know.
+    /// Safety margin of every deadline.
     pub margin: Nanos,
 }
 
@@ -33,8 +34,9 @@ impl BatchPolicy for Deferred {
         }
         let first = model.waiting[dropped];
         let next = model.profile.latency(count + 1) + self.margin;
-        // A worker that starts late is busy late. So only a batch waits that is small beside a full one, and only
-        // half of the time by which it is shorter: the rest is kept for whoever comes meanwhile.
+        // A worker that starts late is busy late. So only batches that are small compared with a
+        // full one wait, and only for half of the time by which they are shorter: the rest is for
+        // requests that arrive meanwhile.
         let small = count * 8 <= self.batch;
         let shorter = model.profile.latency(self.batch) - next;
         let start_by = (first.deadline - next).min(first.arrived + Nanos(shorter.0 / 2));

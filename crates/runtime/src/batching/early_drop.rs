@@ -1,4 +1,5 @@
-//! Nexus's rule: requests whose little time would force a small batch are given up for the rest.
+//! Nexus's early drop: requests with so little time that they would force a small batch are
+//! dropped.
 
 use base::Nanos;
 
@@ -13,7 +14,7 @@ pub struct EarlyDrop {
 }
 
 impl EarlyDrop {
-    /// How many requests go before the window, and the window's length; `None` when nobody has time.
+    /// Requests before the window, and its length; `None` when no request has enough time.
     pub(super) fn window(&self, now: Nanos, model: &ModelView<'_>) -> Option<(usize, usize)> {
         let waiting = model.waiting.len();
         let fits = |(skipped, first): (usize, &WaitingRequest)| {

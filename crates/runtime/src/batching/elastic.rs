@@ -1,14 +1,14 @@
-//! Ebird's elastic batching: workers of several sizes, woken as soon as they can be filled.
+//! Ebird's elastic batching: workers of several sizes, started as soon as they can be filled.
 
 use base::Nanos;
 
 use super::{BatchPolicy, Decision, ModelView};
 
-/// Algorithm 1 of the paper: walk the idle workers and give each its batch while enough is ready and
-/// fewer than `inferences_max` are alive.
+/// Algorithm 1 of the paper: gives each idle worker its batch while enough requests wait and fewer
+/// than `inferences_max` run.
 #[derive(Clone, Copy, Debug)]
 pub struct Elastic {
-    /// The most inferences on the device at once.
+    /// Maximum number of running inferences.
     pub inferences_max: usize,
 }
 
@@ -27,7 +27,7 @@ impl BatchPolicy for Elastic {
         let mut ready = model.waiting.len().min(alive_left);
         let mut idle: Vec<usize> =
             (0..model.workers.len()).filter(|index| !model.workers[*index].busy).collect();
-        // The queue of idle workers puts the largest first: load decides how far down it is walked.
+        // The largest idle workers come first: the load decides how many are used.
         idle.sort_by_key(|index| std::cmp::Reverse(model.workers[*index].batch));
         for worker in idle {
             let batch = model.workers[worker].batch;

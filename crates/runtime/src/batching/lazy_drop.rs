@@ -1,10 +1,10 @@
-//! Clipper's rule: the oldest request counts, and is dropped only once it is late.
+//! Clipper's lazy drop: the oldest request decides, and is dropped only when it is late.
 
 use base::Nanos;
 
 use super::{BatchPolicy, Decision, ModelView};
 
-/// Runs the largest batch that the time left to the oldest request allows.
+/// Runs the largest batch that the remaining time of the oldest request allows.
 #[derive(Clone, Copy, Debug)]
 pub struct LazyDrop {
     /// The largest batch.

@@ -1,4 +1,4 @@
-//! What a batch costs.
+//! Batch times.
 
 use base::Nanos;
 
@@ -10,8 +10,8 @@ pub struct BatchProfile {
 }
 
 impl BatchProfile {
-    /// A profile from measured latencies of batches 1, 2, 3, ...; a dip is levelled out. `None` when
-    /// there is no measurement at all.
+    /// A profile from measured latencies of batches 1, 2, 3, ...; made monotonic. `None` without
+    /// measurements.
     pub fn from_latencies(mut latencies: Vec<Nanos>) -> Option<BatchProfile> {
         let mut longest = Nanos::ZERO;
         for latency in &mut latencies {
@@ -27,24 +27,24 @@ impl BatchProfile {
         BatchProfile { latencies: (1..=batch_max.max(1) as u64).map(latency).collect() }
     }
 
-    /// The largest batch that was measured.
+    /// The largest measured batch.
     pub fn batch_max(&self) -> usize {
         self.latencies.len()
     }
 
-    /// Time a batch takes; that of the largest for anything larger.
+    /// Time of a batch; above the largest, its time.
     pub fn latency(&self, batch: usize) -> Nanos {
         let last = self.latencies.len() - 1;
         self.latencies[batch.saturating_sub(1).min(last)]
     }
 
-    /// The largest batch that takes at most `budget`; 0 when not even one does.
+    /// The largest batch within `budget`; 0 when none is.
     pub fn largest_within(&self, budget: Nanos) -> usize {
         self.latencies.partition_point(|latency| *latency <= budget)
     }
 
-    /// The largest batch a session with this latency objective may use: a request that just missed
-    /// one batch waits for it and then runs in the next, so two must fit.
+    /// The largest batch for a session with this SLO: a request that just missed a batch waits for
+    /// it and runs in the next, so two must fit.
     pub fn batch_for_objective(&self, objective: Nanos) -> usize {
         self.largest_within(Nanos(objective.0 / 2)).max(1)
     }

@@ -1,14 +1,15 @@
-//! A machine's turns as one of several that share a model's requests.
+//! Batches of one machine of a backend pool.
 
 use base::Nanos;
 
 use super::{BatchPolicy, Decision, EarlyDrop, ModelView, StaggeredBatch};
 
-/// One batch at a time. It begins once `least` requests are there, or when the first of them can wait no longer: those who
-/// send fill one machine after the other, and a machine that began with less would be busy when it is to be filled.
+/// One batch at a time. It starts with `least` requests, or when the first one cannot wait longer.
+/// Frontends fill one machine after the other: a machine that started with fewer would be busy when
+/// it is filled.
 #[derive(Clone, Copy, Debug)]
 pub struct Staggered {
-    /// What a batch is made of.
+    /// The batches of the pool.
     pub batches: StaggeredBatch,
 }
 
@@ -27,14 +28,14 @@ impl BatchPolicy for Staggered {
             decisions.push(Decision::Drop { count: dropped });
         }
         let Some(first) = model.waiting.get(dropped) else { return };
-        // Where nothing is promised, waiting is worth a turn at most.
+        // Without an SLO, waiting pays off for one batch time at most.
         let last = first.deadline - model.profile.latency(count + 1);
         let start_by = last.min(first.arrived + model.profile.latency(self.batches.batch));
         if count < self.batches.least && now < start_by {
             decisions.push(Decision::WakeAt(start_by));
             return;
         }
-        // The smallest worker that holds them all, or else the largest.
+        // The smallest worker that fits, or the largest.
         let idle = || (0..model.workers.len()).filter(|&index| !model.workers[index].busy);
         let batch = |index: &usize| model.workers[*index].batch;
         let holds = idle().filter(|index| batch(index) >= count).min_by_key(batch);
@@ -71,10 +72,10 @@ mod tests {
     }
 
     #[test]
-    fn it_waits_for_the_least_and_for_no_longer_than_the_first_can() {
+    fn waits_for_the_minimum_until_the_first_must_start() {
         assert_eq!(decide(0, &[], 0), []);
         assert_eq!(decide(5, &[(0, 150)], 0), [Decision::WakeAt(Nanos(100))]);
-        // One more would make two of 40, which the first has time for until 60.
+        // Two requests take 40, which the first has time for until 60.
         assert_eq!(decide(5, &[(0, 100)], 0), [Decision::WakeAt(Nanos(60))]);
         assert_eq!(decide(60, &[(0, 100)], 0), [Decision::Launch { worker: 0, count: 1 }]);
         let three = [(0, 200), (1, 201), (2, 202)];
@@ -83,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_ever_and_the_late_are_given_up() {
+    fn wait_is_bounded_and_late_requests_are_dropped() {
         assert_eq!(decide(5, &[(0, u64::MAX)], 0), [Decision::WakeAt(Nanos(100))]);
         let launch = Decision::Launch { worker: 0, count: 1 };
         assert_eq!(decide(100, &[(0, u64::MAX)], 0), [launch]);

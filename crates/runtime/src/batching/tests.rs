@@ -1,4 +1,4 @@
-//! The policies in virtual time, on one device that runs batches one after another or side by side.
+//! The policies in virtual time, on a device that runs batches one after another or concurrently.
 
 use std::collections::VecDeque;
 
@@ -6,7 +6,7 @@ use base::{Histogram, Random};
 
 use super::*;
 
-/// What a run came to.
+/// Results of a run.
 #[derive(Debug, Default)]
 struct Outcome {
     requests: usize,
@@ -21,7 +21,7 @@ impl Outcome {
     }
 }
 
-/// Runs `policy` over arrivals; each worker takes its profile's time for its batch.
+/// Runs `policy` on arrivals; a worker takes the profile's time for its batch.
 fn simulate(
     policy: &mut dyn BatchPolicy,
     profile: &BatchProfile,
@@ -69,9 +69,9 @@ fn simulate(
                     outcome.dropped += waiting.drain(..count).count();
                 }
                 Decision::Launch { worker, count } => {
-                    assert!(count > 0 && count <= waiting.len(), "a batch that is not there");
-                    assert!(!workers[worker].busy, "a worker that is busy");
-                    assert!(count <= workers[worker].batch, "more than the worker takes");
+                    assert!(count > 0 && count <= waiting.len(), "an empty batch");
+                    assert!(!workers[worker].busy, "a busy worker");
+                    assert!(count <= workers[worker].batch, "more than the worker fits");
                     workers[worker].busy = true;
                     let batch: Vec<WaitingRequest> = waiting.drain(..count).collect();
                     ends[worker] = Some((now + profile.latency(count), batch));
@@ -83,7 +83,7 @@ fn simulate(
             }
         }
     }
-    assert!(waiting.is_empty(), "{} requests were forgotten by {}", waiting.len(), policy.name());
+    assert!(waiting.is_empty(), "{} requests were lost by {}", waiting.len(), policy.name());
     outcome
 }
 
@@ -104,15 +104,15 @@ fn poisson(count: usize, mean_gap: Nanos, seed: u64) -> Vec<Nanos> {
 
 const OBJECTIVE: Nanos = Nanos::from_millis(100);
 
-/// The paper's model: the optimum, the throughput of the largest batch of which two fit into the
-/// objective, is 500 requests a second; `alpha` is what one request adds.
+/// The model of the paper: the optimum, the throughput of the largest batch of which two fit into
+/// the SLO, is 500 requests per second; `alpha` is the time per request.
 fn nexus_profile(alpha_us: u64) -> BatchProfile {
     // batch / latency(batch) = 500/s with latency(batch) = 50 ms gives a batch of 25.
     let beta = Nanos::from_millis(50) - Nanos::from_micros(alpha_us * 25);
     BatchProfile::linear(Nanos::from_micros(alpha_us), beta, 64)
 }
 
-/// The highest rate of which at least 99 % is served in time.
+/// The highest rate of which at least 99 % is in time.
 fn goodput(
     make: &dyn Fn(&BatchProfile) -> Box<dyn BatchPolicy>,
     alpha_us: u64,
@@ -150,7 +150,8 @@ fn early_drop_serves_more_than_lazy_drop_where_the_fixed_cost_is_high() {
         let [lazy, early, deferred] = [lazy, early, deferred]
             .map(|make| goodput(&move |profile: &BatchProfile| make(profile), alpha_us, random));
         println!(
-            "alpha {alpha_us} us, poisson {random}: lazy {lazy:.0}, early {early:.0}, deferred {deferred:.0}"
+            "alpha {alpha_us} us, poisson {random}: lazy {lazy:.0}, early {early:.0}, \
+             deferred {deferred:.0}"
         );
         assert!(early >= lazy, "alpha {alpha_us}: {early} < {lazy}");
         assert!(deferred >= early * 0.995, "alpha {alpha_us}: {deferred} < {early}");
@@ -158,13 +159,13 @@ fn early_drop_serves_more_than_lazy_drop_where_the_fixed_cost_is_high() {
 }
 
 #[test]
-fn a_window_waits_no_longer_than_it_may() {
+fn window_waits_no_longer_than_configured() {
     let profile = BatchProfile::linear(Nanos(1), Nanos(10), 32);
     let mut policy = Window { batch_max: 4, wait_max: Nanos(100) };
     let arrivals = [Nanos(0), Nanos(10), Nanos(500), Nanos(501), Nanos(502), Nanos(503)];
     let outcome = simulate(&mut policy, &profile, &[4], &arrivals, Nanos::MAX);
     assert_eq!(outcome.dropped, 0);
-    // The first two go at 100 as a pair; the last four fill the batch at 503.
+    // The first two start at 100 as a pair; the last four fill the batch at 503.
     assert_eq!(outcome.latency.max(), Nanos(112));
 }
 
@@ -192,7 +193,7 @@ fn elastic_fills_the_largest_workers_first() {
 }
 
 #[test]
-fn elastic_answers_sooner_than_a_window_at_low_and_at_high_load() {
+fn elastic_is_faster_than_a_window_at_low_and_high_load() {
     let profile = BatchProfile::linear(Nanos::from_micros(300), Nanos::from_millis(3), 32);
     let mut arrivals = uniform(150, Nanos::from_millis(20));
     let start = *arrivals.last().unwrap();
@@ -210,7 +211,7 @@ fn the_adaptive_threshold_grows_slowly_and_falls_fast() {
     let mut policy = Adaptive::new(AdaptiveOptions::default());
     let workers = [Worker { batch: 128, busy: true }];
     let mut now = Nanos::from_millis(5);
-    let mut look = |policy: &mut Adaptive, came: u64| {
+    let mut decide = |policy: &mut Adaptive, came: u64| {
         let waiting: VecDeque<WaitingRequest> =
             (0..came).map(|_| WaitingRequest { arrived: now, deadline: Nanos::MAX }).collect();
         let view =
@@ -219,16 +220,16 @@ fn the_adaptive_threshold_grows_slowly_and_falls_fast() {
         now += Nanos::from_millis(5);
         policy.threshold()
     };
-    assert_eq!(look(&mut policy, 100), 50.0);
-    assert_eq!(look(&mut policy, 100), 75.0);
-    assert_eq!(look(&mut policy, 0), 37.5);
-    let halvings = (0..10).take_while(|_| look(&mut policy, 0) > 0.0).count();
+    assert_eq!(decide(&mut policy, 100), 50.0);
+    assert_eq!(decide(&mut policy, 100), 75.0);
+    assert_eq!(decide(&mut policy, 0), 37.5);
+    let halvings = (0..10).take_while(|_| decide(&mut policy, 0) > 0.0).count();
     assert_eq!(halvings, 5);
 }
 
-/// Every policy on random loads: nothing is forgotten, launched twice or given to a busy worker.
+/// Every policy on random loads: no request is lost, launched twice or given to a busy worker.
 #[test]
-fn every_policy_deals_with_every_request() {
+fn every_policy_ends_every_request() {
     for seed in 0..40 {
         let mut random = Random::new(seed);
         let profile = BatchProfile::linear(

@@ -1,15 +1,15 @@
-//! A fixed largest batch and a longest wait, as TensorFlow Serving and Triton have it.
+//! A fixed maximum batch and maximum wait, as in TensorFlow Serving and Triton.
 
 use base::Nanos;
 
 use super::{BatchPolicy, Decision, ModelView};
 
-/// Launches when the batch is full or the oldest request has waited long enough.
+/// Launches when the batch is full or the oldest request has waited for `wait_max`.
 #[derive(Clone, Copy, Debug)]
 pub struct Window {
     /// The largest batch.
     pub batch_max: usize,
-    /// The longest wait.
+    /// The maximum wait.
     pub wait_max: Nanos,
 }
 
@@ -19,18 +19,18 @@ impl BatchPolicy for Window {
     }
 
     fn decide(&mut self, now: Nanos, model: &ModelView<'_>, decisions: &mut Vec<Decision>) {
-        let mut left = model.waiting.len();
+        let mut remaining = model.waiting.len();
         let idle = model.workers.iter().enumerate().filter(|(_, worker)| !worker.busy);
         for (worker, _) in idle {
-            let Some(front) = model.waiting.get(model.waiting.len() - left) else { return };
+            let Some(front) = model.waiting.get(model.waiting.len() - remaining) else { return };
             let due = front.arrived + self.wait_max;
-            if left < self.batch_max && now < due {
+            if remaining < self.batch_max && now < due {
                 decisions.push(Decision::WakeAt(due));
                 return;
             }
-            let count = left.min(self.batch_max);
+            let count = remaining.min(self.batch_max);
             decisions.push(Decision::Launch { worker, count });
-            left -= count;
+            remaining -= count;
         }
     }
 }

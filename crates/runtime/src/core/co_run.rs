@@ -1,54 +1,55 @@
-//! Which best-effort model may go on beside which real-time model, learned from how long real time takes.
+//! Admission of co-run pairs, learned from the latency of real time.
 //!
-//! Kernels of small batches leave much of a large device idle, and some pairs of models hardly meet. A pair is tried now and
-//! then; as long as real time takes no longer with it than after making everything leave, within what is max_rt_slowdown, that one
-//! best-effort task stays while the others leave.
+//! Kernels of small batches leave much of a large device idle, and some pairs of models hardly
+//! interfere. Each pair is tried now and then. While real time is within the allowed slowdown of
+//! its latency alone, one task of that best-effort model continues and only the others are
+//! preempted.
 
 use base::Nanos;
 
 use super::ModelId;
 
-/// How much longer real time may take beside a co_runner, where nothing else is said.
+/// Default of the allowed slowdown.
 pub(super) const MAX_RT_SLOWDOWN: f64 = 0.01;
 
-/// Runs without a co_runner before the first is tried.
+/// Runs alone before the first pair is tried.
 const MIN_RUNS_ALONE: u32 = 32;
 
-/// Runs with a co_runner before it can be judged to be admitted.
+/// Runs of a pair before it can be admitted.
 const MIN_RUNS_ADMIT: u32 = 24;
 
-/// Runs with a co_runner before it can be judged to be too much; half as many when it plainly is.
+/// Runs of a pair before it can be rejected; half as many when it is clearly too slow.
 const MIN_RUNS_REJECT: u32 = 8;
 
-/// What is plainly too much, beyond what is max_rt_slowdown.
+/// A slowdown beyond the allowed one that is clearly too much.
 const CLEAR_MARGIN: f64 = 0.09;
 
-/// Of so many runs one is without a co_runner, so that what is compared with is of now.
+/// One of so many runs is alone, so that the baseline stays current.
 const ALONE_EVERY: u64 = 16;
 
-/// Of so many runs one tries the pair that is models least: so few that what they suffer stays beyond the ninety-ninth of a
-/// hundred.
+/// One of so many runs tries the pair with the fewest runs: few enough to stay out of the 99th
+/// percentile.
 const TRY_EVERY: u64 = 200;
 
-/// The same where co_run are held to a partition: hardly any of them is harsh, and what is not models is not used.
+/// The same with an SM partition: there few pairs interfere much, and unknown pairs are not used.
 const TRY_EVERY_IN_PARTITION: u64 = 4;
 
-/// After so many runs a pair that was too much is thought of anew.
+/// A clearly rejected pair is undecided again after so many runs.
 const RETRY_EVERY: u64 = 20_000;
 
-/// The same for one that was not plainly so: chance may have had a hand in it.
+/// The same for other rejected pairs, which may have been rejected by chance.
 const RETRY_MILD_EVERY: u64 = 2_000;
 
-/// Runs a mean goes back.
+/// Runs that a mean covers.
 const WINDOW_RUNS: f64 = 256.0;
 
-/// A run that takes so many times what is usual was held up by something else, and counts as this.
+/// A run that takes longer than this multiple of the usual time is an outlier and counts as this.
 const OUTLIER_FACTOR: f64 = 1.2;
 
-/// Errors of a difference within which nothing is certain.
+/// Standard errors beyond which a difference is certain.
 const CERTAIN_ERRORS: f64 = 3.0;
 
-/// A mean that forgets, and how far single runs are from it.
+/// An exponentially forgetting mean and variance.
 #[derive(Clone, Copy, Debug, Default)]
 struct Estimate {
     count: u32,
@@ -57,7 +58,7 @@ struct Estimate {
 }
 
 impl Estimate {
-    /// Books a run, of which is models that one usually takes about `usual_ns`.
+    /// Records a run that usually takes about `usual_ns`.
     fn record(&mut self, time: Nanos, usual_ns: f64) {
         let ns = (time.0 as f64).min(self.mean_ns.max(usual_ns) * OUTLIER_FACTOR);
         self.count = self.count.saturating_add(1);
@@ -67,23 +68,23 @@ impl Estimate {
         self.variance = (1.0 - weight) * (self.variance + weight * deviation * deviation);
     }
 
-    /// The variance of the mean itself. One that forgets stands on twice the runs it goes back.
+    /// Variance of the mean. A forgetting mean is as good as one over twice its window.
     fn uncertainty(&self) -> f64 {
         self.variance / f64::from(self.count).clamp(1.0, 2.0 * WINDOW_RUNS)
     }
 }
 
-/// What is thought of a pair.
+/// Admission of a pair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum PairStatus {
-    /// Not models well enough.
+    /// Not enough runs.
     #[default]
     Undecided,
-    /// Real time bears the co_runner.
+    /// Within the allowed slowdown.
     Admitted,
-    /// It does not.
+    /// Above the allowed slowdown.
     Rejected,
-    /// By far not.
+    /// Far above it.
     ClearlyRejected,
 }
 
@@ -94,7 +95,7 @@ struct Pair {
 }
 
 impl Pair {
-    /// Thinks of the pair once more. What is admitted stays so until the contrary is certain: a doubt alone is no reason to part.
+    /// Updates the admission. An admitted pair stays admitted until it is certainly too slow.
     fn update_status(&mut self, alone: &Estimate, max_rt_slowdown: f64) {
         if alone.count < MIN_RUNS_ALONE || alone.mean_ns <= 0.0 {
             return;
@@ -102,7 +103,7 @@ impl Pair {
         let count = self.time.count;
         let cost = self.time.mean_ns / alone.mean_ns - 1.0;
         let error = (self.time.uncertainty() + alone.uncertainty()).sqrt() / alone.mean_ns;
-        // Who has run for so long will not become models any better.
+        // After a full window the estimate does not get better.
         let doubt = if f64::from(count) < WINDOW_RUNS { error } else { 0.0 };
         if count >= MIN_RUNS_REJECT / 2 && cost > max_rt_slowdown + CLEAR_MARGIN {
             self.status = PairStatus::ClearlyRejected;
@@ -114,38 +115,39 @@ impl Pair {
     }
 }
 
-/// What is models of one real-time model.
+/// Runs of one real-time model.
 #[derive(Clone, Debug, Default)]
 struct RealTimeRuns {
     alone: Estimate,
     /// By best-effort model.
-    with: Vec<Pair>,
-    runs: u64,
+    pairs: Vec<Pair>,
+    /// Runs so far.
+    count: u64,
 }
 
 impl RealTimeRuns {
-    fn with(&self, co_runner: ModelId) -> Pair {
-        self.with.get(co_runner.0 as usize).copied().unwrap_or_default()
+    fn pair(&self, co_runner: ModelId) -> Pair {
+        self.pairs.get(co_runner.0 as usize).copied().unwrap_or_default()
     }
 
-    /// Forgets, when it is time, what was given up.
+    /// Makes rejected pairs undecided again when it is time.
     fn reopen(&mut self) {
         let due = |pair: &Pair| match pair.status {
-            PairStatus::Rejected => self.runs.is_multiple_of(RETRY_MILD_EVERY),
-            PairStatus::ClearlyRejected => self.runs.is_multiple_of(RETRY_EVERY),
+            PairStatus::Rejected => self.count.is_multiple_of(RETRY_MILD_EVERY),
+            PairStatus::ClearlyRejected => self.count.is_multiple_of(RETRY_EVERY),
             PairStatus::Undecided | PairStatus::Admitted => false,
         };
-        for pair in self.with.iter_mut().filter(|pair| due(pair)) {
+        for pair in self.pairs.iter_mut().filter(|pair| due(pair)) {
             *pair = Pair::default();
         }
     }
 
     fn is(&self, co_runner: ModelId, status: PairStatus) -> bool {
-        self.with(co_runner).status == status
+        self.pair(co_runner).status == status
     }
 }
 
-/// All that is models.
+/// The admission of all pairs.
 #[derive(Clone, Debug)]
 pub(super) struct CoRunAdmission {
     models: Vec<RealTimeRuns>,
@@ -154,80 +156,80 @@ pub(super) struct CoRunAdmission {
 }
 
 impl CoRunAdmission {
-    /// Nothing is models. Real time may take longer by a share of `max_rt_slowdown`.
+    /// No runs yet.
     pub(super) fn new(max_rt_slowdown: f64, partition: bool) -> CoRunAdmission {
         let try_every = if partition { TRY_EVERY_IN_PARTITION } else { TRY_EVERY };
         CoRunAdmission { models: Vec::new(), max_rt_slowdown, try_every }
     }
 
-    /// Forgets what a model of that number was like before.
+    /// Forgets all runs of a model number that is used again.
     pub(super) fn forget(&mut self, model: ModelId) {
         let index = model.0 as usize;
         if index >= self.models.len() {
             self.models.resize_with(index + 1, RealTimeRuns::default);
         }
         self.models[index] = RealTimeRuns::default();
-        for models in &mut self.models {
-            if let Some(pair) = models.with.get_mut(index) {
+        for runs in &mut self.models {
+            if let Some(pair) = runs.pairs.get_mut(index) {
                 *pair = Pair::default();
             }
         }
     }
 
-    /// Books a run of `real_time` that had `co_runner` beside it.
+    /// Records a run of `real_time` with this co-runner.
     pub(super) fn record(&mut self, real_time: ModelId, co_runner: Option<ModelId>, time: Nanos) {
-        let Some(models) = self.models.get_mut(real_time.0 as usize) else { return };
+        let Some(runs) = self.models.get_mut(real_time.0 as usize) else { return };
         match co_runner {
             None => {
-                let usual_ns =
-                    if models.alone.count < MIN_RUNS_REJECT { f64::INFINITY } else { 0.0 };
-                models.alone.record(time, usual_ns);
+                let usual_ns = if runs.alone.count < MIN_RUNS_REJECT { f64::INFINITY } else { 0.0 };
+                runs.alone.record(time, usual_ns);
             }
             Some(co_runner) => {
                 let index = co_runner.0 as usize;
-                if index >= models.with.len() {
-                    models.with.resize(index + 1, Pair::default());
+                if index >= runs.pairs.len() {
+                    runs.pairs.resize(index + 1, Pair::default());
                 }
-                models.with[index].time.record(time, models.alone.mean_ns);
-                models.with[index].update_status(&models.alone, self.max_rt_slowdown);
+                runs.pairs[index].time.record(time, runs.alone.mean_ns);
+                runs.pairs[index].update_status(&runs.alone, self.max_rt_slowdown);
             }
         }
     }
 
-    /// How long a run of `real_time` takes with nobody beside it, once that is models.
+    /// Time of a run of `real_time` alone, once known.
     pub(super) fn alone(&self, real_time: ModelId) -> Option<Nanos> {
         let alone = self.models.get(real_time.0 as usize)?.alone;
         (alone.count >= MIN_RUNS_REJECT).then_some(Nanos(alone.mean_ns as u64))
     }
 
-    /// Who of `candidates` may stay for the next run of `real_time`; rather the `present` one, who would have to leave.
+    /// The co-runner for the next run of `real_time`, of `candidates`. Prefers the `present` one,
+    /// which would be preempted otherwise.
     pub(super) fn choose(
         &mut self,
         real_time: ModelId,
         present: Option<ModelId>,
         candidates: impl Iterator<Item = ModelId> + Clone,
     ) -> Option<ModelId> {
-        let models = self.models.get_mut(real_time.0 as usize)?;
-        models.runs += 1;
-        let runs = models.runs;
-        models.reopen();
+        let runs = self.models.get_mut(real_time.0 as usize)?;
+        runs.count += 1;
+        let count = runs.count;
+        runs.reopen();
         if self.max_rt_slowdown <= 0.0
-            || models.alone.count < MIN_RUNS_ALONE
-            || runs.is_multiple_of(ALONE_EVERY)
+            || runs.alone.count < MIN_RUNS_ALONE
+            || count.is_multiple_of(ALONE_EVERY)
         {
             return None;
         }
-        if runs % self.try_every == 1 {
-            let open = candidates.clone().filter(|model| models.is(*model, PairStatus::Undecided));
-            if let Some(least) = open.min_by_key(|model| models.with(*model).time.count) {
+        if count % self.try_every == 1 {
+            let open = candidates.clone().filter(|model| runs.is(*model, PairStatus::Undecided));
+            if let Some(least) = open.min_by_key(|model| runs.pair(*model).time.count) {
                 return Some(least);
             }
         }
-        let admitted = candidates.filter(|model| models.is(*model, PairStatus::Admitted));
+        let admitted = candidates.filter(|model| runs.is(*model, PairStatus::Admitted));
         if present.is_some_and(|present| admitted.clone().any(|model| model == present)) {
             return present;
         }
-        let time = |model: &ModelId| models.with(*model).time.mean_ns;
+        let time = |model: &ModelId| runs.pair(*model).time.mean_ns;
         admitted.min_by(|a, b| time(a).total_cmp(&time(b)))
     }
 }
@@ -247,15 +249,15 @@ mod tests {
         co_run
     }
 
-    /// How long a run takes: a twentieth more or less, and one in a hundred is held up by something else.
+    /// Time of a run: 5 % noise, and 1 % outliers.
     fn noisy(random: &mut Random, ns: f64) -> Nanos {
         let spread = ns * (1.0 + 0.05 * f64::from(random.symmetric_f32()));
         let held_up = if random.below(100) == 0 { 8.0 } else { 1.0 };
         Nanos((spread * held_up) as u64)
     }
 
-    /// Runs of a model beside others that cost it these shares of its time; how often each was chosen in the second half,
-    /// nobody first.
+    /// Runs of a model with co-runners of these slowdowns; how often each was chosen in the second
+    /// half, and first how often none was.
     fn chosen(costs: &[f64], partition: bool, seed: u64) -> Vec<usize> {
         let mut random = Random::new(seed);
         let mut co_run = co_run(partition, costs.len() as u32);
@@ -272,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_borne_stays_however_noisy_runs_are() {
+    fn admits_mild_pairs_despite_noise() {
         for seed in 0..20 {
             for partition in [false, true] {
                 let counts = chosen(&[0.002, 0.4], partition, seed);
@@ -284,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn who_costs_more_than_is_max_rt_slowdown_leaves() {
+    fn rejects_pairs_above_the_allowed_slowdown() {
         for seed in 0..20 {
             let counts = chosen(&[0.025, 0.06, 0.4], true, seed);
             assert!(counts[1] < 1_000, "{counts:?} of 20000, seed {seed}");
@@ -293,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_are_known_soon_in_a_partition() {
+    fn learns_pairs_quickly_with_a_partition() {
         for seed in 0..20 {
             let mut random = Random::new(seed);
             let mut co_run = co_run(true, 5);
@@ -308,10 +310,10 @@ mod tests {
     }
 
     #[test]
-    fn who_becomes_too_much_leaves_and_is_thought_of_anew() {
+    fn rejects_a_pair_that_becomes_slow_and_tries_it_again() {
         let mut random = Random::new(1);
         let mut co_run = co_run(true, 1);
-        // The co_runner is mild, then harsh, then mild again.
+        // The co-runner is mild, then harsh, then mild again.
         let mut phase = |cost: f64, rounds: u64| {
             let mut beside = 0;
             for round in 0..rounds {
@@ -328,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_of_the_same_number_is_tried_anew() {
+    fn forgets_pairs_of_a_reused_model_number() {
         let mut co_run = co_run(false, 1);
         let mild = ModelId(1);
         for _ in 0..MIN_RUNS_ALONE {
@@ -337,7 +339,7 @@ mod tests {
         for _ in 0..MIN_RUNS_ADMIT {
             co_run.record(REAL_TIME, Some(mild), Nanos(100));
         }
-        // The first runs tries whoever is not models.
+        // The first run tries an undecided pair.
         assert_eq!(co_run.choose(REAL_TIME, None, [mild].into_iter()), Some(mild));
         assert_eq!(co_run.choose(REAL_TIME, None, [mild].into_iter()), Some(mild));
         co_run.forget(mild);

@@ -1,12 +1,12 @@
-//! Who runs next on which queue, who leaves for it, and what pads it.
+//! Dispatch: which request starts on which queue, what is preempted for it and what pads it.
 
 use base::Nanos;
 use device::PreemptMode;
 use model::config::Class;
 
-use super::{Action, Core, Phase, QueueKind, QueueState, RequestId, Running};
+use super::{Action, Core, Phase, QueueKind, QueueState, RequestId, Running, SimAction};
 use crate::policy::padding::{self, PaddedTask, PaddingCandidate, PaddingGrant, PairSlowdowns};
-use crate::policy::{CoRun, PaddingRules, Progress, RealTimeStart, Streams};
+use crate::policy::{CoRun, PaddingRules, RealTimeStart, ResumePoint, Streams};
 
 impl QueueState {
     pub(super) fn new(kind: QueueKind, yields: bool) -> QueueState {
@@ -32,7 +32,7 @@ impl QueueState {
 }
 
 impl Core {
-    /// Fills idle queues, then makes best effort leave for real time that still waits.
+    /// Starts requests on idle queues, then preempts best effort for real time that still waits.
     pub(super) fn dispatch(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         if self.lost {
             return;
@@ -43,11 +43,11 @@ impl Core {
         } else {
             self.dispatch_split(now, actions);
         }
-        // Whoever was sent back for weights that were evicted load_requests them loaded.
+        // Requests whose weights were evicted have requested loads.
         self.start_loads(now, actions);
     }
 
-    /// Whether best effort has anything to do.
+    /// Whether best-effort work waits or runs.
     pub(super) fn has_best_effort_work(&self) -> bool {
         let running =
             |slot: &QueueState| slot.running.is_some_and(|r| r.class == Class::BestEffort);
@@ -75,7 +75,7 @@ impl Core {
         }
     }
 
-    /// Sends a request back to wait for weights that were evicted meanwhile.
+    /// Whether the weights of a request are resident; if not, the request waits for them.
     fn still_resident(&mut self, now: Nanos, request: RequestId) -> bool {
         let model = self.requests.get(request).map(|state| state.model);
         let resident =
@@ -107,19 +107,19 @@ impl Core {
             if unserved == 0 {
                 break;
             }
-            let may_leave = self.queues[queue].running.is_some_and(|running| {
+            let may_preempt = self.queues[queue].running.is_some_and(|running| {
                 running.class == Class::BestEffort
                     && !running.preempting
                     && running.entitled_until == Nanos::ZERO
             });
-            if may_leave {
+            if may_preempt {
                 self.preempt(queue, how, actions);
                 unserved -= 1;
             }
         }
     }
 
-    /// The next request of a shared queue, and until when real time may not make it leave.
+    /// The next request of a shared queue, and until when it must not be preempted.
     fn pick(&mut self, now: Nanos) -> Option<(RequestId, Nanos)> {
         let slice = self.options.best_effort_slice.0;
         let earned = slice > 0 && self.best_effort_credit >= slice;
@@ -127,7 +127,7 @@ impl Core {
         if !owed && let Some(request) = self.pop_real_time(now) {
             return Some((request, Nanos::ZERO));
         }
-        // Whoever cannot be made to leave is not started in front of a real-time request that is on its way.
+        // Without preemption, best effort does not start when a real-time request is being copied.
         if !owed && self.rules.preempt.is_none() && self.real_time_copies > 0 {
             return None;
         }
@@ -145,11 +145,13 @@ impl Core {
             if self.rules.co_run == CoRun::AdmittedPair {
                 self.choose_co_runner(now);
             }
-            // The word to leave goes out before the launch, on the same stream.
+            // The preemption precedes the launch, in the same call.
             if alone {
                 self.preempt_best_effort(actions);
             }
-            if waits && (self.rules.start == RealTimeStart::AtOnce || self.clear()) {
+            if waits
+                && (self.rules.start == RealTimeStart::AtOnce || self.best_effort_is_preempted())
+            {
                 self.preempt_lower_priority(now, actions);
                 self.co_runner_for = None;
                 self.fill(now, QueueKind::RealTime, actions);
@@ -168,13 +170,12 @@ impl Core {
             self.fill(now, QueueKind::BestEffort, actions);
         } else if running && self.co_runner.is_some() {
             self.start_co_runner(now, actions);
-        } else if running && self.pads() && self.clear() {
+        } else if running && self.pads() && self.best_effort_is_preempted() {
             self.fill_padded(now, actions);
         }
     }
 
-    /// Begins a stretch that best effort has earned, when no real-time task is in the middle of its work,
-    /// and ends one that is over.
+    /// Begins an earned best-effort slice while no real-time task runs, and ends one that is over.
     fn update_slice(&mut self, now: Nanos) {
         if self.slice_until.is_some_and(|until| until <= now || self.real_time.is_empty()) {
             self.slice_until = None;
@@ -197,8 +198,8 @@ impl Core {
         matches!(self.rules.co_run, CoRun::Padding(_))
     }
 
-    /// Whether no best effort runs that is not held to a budget.
-    fn clear(&self) -> bool {
+    /// Whether no best effort runs without a budget.
+    fn best_effort_is_preempted(&self) -> bool {
         let free = |slot: &QueueState| {
             slot.kind == QueueKind::BestEffort && slot.running.is_some() && !slot.padded
         };
@@ -219,14 +220,14 @@ impl Core {
         }
     }
 
-    /// Decides who may stay beside the real-time task that starts next, if one can.
+    /// Chooses the co-runner of the next real-time task, if one can start.
     fn choose_co_runner(&mut self, now: Nanos) {
         let idle = |slot: &QueueState| slot.kind == QueueKind::RealTime && slot.running.is_none();
         if !self.queues.iter().any(idle) || !self.may_run_beside(now) {
             return;
         }
         let Some(real_time) = self.next_real_time() else { return };
-        // It was chosen when the task was announced.
+        // Already chosen when the task was announced.
         if self.co_runner_for.replace(real_time) == Some(real_time) {
             return;
         }
@@ -239,7 +240,7 @@ impl Core {
         self.co_runner = self.co_run.choose(real_time, self.co_runner, candidates);
     }
 
-    /// The queue on which the co_runner runs.
+    /// The queue that runs the co-runner.
     fn co_runner_queue(&self) -> Option<usize> {
         let co_runner = self.co_runner?;
         self.queues.iter().position(|slot| {
@@ -248,7 +249,8 @@ impl Core {
         })
     }
 
-    /// Starts the co_runner's next task unless one runs, and notes beside whom it is.
+    /// Starts the next task of the co-runner unless one runs, and records it as co-runner of the
+    /// running real-time tasks.
     fn start_co_runner(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         let Some(co_runner) = self.co_runner else { return };
         if self.co_runner_queue().is_none() {
@@ -269,13 +271,14 @@ impl Core {
         }
     }
 
-    /// Whether the next real-time request may start beside those that run: only with others of its own model, and not with
-    /// more than that load_requests. Under a policy that runs everything side by side it always may.
+    /// Whether the next real-time request may start beside the running ones: only with others of
+    /// its own model, and up to the concurrency of that model. Under policies with many streams it
+    /// always may.
     fn may_run_beside(&mut self, now: Nanos) -> bool {
         if self.rules.streams == Streams::Many || self.real_time_running().next().is_none() {
             return true;
         }
-        // Whoever waits for weights is not next.
+        // Requests that wait for weights are skipped.
         while let Some((_, head)) = self.real_time.peek() {
             let model = self.requests.get(head).map(|state| state.model);
             let known = model.and_then(|model| self.model(model));
@@ -312,7 +315,7 @@ impl Core {
         }
     }
 
-    /// Best effort that still runs beside the real-time task before hears of the next one's first kernel.
+    /// Announces the first kernel of the next real-time task to best effort that still pads.
     fn pad_first_kernel(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         if let CoRun::Padding(rules) = self.rules.co_run
             && !rules.fused
@@ -321,7 +324,7 @@ impl Core {
         }
     }
 
-    /// Best effort waits on its queues, without a multiprocessor, for the next real-time kernel.
+    /// Launches best effort without any SM, to wait for the next real-time kernel.
     fn fill_padded(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         for queue in 0..self.queues.len() {
             let slot = &self.queues[queue];
@@ -335,9 +338,9 @@ impl Core {
         }
     }
 
-    /// Holds a queue to the partition where the device has one, or no more.
+    /// Confines a queue to the SM partition, or ends that.
     fn confine(&mut self, queue: usize, confined: bool, actions: &mut Vec<Action>) {
-        if self.options.partition && self.queues[queue].confined != confined {
+        if self.options.capabilities.sm_partition && self.queues[queue].confined != confined {
             self.queues[queue].confined = confined;
             actions.push(Action::Confine { queue, confined });
         }
@@ -352,11 +355,11 @@ impl Core {
                 let step = self.queues[queue].step;
                 let Some(running) = &mut self.queues[queue].running else { continue };
                 running.since = now;
-                // Padding is launched kernel by kernel: how far it came is known.
+                // Padding is launched kernel by kernel: its progress is known.
                 if let (Some(step), Some(state)) = (step, self.requests.get_mut(running.request))
                     && step > state.progress.step
                 {
-                    state.progress = Progress { step, tile: 0 };
+                    state.progress = ResumePoint { step, tile: 0 };
                 }
             }
         }
@@ -372,7 +375,7 @@ impl Core {
         let slot = &mut self.queues[queue];
         if (slot.hold, slot.take, slot.expiry) != (hold, take, expiry) {
             (slot.hold, slot.take, slot.expiry) = (hold, take, expiry);
-            actions.push(Action::SetBudget { queue, hold, take, expiry });
+            actions.push(Action::Sim(SimAction::SetBudget { queue, hold, take, expiry }));
         }
     }
 
@@ -408,7 +411,7 @@ impl Core {
         }
     }
 
-    /// When the first entitled best-effort stretch on a shared queue ends that real time waits for.
+    /// When the first entitled best-effort run that real time waits for may be preempted.
     pub(super) fn entitlement_end(&self) -> Option<Nanos> {
         if self.real_time.is_empty() {
             return None;
@@ -420,7 +423,7 @@ impl Core {
             .min()
     }
 
-    /// A kernel can be placed: the moment to choose what runs beside real time.
+    /// A kernel can be placed: chooses what pads real time.
     pub(super) fn step_ready(
         &mut self,
         now: Nanos,
@@ -440,13 +443,13 @@ impl Core {
         (slot.step, slot.step_since) = (Some(step), now);
         match kind {
             QueueKind::RealTime => self.pad(now, rules, actions),
-            // A fused kernel is chosen once; a budget follows what best effort comes to.
+            // Fused blocks are chosen once; a budget is updated for every best-effort kernel.
             QueueKind::BestEffort if padded && !rules.fused => self.pad(now, rules, actions),
             _ => {}
         }
     }
 
-    /// Books how long the real-time kernel took that was at its turn before.
+    /// Records the time of the previous real-time kernel.
     fn record_slowdown(&mut self, now: Nanos, queue: usize) {
         let slot = &self.queues[queue];
         let padding_models = std::mem::take(&mut self.padding_models);
@@ -458,7 +461,8 @@ impl Core {
         let Some(kernel) = self.model(running.model).and_then(|m| m.kernels.get(step)) else {
             return;
         };
-        let alone = kernel.time_on(self.options.room.sms) + self.options.room.gap;
+        let alone =
+            kernel.time_on(self.options.padding_device.sms) + self.options.padding_device.gap;
         let ratio = taken.0 as f32 / alone.0.max(1) as f32;
         self.slowdowns.record(running.model.0 as usize, step, padding_models, ratio);
     }
@@ -479,7 +483,14 @@ impl Core {
         grants.clear();
         candidates
             .extend((0..self.queues.len()).filter_map(|queue| self.candidate(now, queue, ready)));
-        padding::select(rules, self.options.room, host, &candidates, &self.slowdowns, &mut grants);
+        padding::select(
+            rules,
+            self.options.padding_device,
+            host,
+            &candidates,
+            &self.slowdowns,
+            &mut grants,
+        );
         for (grant, candidate) in grants.iter().zip(&candidates) {
             if grant.hold > 0 && ready {
                 self.padding_models |= PairSlowdowns::bit(candidate.model);
@@ -489,7 +500,7 @@ impl Core {
                 self.set_budget(grant.queue, (grant.hold, grant.take), expiry, actions);
             } else if let Some(step) = self.queues[grant.queue].step.filter(|_| grant.take > 0) {
                 let PaddingGrant { queue, take: sms, blocks, .. } = *grant;
-                actions.push(Action::Pad { queue, step, sms, blocks });
+                actions.push(Action::Sim(SimAction::Pad { queue, step, sms, blocks }));
             }
         }
         (self.candidates, self.grants) = (candidates, grants);
@@ -500,7 +511,7 @@ impl Core {
         let running = slot.running.filter(|running| slot.padded && !running.preempting)?;
         let kernel = *self.model(running.model)?.kernels.get(slot.step?)?;
         let model = running.model.0 as usize;
-        // A kernel that is only now ready has nothing to lose, and a budget that has expired is gone.
+        // A kernel that just became ready holds nothing, and an expired budget is gone.
         let kept = slot.expiry.filter(|(at, _)| *at <= now).map_or(slot.take, |(_, keep)| keep);
         let taken = if ready && slot.step_since == now { 0 } else { kept };
         Some(PaddingCandidate { queue, model, kernel, taken })

@@ -1,4 +1,4 @@
-//! Best effort, shared between models by deficit round robin over the time they use.
+//! Best-effort queue: models share the device by deficit round robin over the time they use.
 
 use std::collections::VecDeque;
 
@@ -7,19 +7,19 @@ use base::Nanos;
 use super::ready::{Key, ReadyHeap};
 use super::{ModelId, RequestId};
 
-/// What a model may use before the next one gets its turn.
+/// Time that a model may use before it is the next one's turn.
 const QUANTUM_NS: i64 = 1_000_000;
 
 #[derive(Debug, Default)]
 struct ModelQueue {
-    /// By priority, then arrival; work that was made to leave is older than what came since.
+    /// By priority, then arrival; preempted work keeps its arrival.
     waiting: ReadyHeap,
-    /// Time the model may still use in this round; negative when it used more.
+    /// Remaining time in this round; negative when it used more.
     deficit_ns: i64,
     in_round: bool,
 }
 
-/// A queue per model, and whose turn it is.
+/// One queue per model, and the round.
 #[derive(Debug, Default)]
 pub(super) struct FairQueue {
     queues: Vec<ModelQueue>,
@@ -32,7 +32,7 @@ impl FairQueue {
         self.waiting == 0
     }
 
-    /// Makes room for `model`.
+    /// Adds `model`.
     pub(super) fn ensure(&mut self, model: ModelId) {
         let index = model.0 as usize;
         if index >= self.queues.len() {
@@ -55,12 +55,12 @@ impl FairQueue {
         }
     }
 
-    /// Models of which requests wait.
+    /// Models with waiting requests.
     pub(super) fn waiting_models(&self) -> impl Iterator<Item = ModelId> + Clone {
         self.round.iter().copied().filter(|model| !self.queues[model.0 as usize].waiting.is_empty())
     }
 
-    /// The first request of `model`, whoever's turn it is; what it uses is charged all the same.
+    /// The first request of `model`, out of turn; its time is charged all the same.
     pub(super) fn pop_of(&mut self, model: ModelId) -> Option<RequestId> {
         let request = self.queues.get_mut(model.0 as usize)?.waiting.pop()?;
         self.waiting -= 1;
@@ -69,12 +69,12 @@ impl FairQueue {
 
     /// The first request of the model whose turn it is.
     pub(super) fn pop(&mut self) -> Option<RequestId> {
-        // Each turn of the loop drops an idle model or tops one up, so it ends: a model's debt is at
-        // most one segment's time, and only models with waiting work stay in the round.
+        // Every iteration removes an idle model or tops one up, so the loop ends: a debt is at most
+        // the time of one segment, and only models with waiting work stay in the round.
         while let Some(&model) = self.round.front() {
             let queue = &mut self.queues[model.0 as usize];
             if queue.waiting.is_empty() {
-                // A model that has nothing to do saves nothing up.
+                // An idle model saves nothing.
                 queue.deficit_ns = queue.deficit_ns.min(0);
                 queue.in_round = false;
                 self.round.pop_front();
@@ -90,8 +90,8 @@ impl FairQueue {
         None
     }
 
-    /// Moves the front of the round to its back with a fresh quantum. When everyone is in debt, all
-    /// get as many quanta as the least indebted needs, at once.
+    /// Moves the front of the round to its back with a new quantum. When all are in debt, all get
+    /// the number of quanta that the least indebted one needs.
     fn top_up(&mut self) {
         let best =
             self.round.iter().map(|m| self.queues[m.0 as usize].deficit_ns).max().unwrap_or(0);
@@ -106,7 +106,7 @@ impl FairQueue {
         self.round.rotate_left(1);
     }
 
-    /// Books time that `model` used.
+    /// Charges `model` for time it used.
     pub(super) fn charge(&mut self, model: ModelId, busy: Nanos) {
         if let Some(queue) = self.queues.get_mut(model.0 as usize) {
             let busy = i64::try_from(busy.0).unwrap_or(i64::MAX);
@@ -114,7 +114,7 @@ impl FairQueue {
         }
     }
 
-    /// Takes a waiting `request` out of the middle.
+    /// Removes a waiting request.
     pub(super) fn remove(&mut self, model: ModelId, request: RequestId) {
         self.queues[model.0 as usize].waiting.remove(request);
         self.waiting -= 1;

@@ -1,64 +1,60 @@
-//! What the core is told and what it says.
+//! Events that the core consumes and actions that it emits.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use base::Nanos;
 use device::PreemptMode;
-use device::sim::KernelProfile;
+use device::profile::KernelProfile;
 use model::config::Class;
 
 use super::{ModelId, RequestId};
 use crate::policy::PreemptionPoint;
 
-/// What happened.
+#[cfg(doc)]
+use {super::Core, device::DeviceCapabilities};
+
+/// An input of the core.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// A model can take requests, at most `queue_capacity` of them waiting.
+    /// A model accepts requests, of which at most `queue_capacity` wait.
     ModelAdded {
         /// Its number; not in use.
         model: ModelId,
-        /// Launches one request needs.
+        /// Steps of one request.
         steps: usize,
-        /// The most requests that may wait.
+        /// Maximum number of waiting requests.
         queue_capacity: usize,
     },
-    /// So many requests of a model may run as real time at once, where there are queues for it; one unless this is said.
+    /// How many real-time requests of a model may run at once, where there are queues for it; the
+    /// default is one.
     ModelConcurrency {
         /// Its number.
         model: ModelId,
-        /// The most at once.
+        /// The maximum.
         max_running: usize,
     },
-    /// What a model costs is known: its kernels for padding, its weights for the memory budget.
-    ModelProfiled {
-        /// Its number.
-        model: ModelId,
-        /// Its kernels, one per step; empty when unknown.
-        kernels: Arc<[KernelProfile]>,
-        /// Bytes of its weights, which are not on the device yet.
-        weight_bytes: u64,
-    },
-    /// A model has so many bytes of weights, which come and go. Told again when there are more of them.
+    /// The weights of a model have so many bytes and are loaded and evicted. Sent again when they
+    /// grow.
     ModelWeights {
         /// Its number.
         model: ModelId,
         /// Bytes on the device.
         bytes: u64,
-        /// They are loaded at once and never evicted for others.
+        /// They are loaded at once and never evicted.
         pinned: bool,
     },
-    /// A model's weights are to be loaded if there is room for them.
+    /// Load the weights of a model if there is free memory.
     Preload {
         /// Its number.
         model: ModelId,
     },
-    /// A model takes no more requests. [`Action::FreeModel`] follows its last one.
+    /// A model accepts no more requests. [`Action::FreeModel`] follows after its last one.
     ModelRemoved {
         /// Its number.
         model: ModelId,
     },
-    /// A request came. Its number was given out by [`Core::next_request_id`].
+    /// A request arrived. Its number is from [`Core::next_request_id`].
     Arrival {
         /// Its number.
         request: RequestId,
@@ -68,94 +64,110 @@ pub enum Event {
         class: Class,
         /// 1 is the highest.
         priority: u32,
-        /// When the answer is of no more use.
+        /// After this time its reply is of no use.
         deadline: Nanos,
     },
-    /// Who rides on a request that has just been launched is settled.
+    /// A batch was formed for a job that was just launched.
     BatchFormed {
         /// Its number.
         request: RequestId,
         /// Rows it computes.
         rows: usize,
-        /// When the answer is of no more use to any of them.
+        /// The latest deadline of its members.
         deadline: Nanos,
     },
-    /// A real-time request is about to arrive: its inputs are nearly where the device takes them from. Best effort makes room
-    /// meanwhile. [`Event::ExpectationEnded`] follows, after the arrival where one comes.
+    /// A real-time request is announced: its inputs are almost staged. Best effort is preempted for
+    /// it. [`Event::ExpectationEnded`] follows, after the arrival if there is one.
     ArrivalExpected {
         /// Its model.
         model: ModelId,
     },
-    /// A request that was expected has arrived, or never will.
+    /// An announced request has arrived, or never will.
     ExpectationEnded,
-    /// A segment did all its steps.
+    /// A segment has run all its steps.
     SegmentDone {
         /// The queue it ran on.
         queue: usize,
         /// Time it took.
         busy: Nanos,
     },
-    /// The answers of real time are out for which best effort was kept waiting.
+    /// The replies are sent that best effort waits for.
     RepliesSent,
-    /// A segment left early.
+    /// A segment was preempted.
     SegmentPreempted {
         /// The queue it ran on.
         queue: usize,
-        /// How far it got.
-        left: PreemptionPoint,
+        /// How far it ran.
+        point: PreemptionPoint,
         /// Time it took.
         busy: Nanos,
     },
-    /// A segment failed; its task is of no further use.
+    /// A segment failed; its task cannot be used any more.
     SegmentFailed {
         /// The queue it ran on.
         queue: usize,
         /// Time it took.
         busy: Nanos,
     },
-    /// A request's inputs are on the device.
-    InputReady {
-        /// Its number.
-        request: RequestId,
-    },
-    /// A model's weights are arriving, and runs may start: the device holds each step until its weights are there.
+    /// Enough weights of a model are loaded for tasks to start; each step waits for its weights.
     LoadRunnable {
         /// The model.
         model: ModelId,
     },
-    /// A model's weights could not be loaded; none of them are on the device.
+    /// The weights of a model could not be loaded; none are on the device.
     LoadFailed {
         /// The model.
         model: ModelId,
     },
-    /// A model's weights are on the device.
+    /// All weights of a model are on the device.
     LoadDone {
         /// The model.
         model: ModelId,
     },
-    /// A kernel of the segment on this queue can be placed.
+    /// The device is lost, with everything on it. Only the simulated GPU reports it.
+    DeviceLost,
+    /// The device is usable again, and empty. Only the simulated GPU reports it.
+    DeviceReady,
+    /// The request is cancelled.
+    Cancel {
+        /// Its number; ignored if it has ended.
+        request: RequestId,
+    },
+    /// The time of [`Core::next_timer`] is reached.
+    Timer,
+    /// No more requests are accepted; pending ones finish.
+    Drain,
+    /// An event of the simulated GPU.
+    Sim(SimEvent),
+}
+
+/// Events that only the simulated GPU reports.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SimEvent {
+    /// The profile of a model: its kernels for padding, its weights for the memory budget.
+    ModelProfiled {
+        /// Its number.
+        model: ModelId,
+        /// Its kernels, one per step; empty when unknown.
+        kernels: Arc<[KernelProfile]>,
+        /// Bytes of its weights, which are not loaded.
+        weight_bytes: u64,
+    },
+    /// The inputs of a request are on the device.
+    InputReady {
+        /// Its number.
+        request: RequestId,
+    },
+    /// A kernel of the running segment can be placed.
     StepReady {
         /// The queue.
         queue: usize,
         /// The kernel.
         step: usize,
     },
-    /// The device fell over; everything on it is gone.
-    DeviceLost,
-    /// The device can be used again, empty.
-    DeviceReady,
-    /// Nobody waits for the request any more.
-    Cancel {
-        /// Its number; one that has ended already is ignored.
-        request: RequestId,
-    },
-    /// The time that [`Core::next_timer`] named has come.
-    Timer,
-    /// No more requests are taken; those under way finish.
-    Drain,
 }
 
-/// What is to be done.
+/// An output of the core.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Run `steps` of the request's task on an idle queue.
@@ -169,90 +181,99 @@ pub enum Action {
         /// Tile of the first step to begin at.
         tile: u32,
     },
-    /// Make the segment on this queue leave: bump its epoch, or reset it.
+    /// Preempt the segment on this queue.
     Preempt {
         /// The queue.
         queue: usize,
-        /// How finely.
+        /// The preempt mode.
         how: PreemptMode,
     },
-    /// Hold a queue to the device's partition, or no more: its work goes on.
+    /// Confine a queue to the SM partition, or end that.
     Confine {
         /// The queue.
         queue: usize,
-        /// Whether it is held.
+        /// Whether it is confined.
         confined: bool,
     },
-    /// Let a queue hold at most so many multiprocessors, and place new blocks only up to `take`.
-    SetBudget {
-        /// The queue.
-        queue: usize,
-        /// What it may hold; `u32::MAX` for all.
-        hold: u32,
-        /// What it may fill with new blocks.
-        take: u32,
-        /// When that shrinks by itself, and to how many: no tile is begun there that would not end by then.
-        expiry: Option<(Nanos, u32)>,
-    },
-    /// Fuse blocks of this queue's kernel with the real-time kernel that starts now.
-    Pad {
-        /// The queue.
-        queue: usize,
-        /// The kernel.
-        step: usize,
-        /// Multiprocessors it gets.
-        sms: u32,
-        /// Blocks it may run.
-        blocks: u32,
-    },
-    /// Copy a request's inputs to the device.
-    Copy {
-        /// The request.
-        request: RequestId,
-    },
-    /// Bring a model's weights to the device.
+    /// Load the weights of a model.
     Load {
         /// The model.
         model: ModelId,
-        /// Real time waits for them.
+        /// Real time waits for it.
         urgent: bool,
     },
-    /// Free a model's weights on the device.
+    /// Evict the weights of a model.
     Evict {
         /// The model.
         model: ModelId,
     },
-    /// Reset the device: something on it is never heard of again.
+    /// Reset the device: a segment never completed.
     ResetDevice,
-    /// Answer the request. Its number is free again.
+    /// Reply to the request. Its number is free again.
     End {
         /// The request.
         request: RequestId,
         /// How it ended.
         end: End,
     },
-    /// Nothing uses the model any more.
+    /// The model is not used any more.
     FreeModel {
         /// Its number, free again.
         model: ModelId,
+    },
+    /// An action of the simulated GPU.
+    Sim(SimAction),
+}
+
+/// Actions that only the simulated GPU carries out. The core emits them only where the device
+/// declares the capability ([`DeviceCapabilities`]).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SimAction {
+    /// Limit a queue to `hold` SMs; new blocks are placed only up to `take`.
+    SetBudget {
+        /// The queue.
+        queue: usize,
+        /// SMs it may hold; `u32::MAX` for all.
+        hold: u32,
+        /// SMs up to which it may place new blocks.
+        take: u32,
+        /// When the limit shrinks, and to how many SMs: no tile is begun that would not end by
+        /// then.
+        expiry: Option<(Nanos, u32)>,
+    },
+    /// Fuse blocks of the kernel on this queue with the real-time kernel that starts now.
+    Pad {
+        /// The queue.
+        queue: usize,
+        /// The kernel.
+        step: usize,
+        /// SMs it gets.
+        sms: u32,
+        /// Blocks it may run.
+        blocks: u32,
+    },
+    /// Copy the inputs of a request to the device.
+    CopyInputs {
+        /// The request.
+        request: RequestId,
     },
 }
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum End {
-    /// All steps are done.
+    /// All steps have run.
     Done,
     /// The device failed.
     Failed,
     /// The deadline passed.
     DeadlineExceeded,
-    /// Nobody waited any more.
+    /// The client cancelled it.
     Cancelled,
-    /// As many requests waited as may.
+    /// Too many requests waited.
     QueueFull,
-    /// The model is not there.
+    /// The model is not loaded.
     NoSuchModel,
-    /// The node drains.
+    /// The node is draining.
     ShuttingDown,
 }

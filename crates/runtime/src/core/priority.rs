@@ -1,7 +1,7 @@
-//! Real time that makes real time of a lower priority leave.
+//! Preemption of real time by real time of a higher priority.
 //!
-//! Work that may have to leave runs in the device's form for that, on a queue of its own; the highest_priority priority never has to
-//! and runs in the faster form. Priorities are known from the requests that have come so far.
+//! Work that may be preempted runs on a preemptible queue. The highest priority is never preempted
+//! and uses the faster kernels. Priorities are known from the requests so far.
 
 use base::Nanos;
 use model::config::Class;
@@ -9,26 +9,26 @@ use model::config::Class;
 use super::{Action, Core, QueueKind, QueueState, RequestId, Running};
 
 impl Core {
-    /// Whether the device has a queue for real time that leaves.
+    /// Whether there is a preemptible real-time queue.
     fn preempts_real_time(&self) -> bool {
         self.options.queues.yielding > 0
     }
 
-    /// Notes that real time of that priority exists.
+    /// Records that real time of this priority exists.
     pub(super) fn note_priority(&mut self, class: Class, priority: u32) {
         if class == Class::RealTime {
             self.highest_priority = self.highest_priority.min(priority);
         }
     }
 
-    /// Whether the next real-time request belongs on a real-time queue like `queue`.
+    /// Whether the next real-time request may run on a real-time queue like `queue`.
     pub(super) fn fits_queue(&self, queue: usize) -> bool {
         let Some(((priority, ..), _)) = self.real_time.peek() else { return false };
         !self.preempts_real_time()
             || self.queues[queue].yields == (priority > self.highest_priority)
     }
 
-    /// Real-time work that runs and is not about to leave for other.
+    /// Running real-time work that does not yield to another request.
     pub(super) fn real_time_running(&self) -> impl Iterator<Item = Running> + Clone + '_ {
         let runs = |slot: &QueueState| {
             let running = slot.running.filter(|_| slot.kind == QueueKind::RealTime)?;
@@ -37,7 +37,8 @@ impl Core {
         self.queues.iter().filter_map(runs)
     }
 
-    /// Makes real time leave for the request that waits first, where that has a higher priority and is helped by it.
+    /// Preempts real time of a lower priority for the first waiting request, where that saves its
+    /// deadline.
     pub(super) fn preempt_lower_priority(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         let Some(how) = self.rules.preempt.filter(|_| self.preempts_real_time()) else { return };
         let Some(((urgent, ..), request)) = self.real_time.peek() else { return };
@@ -54,8 +55,8 @@ impl Core {
         }
     }
 
-    /// Whether `request` would be late behind `running` and in time without it, as far as is known how long they take. Without
-    /// a deadline, sooner is better.
+    /// Whether `request` would be late behind `running` and in time without it, if their run times
+    /// are known. Without a deadline, earlier is better.
     fn saves_deadline(&self, now: Nanos, request: RequestId, running: Running) -> bool {
         let Some(state) = self.requests.get(request) else { return false };
         let usable = self.model(state.model).is_some_and(|model| model.weights.usable());

@@ -1,13 +1,13 @@
-//! A binary heap of requests that can also lose one from its middle.
+//! A binary heap of requests with removal from its middle.
 
 use super::RequestId;
 
-/// Priority, deadline, arrival: the smallest goes first.
+/// Priority, key of the execution order, arrival: the smallest goes first.
 pub(super) type Key = (u32, u64, u64);
 
 const ABSENT: u32 = u32::MAX;
 
-/// Requests by [`Key`]. Every operation costs at most the logarithm of how many wait.
+/// Requests by [`Key`]. Every operation is logarithmic.
 #[derive(Debug, Default)]
 pub(super) struct ReadyHeap {
     entries: Vec<(Key, RequestId)>,
@@ -42,7 +42,7 @@ impl ReadyHeap {
         Some(request)
     }
 
-    /// Takes `request` out; nothing happens when it is not there.
+    /// Removes `request`, if it is there.
     pub(super) fn remove(&mut self, request: RequestId) {
         let Some(&position) = self.positions.get(request.slot()) else { return };
         if position == ABSENT || self.entries[position as usize].1 != request {

@@ -1,14 +1,14 @@
-//! What happens when the device falls over or goes silent.
+//! Recovery from a lost or unresponsive device.
 
 use base::Nanos;
 
-use super::{Action, Core, End, Phase, Progress};
+use super::{Action, Core, End, Phase, ResumePoint};
 
-/// A request under which the device fell over so often is given up.
+/// A request that lost the device this often fails.
 const LOSSES_MAX: u32 = 3;
 
 impl Core {
-    /// When a segment has been silent for too long.
+    /// When the watchdog expires for a segment.
     pub(super) fn watchdog_due(&self) -> Option<Nanos> {
         let limit = self.options.watchdog?;
         if self.lost {
@@ -18,7 +18,7 @@ impl Core {
         watched.filter_map(|slot| slot.running).map(|running| running.since + limit).min()
     }
 
-    /// Everything on the device is gone: what ran begins again once it is back.
+    /// Everything on the device is lost: running requests start again once it is back.
     pub(super) fn device_lost(&mut self, actions: &mut Vec<Action>) {
         self.lost = true;
         self.slice_until = None;
@@ -46,7 +46,7 @@ impl Core {
         self.load_requests.clear();
     }
 
-    /// The device is back, empty: every request that is under way is prepared anew, oldest first.
+    /// The device is back and empty: all pending requests are prepared again, oldest first.
     pub(super) fn device_ready(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         self.lost = false;
         self.request_pinned_loads(now);
@@ -56,7 +56,7 @@ impl Core {
             }
             if let Some(state) = self.requests.get_mut(request) {
                 state.phase = Phase::Preparing;
-                state.progress = Progress::default();
+                state.progress = ResumePoint::default();
                 self.prepare(now, request, actions);
             }
         }

@@ -1,11 +1,11 @@
-//! The requests under way, by number.
+//! The pending requests, by number.
 
 use base::Nanos;
 use model::config::Class;
 
-use super::{End, ModelId, Progress};
+use super::{End, ModelId, ResumePoint};
 
-/// A request's number. Numbers are used again, but never one that somebody may still hold.
+/// The number of a request. Numbers are reused, with a new generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId {
     slot: u32,
@@ -13,27 +13,27 @@ pub struct RequestId {
 }
 
 impl RequestId {
-    /// Position among the requests under way; below the limit given to the core.
+    /// Index among the pending requests; below the limit of the core.
     pub fn slot(self) -> usize {
         self.slot as usize
     }
 
-    /// Grows with every request: earlier arrivals have smaller ones.
+    /// Grows with every request: the order of arrival.
     pub fn order(self) -> u64 {
         self.generation
     }
 }
 
-/// Where a request stands.
+/// State of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// Its inputs are on their way, or its model's weights, or the device is.
+    /// It waits for its inputs, its weights or the device.
     Preparing,
     /// In the queue of its class.
     Waiting,
     /// On a queue of the device.
     Running { queue: usize },
-    /// On a queue of the device, to end this way when it leaves.
+    /// On a queue of the device; ends so when it is preempted.
     Abandoned(End),
 }
 
@@ -45,10 +45,10 @@ pub(super) struct RequestState {
     pub(super) deadline: Nanos,
     /// Rows it computes.
     pub(super) rows: usize,
-    pub(super) progress: Progress,
-    /// Times the device fell over under it.
+    pub(super) progress: ResumePoint,
+    /// Times the device was lost while it ran.
     pub(super) losses: u32,
-    /// Whether its inputs are on their way.
+    /// Whether its inputs are being copied.
     pub(super) copying: bool,
     pub(super) phase: Phase,
 }
@@ -59,7 +59,7 @@ struct RequestSlot {
     state: Option<RequestState>,
 }
 
-/// A slab with a bound.
+/// A bounded slab.
 #[derive(Debug)]
 pub(super) struct Requests {
     slots: Vec<RequestSlot>,
@@ -78,7 +78,7 @@ impl Requests {
         self.live
     }
 
-    /// All requests under way, the earliest arrival first.
+    /// All pending requests in order of arrival.
     pub(super) fn ids(&self) -> Vec<RequestId> {
         let live = |(slot, entry): (usize, &RequestSlot)| {
             let id = RequestId { slot: slot as u32, generation: entry.generation };
@@ -89,7 +89,7 @@ impl Requests {
         ids
     }
 
-    /// Sets a number aside for a request that is about to arrive.
+    /// Reserves a number for a request that is about to arrive.
     pub(super) fn reserve(&mut self) -> Option<RequestId> {
         let slot = match self.free.pop() {
             Some(slot) => slot,
@@ -104,7 +104,7 @@ impl Requests {
         Some(RequestId { slot, generation: self.next_generation })
     }
 
-    /// Gives back a number whose request was never inserted.
+    /// Frees a number whose request was never inserted.
     pub(super) fn release(&mut self, id: RequestId) {
         if let Some(slot) = self.slot_mut(id)
             && slot.state.is_none()

@@ -1,77 +1,78 @@
-//! What has to be on the device before a request can run: its inputs and its model's weights.
+//! Residency: inputs and weights that must be on the device before a request can run.
 //!
-//! Weights are kept within a budget of exact bytes. A model that is asked for and not there is *pending_loads*; load_requests are served one
-//! after another, real time first, and a load that waited long counts as real time. PaddingDevice is made by evicting what was used
-//! least recently: at once what nobody asks for, after some patience also what has requests waiting, and when even that is
-//! always in use, the one used least recently starts no more work until it can go. Pinned weights stay. Nothing that runs
-//! loses its weights.
+//! Weights stay within a memory budget. When a request needs a model that is not resident, its load
+//! is requested. Loads are served one after another, real time first; a load that has waited long
+//! counts as real time. Memory is reclaimed by eviction of the least recently used model: first of
+//! models without requests, after some patience also of models with waiting requests. When a model
+//! is always in use, it is drained: it starts no more work until it can be evicted. Pinned weights
+//! stay. Weights in use are never evicted.
 
 use base::Nanos;
 
-use super::{Action, Core, End, ModelId, ModelState, Phase, RequestId};
+use super::{Action, Core, End, ModelId, ModelState, Phase, RequestId, SimAction};
 use model::config::Class;
 
-/// A load of best effort that waited so long goes by its age among those of real time.
+/// A best-effort load that has waited this long counts as real time.
 const AGING: Nanos = Nanos::from_millis(1_000);
 
-/// How long a load that the device refused waits before it is tried again, while others hold memory.
+/// How long a load that the device refused waits before the next try, while others hold memory.
 const RETRY_AFTER: Nanos = Nanos::from_millis(10);
 
-/// Tries of a load that the device refuses before the requests that wait for it fail.
+/// Tries of a load before the requests that wait for it fail.
 const MAX_TRIES: u32 = 200;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum WeightState {
-    /// On the device, or nothing has to be there.
+    /// On the device, or not managed.
     #[default]
     Resident,
     Loading,
-    /// Still arriving, and far enough that runs may start: the device holds each step until its weights are there.
+    /// Loading, and tasks may start: each step waits for its weights.
     Runnable,
     Absent,
 }
 
-/// A model's weights.
+/// The weights of a model.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Weights {
     bytes: u64,
     state: WeightState,
-    /// Never evicted for others.
+    /// Never evicted.
     pinned: bool,
     last_used: Nanos,
-    /// Segments that run with them.
+    /// Running segments that use them.
     pub(super) users: usize,
     /// Loaded and not yet used.
     fresh: bool,
-    /// To be evicted once nothing runs with them: for others, or because there are more of them now.
+    /// Starts no more work and is evicted when idle: for others, or because it has grown.
     draining: bool,
-    /// How many bytes there are meanwhile, if it is more than were loaded.
+    /// New size, if it is more than was loaded.
     grown: Option<u64>,
-    /// Tries that the device refused.
+    /// Loads that the device refused.
     refused: u32,
-    /// Requests that wait for them.
+    /// Requests that wait for the load.
     waiting_requests: Vec<RequestId>,
 }
 
-/// A model that is to be loaded.
+/// A requested load.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LoadRequest {
     model: ModelId,
     since: Nanos,
     real_time: bool,
-    /// Only if there is room.
+    /// Only if there is free memory.
     idle: bool,
-    /// Not to be tried before.
+    /// Not tried before this time.
     not_before: Nanos,
 }
 
-/// How room can be made.
+/// How memory can be reclaimed.
 enum Reclaim {
-    /// By evicting this one now.
+    /// Evict this model now.
     Evict(ModelId),
-    /// By letting this one start no more work.
+    /// Drain this model.
     Drain(ModelId),
-    /// By waiting, if a time is given at most until then.
+    /// Wait; at most until this time, if given.
     Wait(Option<Nanos>),
 }
 
@@ -80,7 +81,7 @@ impl Weights {
         Weights { bytes, state: WeightState::Absent, ..Weights::default() }
     }
 
-    /// The device lost them, if they are of the kind that is loaded.
+    /// The device is lost, and managed weights with it.
     pub(super) fn lose(&mut self) {
         if self.bytes > 0 {
             self.set_absent();
@@ -88,13 +89,13 @@ impl Weights {
         self.waiting_requests.clear();
     }
 
-    /// None of them is on the device any more.
+    /// Marks them as not on the device.
     fn set_absent(&mut self) {
         (self.state, self.fresh, self.draining) = (WeightState::Absent, false, false);
         self.bytes = self.grown.take().unwrap_or(self.bytes);
     }
 
-    /// Whether work may start with them.
+    /// Whether tasks may start with them.
     pub(super) fn usable(&self) -> bool {
         matches!(self.state, WeightState::Resident | WeightState::Runnable) && !self.draining
     }
@@ -113,14 +114,14 @@ impl Weights {
     }
 }
 
-/// What is known of memory for weights.
+/// State of the memory for weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryState {
-    /// Bytes of weights that are on the device or on their way.
+    /// Bytes of weights on the device, loading ones included.
     pub held: u64,
-    /// Bytes of these that are pinned.
+    /// Bytes of pinned weights.
     pub pinned: u64,
-    /// Models that are to be loaded and wait for room or their turn.
+    /// Requested loads that have not started.
     pub pending_loads: usize,
 }
 
@@ -137,19 +138,19 @@ impl Core {
         pinned.map(|model| model.weights.bytes).sum()
     }
 
-    /// How memory for weights stands.
+    /// State of the memory for weights.
     pub fn memory(&self) -> MemoryState {
         let held = self.models.iter().flatten().map(|model| model.weights.held()).sum();
         MemoryState { held, pinned: self.pinned_bytes(), pending_loads: self.load_requests.len() }
     }
 
-    /// Bytes of a model's weights, and whether they are on the device as a whole.
+    /// Bytes of a model's weights, and whether all of them are on the device.
     pub fn weights_of(&self, model: ModelId) -> Option<(u64, bool)> {
         let weights = &self.model(model)?.weights;
         Some((weights.bytes, weights.state == WeightState::Resident))
     }
 
-    /// A model's weights are known, or there are more of them than before.
+    /// Sets the size of a model's weights, or their new size.
     pub(super) fn set_weights(&mut self, now: Nanos, model: ModelId, bytes: u64, pinned: bool) {
         if self.options.memory_bytes.is_none() {
             return;
@@ -160,8 +161,8 @@ impl Core {
             if weights.bytes == 0 || weights.state == WeightState::Absent {
                 (weights.bytes, weights.state) = (bytes, WeightState::Absent);
             } else {
-                // What is there is let go of as soon as nothing runs with it, and all is loaded anew. Until then its bytes
-                // count as they were.
+                // The old weights are evicted when idle, and all are loaded again. Until then the
+                // old size counts.
                 (weights.grown, weights.draining) = (Some(bytes), true);
             }
         }
@@ -170,7 +171,7 @@ impl Core {
         }
     }
 
-    /// Wants all that is pinned, after the device lost it.
+    /// Requests loads of all pinned models, after the device was lost.
     pub(super) fn request_pinned_loads(&mut self, now: Nanos) {
         for index in 0..self.models.len() {
             let pinned = |state: &ModelState| state.weights.pinned && state.weights.bytes > 0;
@@ -180,7 +181,7 @@ impl Core {
         }
     }
 
-    /// Wants `model` loaded, if it is not there; without a class only if there is room.
+    /// Requests a load of `model` if it is absent; without a class only into free memory.
     pub(super) fn request_load(&mut self, now: Nanos, model: ModelId, class: Option<Class>) {
         let absent = |state: &ModelState| state.weights.state == WeightState::Absent;
         if !self.model(model).is_some_and(absent) {
@@ -205,14 +206,14 @@ impl Core {
         }
     }
 
-    /// Starts what a new request needs.
+    /// Prepares the inputs and weights of a new request.
     pub(super) fn prepare(&mut self, now: Nanos, request: RequestId, actions: &mut Vec<Action>) {
         if self.lost {
             return;
         }
-        if self.options.copies {
+        if self.options.capabilities.input_copies {
             self.copy_started(request);
-            actions.push(Action::Copy { request });
+            actions.push(Action::Sim(SimAction::CopyInputs { request }));
         } else {
             self.input_ready(now, request);
         }
@@ -227,7 +228,7 @@ impl Core {
         }
     }
 
-    /// A request's inputs are there, or of no more use.
+    /// The copy of a request's inputs has ended, or is not needed any more.
     pub(super) fn copy_ended(&mut self, request: RequestId) {
         if let Some(state) = self.requests.get_mut(request)
             && state.copying
@@ -237,7 +238,7 @@ impl Core {
         }
     }
 
-    /// The inputs are there: the request waits for its turn, or first for its model's weights.
+    /// The inputs are staged: the request enters its queue, or waits for its weights.
     pub(super) fn input_ready(&mut self, now: Nanos, request: RequestId) {
         self.copy_ended(request);
         let Some(state) = self.requests.get(request) else { return };
@@ -251,7 +252,7 @@ impl Core {
         }
     }
 
-    /// Makes a request wait until its model is loaded.
+    /// Makes a request wait for the weights of its model.
     pub(super) fn wait_for_weights(&mut self, now: Nanos, request: RequestId) {
         let Some(state) = self.requests.get_mut(request) else { return };
         state.phase = Phase::Preparing;
@@ -261,7 +262,7 @@ impl Core {
         self.request_load(now, model, Some(class));
     }
 
-    /// Those who wait for `model` wait for their turn now.
+    /// The requests that wait for `model` enter their queues.
     fn weights_arrived(&mut self, model: ModelId) {
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
         for request in std::mem::take(&mut weights.waiting_requests) {
@@ -272,7 +273,7 @@ impl Core {
         }
     }
 
-    /// Enough of a model's weights is there for runs to start.
+    /// Enough weights are loaded for tasks to start.
     pub(super) fn load_runnable(&mut self, now: Nanos, model: ModelId) {
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
         if weights.state == WeightState::Loading {
@@ -289,7 +290,7 @@ impl Core {
         }
     }
 
-    /// The device had no room after all. PaddingDevice is made as long as there is something to make it of.
+    /// The device refused the load. Evicts another model if possible and tries again.
     pub(super) fn load_failed(&mut self, now: Nanos, model: ModelId, actions: &mut Vec<Action>) {
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
         if !weights.arriving() {
@@ -322,7 +323,7 @@ impl Core {
         }
     }
 
-    /// Starts the loads there is memory for, and makes memory where nobody uses it.
+    /// Starts requested loads, and reclaims memory for them.
     pub(super) fn start_loads(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         self.load_timer = None;
         let Some(memory) = self.options.memory_bytes else { return };
@@ -378,7 +379,7 @@ impl Core {
         self.load_timer = self.load_requests.iter().map(|load| load.not_before).min();
     }
 
-    /// The load to serve next: real time and what waited long, then the rest, each by age; last what only fills room.
+    /// The next load: real time and aged loads first, then best effort, each by age; preloads last.
     fn next_load_request(&self, now: Nanos) -> Option<usize> {
         let rank = |load: &LoadRequest| {
             let urgent = load.real_time || load.since + AGING <= now;
@@ -397,21 +398,21 @@ impl Core {
             load.since + self.options.load_patience,
             load.since + self.options.load_patience + self.options.drain_after,
         );
-        let unwanted = |weights: &Weights, asked: usize| asked == 0 && weights.users == 0;
+        let unwanted = |weights: &Weights, pending: usize| pending == 0 && weights.users == 0;
         if let Some(victim) =
-            self.victim(|weights, asked| unwanted(weights, asked) && !weights.pinned)
+            self.victim(|weights, pending| unwanted(weights, pending) && !weights.pinned)
         {
             return Reclaim::Evict(victim);
         }
-        // What was just loaded is left alone for a while, so that a load is not in vain.
-        let protected = |weights: &Weights, asked: usize| {
+        // A model that was just loaded is protected for a while, so that its load was not in vain.
+        let protected = |weights: &Weights, pending: usize| {
             weights.pinned
                 || (weights.fresh
-                    && asked > 0
+                    && pending > 0
                     && now < weights.last_used + self.options.drain_after)
         };
         let idle =
-            |weights: &Weights, asked: usize| weights.users == 0 && !protected(weights, asked);
+            |weights: &Weights, pending: usize| weights.users == 0 && !protected(weights, pending);
         if now < patient {
             return Reclaim::Wait(Some(patient));
         }
@@ -421,17 +422,17 @@ impl Core {
         if now < close {
             return Reclaim::Wait(Some(close));
         }
-        match self.victim(|weights, asked| !protected(weights, asked)) {
+        match self.victim(|weights, pending| !protected(weights, pending)) {
             Some(victim) => Reclaim::Drain(victim),
-            // A protected one's time may end without anything else happening.
+            // Protection may end without any other event.
             None => Reclaim::Wait(
                 (self.options.drain_after > Nanos::ZERO).then_some(now + self.options.drain_after),
             ),
         }
     }
 
-    /// Of the models that are wholly on the device and that `fits` accepts, by their weights and how many requests ask for
-    /// them, the one that was not used for the longest time.
+    /// The least recently used of the resident models that `fits` accepts, given their weights and
+    /// number of pending requests.
     fn victim(&self, fits: impl Fn(&Weights, usize) -> bool) -> Option<ModelId> {
         let present = self.models.iter().enumerate();
         let present = present.filter_map(|(index, state)| Some((index, state.as_ref()?)));
@@ -445,14 +446,14 @@ impl Core {
         Some(ModelId(oldest.0 as u32))
     }
 
-    /// Evicts what was only waiting for its last run.
+    /// Evicts drained models whose last task has ended.
     fn evict_drained(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         while let Some(model) = self.victim(|weights, _| weights.draining && weights.users == 0) {
             self.evict(now, model, actions);
         }
     }
 
-    /// Nobody needs room any more: what was closed for it may go on.
+    /// No load waits for memory: drained models resume.
     fn stop_draining(&mut self) {
         for index in 0..self.models.len() {
             let Some(state) = &mut self.models[index] else { continue };
@@ -463,7 +464,7 @@ impl Core {
         }
     }
 
-    /// Evicts a model's weights; who waits for them waits for the next load.
+    /// Evicts a model; requests that wait for it request the next load.
     fn evict(&mut self, now: Nanos, model: ModelId, actions: &mut Vec<Action>) {
         self.free_weights(model, actions);
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
@@ -474,7 +475,7 @@ impl Core {
         }
     }
 
-    /// Frees a model's weights, if it has any on the device.
+    /// Frees the weights of a model, if any are on the device.
     pub(super) fn free_weights(&mut self, model: ModelId, actions: &mut Vec<Action>) {
         let Some(weights) = self.model_mut(model).map(|model| &mut model.weights) else { return };
         if weights.bytes > 0 && weights.state != WeightState::Absent {
@@ -484,10 +485,10 @@ impl Core {
     }
 }
 
-/// Whether what was pending_loads is still to be loaded: it is not there, and somebody asks for it.
+/// Whether a requested load is still needed.
 fn is_still_needed(state: &ModelState, load: LoadRequest) -> bool {
-    let asked = state.pending > 0 || state.weights.pinned || load.idle;
-    state.weights.state == WeightState::Absent && asked
+    let needed = state.pending > 0 || state.weights.pinned || load.idle;
+    state.weights.state == WeightState::Absent && needed
 }
 
 #[cfg(test)]

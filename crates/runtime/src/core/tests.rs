@@ -1,5 +1,5 @@
-//! The core in virtual time, against a device that takes a fixed time per step and checkers that know
-//! nothing of the core's insides.
+//! The core in virtual time, with a device of fixed step times and checkers that do not know the
+//! internals of the core.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -7,7 +7,7 @@ use base::Random;
 
 use super::*;
 
-/// Virtual time one step takes, by model.
+/// Time of one step, by model.
 const STEP: [Nanos; 3] = [Nanos(1_000), Nanos(5_000), Nanos(20_000)];
 const STEPS: [usize; 3] = [4, 10, 50];
 
@@ -18,7 +18,7 @@ struct OnQueue {
     next_step: usize,
     step_ends: Nanos,
     since: Nanos,
-    leave: bool,
+    preempted: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +33,7 @@ struct Seen {
     end: Option<(Nanos, End)>,
 }
 
-/// A device with level-1 preemption in virtual time, and the record of what happened.
+/// A device that preempts between steps, in virtual time, and a log of what happened.
 struct Simulation {
     core: Core,
     now: Nanos,
@@ -86,12 +86,12 @@ impl Simulation {
                     next_step: steps.start,
                     step_ends: self.now + STEP[seen.model],
                     since: self.now,
-                    leave: false,
+                    preempted: false,
                 });
             }
             Action::Preempt { queue, .. } => {
                 self.preemptions += 1;
-                self.queues[queue].as_mut().expect("preempted an idle queue").leave = true;
+                self.queues[queue].as_mut().expect("preempted an idle queue").preempted = true;
             }
             Action::End { request, end } => {
                 let seen = self.seen.get_mut(&request).expect("ended an unknown request");
@@ -99,16 +99,16 @@ impl Simulation {
                 seen.end = Some((self.now, end));
                 if end == End::Done {
                     assert_eq!(seen.next_step, STEPS[seen.model], "done before its last step");
-                    assert!(self.now < seen.deadline, "late and yet done");
+                    assert!(self.now < seen.deadline, "late and done");
                 }
             }
             Action::FreeModel { model } => self.freed.push(model),
-            other => panic!("{other:?} on a device that needs none of it"),
+            other => panic!("{other:?} is not expected"),
         }
     }
 
-    /// No best effort may start or keep a queue for free while real time waits, and of the real-time
-    /// requests the first in order runs.
+    /// While real time waits, no best effort starts or keeps a queue, and real time starts in
+    /// order.
     fn check_order(&self) {
         let running: Vec<RequestId> =
             self.queues.iter().flatten().map(|on_queue| on_queue.request).collect();
@@ -127,21 +127,19 @@ impl Simulation {
         if waiting.is_empty() {
             return;
         }
-        assert!(
-            self.queues.iter().all(Option::is_some),
-            "real time waits beside an idle queue"
-        );
+        assert!(self.queues.iter().all(Option::is_some), "real time waits beside an idle queue");
         if self.core.options.best_effort_share_percent == 0 {
             let staying = self.queues.iter().flatten().filter(|on_queue| {
-                !on_queue.leave && self.seen[&on_queue.request].class == Class::BestEffort
+                !on_queue.preempted && self.seen[&on_queue.request].class == Class::BestEffort
             });
-            let preempting = self.queues.iter().flatten().filter(|on_queue| on_queue.leave).count();
+            let preempting =
+                self.queues.iter().flatten().filter(|on_queue| on_queue.preempted).count();
             assert!(
                 staying.count() == 0 || preempting >= waiting.len(),
-                "best effort stays while real time waits"
+                "best effort runs while real time waits"
             );
         }
-        // Whoever started at this very moment must not be behind anyone who waits.
+        // A request that started now must not be behind a waiting one.
         for on_queue in self.queues.iter().flatten().filter(|q| q.since == self.now) {
             let seen = &self.seen[&on_queue.request];
             if seen.class == Class::RealTime && seen.arrived < self.now {
@@ -177,7 +175,7 @@ impl Simulation {
         Some(request)
     }
 
-    /// The next moment at which something happens by itself.
+    /// Time of the next event.
     fn next_time(&self) -> Option<Nanos> {
         let steps = self.queues.iter().flatten().map(|on_queue| on_queue.step_ends);
         steps.chain(self.core.next_timer()).min()
@@ -212,11 +210,11 @@ impl Simulation {
         if on_queue.next_step == STEPS[on_queue.model] {
             self.queues[queue] = None;
             self.event(Event::SegmentDone { queue, busy });
-        } else if on_queue.leave {
+        } else if on_queue.preempted {
             self.queues[queue] = None;
             self.event(Event::SegmentPreempted {
                 queue,
-                left: PreemptionPoint::before(on_queue.next_step),
+                point: PreemptionPoint::before(on_queue.next_step),
                 busy,
             });
         } else {
@@ -250,7 +248,7 @@ fn real_time_waits_at_most_one_step_of_best_effort() {
 }
 
 #[test]
-fn earliest_deadline_goes_first_inside_a_priority() {
+fn starts_earliest_deadline_first_within_a_priority() {
     let mut simulation = Simulation::new(CoreOptions::default(), 64);
     let order =
         [(2, 900_000), (1, 800_000), (1, 100_000), (1, 500_000)].map(|(priority, timeout)| {
@@ -258,12 +256,12 @@ fn earliest_deadline_goes_first_inside_a_priority() {
         });
     simulation.run_until(Nanos(1_000_000));
     let ended = order.map(|request| simulation.seen[&request].end.unwrap().0);
-    // The first was alone when it came; then priority 1 by deadline.
+    // The first one was alone on arrival; then priority 1 by deadline.
     assert_eq!(ended, [Nanos(4_000), Nanos(16_000), Nanos(8_000), Nanos(12_000)]);
 }
 
 #[test]
-fn late_work_ends_while_something_else_runs() {
+fn ends_late_requests_while_another_runs() {
     let mut simulation = Simulation::new(CoreOptions::default(), 64);
     simulation.arrive(2, Class::RealTime, 1, Nanos::MAX);
     let late = simulation.arrive(0, Class::RealTime, 1, Nanos(7_000)).unwrap();
@@ -272,7 +270,7 @@ fn late_work_ends_while_something_else_runs() {
 }
 
 #[test]
-fn bounds_are_kept() {
+fn respects_queue_and_request_limits() {
     let options = CoreOptions { max_requests: 4, ..CoreOptions::default() };
     let mut simulation = Simulation::new(options, 2);
     let ids: Vec<_> =
@@ -284,7 +282,7 @@ fn bounds_are_kept() {
 }
 
 #[test]
-fn a_removed_model_is_freed_after_its_last_request() {
+fn frees_a_removed_model_after_its_last_request() {
     let mut simulation = Simulation::new(CoreOptions::default(), 64);
     simulation.arrive(1, Class::BestEffort, 1, Nanos::MAX);
     simulation.event(Event::ModelRemoved { model: ModelId(1) });
@@ -311,7 +309,7 @@ fn best_effort_models_share_the_time() {
 }
 
 #[test]
-fn saturating_real_time_leaves_best_effort_its_share() {
+fn best_effort_keeps_its_share_under_saturating_real_time() {
     let options = CoreOptions {
         best_effort_share_percent: 20,
         best_effort_slice: Nanos(100_000),
@@ -329,7 +327,7 @@ fn saturating_real_time_leaves_best_effort_its_share() {
     assert!((0.17..0.25).contains(&share), "best effort got {share}");
 }
 
-/// Random loads with cancellations, removals and a drain; the checkers in [`Simulation`] watch every step.
+/// Random loads with cancellations, removals and a drain, with the checks of [`Simulation`].
 fn random_load(seed: u64) {
     let mut random = Random::new(seed);
     let options = CoreOptions {
@@ -380,33 +378,28 @@ fn every_request_ends_exactly_once() {
     (0..200).for_each(random_load);
 }
 
-/// Atoll's policy where the device pads with whole tasks.
-#[derive(Debug)]
-struct AdmittedPairPolicy;
-
-impl Policy for AdmittedPairPolicy {
-    fn name(&self) -> &'static str {
-        "accompanied"
-    }
-
-    fn rules(&self) -> Rules {
-        Rules { co_run: CoRun::AdmittedPair, ..Atoll.rules() }
-    }
-}
-
-/// A core with a real-time model, a mild and a harsh best-effort model that run for ever, and two queues of best effort.
+/// A core with a real-time model, a mild and a harsh best-effort model that run endlessly, and two
+/// best-effort queues.
 struct Pair {
     core: Core,
     now: Nanos,
-    /// What runs on each queue of best effort.
+    /// Running request of each best-effort queue.
     running: [Option<RequestId>; 2],
-    /// Orders to leave that the mild model and the harsh one got.
-    left: [usize; 2],
+    /// Preemptions of the mild and of the harsh model.
+    preemptions_by_model: [usize; 2],
     model_of: HashMap<RequestId, usize>,
-    /// By queue, whether it is held to the partition.
+    /// By queue, whether it is confined.
     confined: [bool; 2],
     partition: bool,
 }
+
+/// A device that confines queues to a partition.
+const PARTITION: DeviceCapabilities = DeviceCapabilities {
+    sm_partition: true,
+    block_budgets: false,
+    queue_reset: false,
+    input_copies: false,
+};
 
 const MILD: usize = 1;
 const HARSH: usize = 2;
@@ -420,12 +413,12 @@ impl Pair {
         let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 2, yielding: 0 };
         let options = CoreOptions { queues, ..options };
         let mut pair = Pair {
-            core: Core::with_policy(options.clone(), Box::new(AdmittedPairPolicy)),
+            core: Core::with_policy(options.clone(), Box::new(Atoll)),
             now: Nanos::ZERO,
             running: [None; 2],
-            left: [0; 2],
+            preemptions_by_model: [0; 2],
             confined: [false; 2],
-            partition: options.partition,
+            partition: options.capabilities.sm_partition,
             model_of: HashMap::new(),
         };
         for model in 0..3 {
@@ -438,13 +431,13 @@ impl Pair {
     }
 
     fn arrive(&mut self, model: usize, class: Class) {
-        let request = self.core.next_request_id().expect("room");
+        let request = self.core.next_request_id().expect("below the limit");
         self.model_of.insert(request, model);
         let (model, deadline) = (ModelId(model as u32), Nanos::MAX);
         self.step(Event::Arrival { request, model, class, priority: 1, deadline });
     }
 
-    /// Feeds the core; work that is told to leave is back at once.
+    /// Feeds the core; preempted work completes at once.
     fn step(&mut self, event: Event) {
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
@@ -457,13 +450,13 @@ impl Pair {
                     }
                     Action::Confine { queue, confined } => {
                         let before = std::mem::replace(&mut self.confined[queue - 1], confined);
-                        assert_ne!(before, confined, "nothing is said twice");
+                        assert_ne!(before, confined, "no command is repeated");
                     }
                     Action::Preempt { queue, .. } => {
                         let request = self.running[queue - 1].take().expect("it runs");
-                        self.left[self.model_of[&request] - 1] += 1;
-                        let (left, busy) = (PreemptionPoint::before(0), Nanos(1));
-                        events.push_back(Event::SegmentPreempted { queue, left, busy });
+                        self.preemptions_by_model[self.model_of[&request] - 1] += 1;
+                        let (point, busy) = (PreemptionPoint::before(0), Nanos(1));
+                        events.push_back(Event::SegmentPreempted { queue, point, busy });
                     }
                     _ => {}
                 }
@@ -471,61 +464,63 @@ impl Pair {
         }
     }
 
-    /// After so many real-time requests the mild model stays beside them and the harsh one does not.
+    /// After so many real-time requests the mild model co-runs and the harsh one does not.
     fn learns_within(mut self, requests: usize) {
         (0..requests).for_each(|_| self.real_time());
-        self.left = [0; 2];
+        self.preemptions_by_model = [0; 2];
         (0..1_600).for_each(|_| self.real_time());
-        let [mild, harsh] = self.left;
-        assert!(mild <= 120, "the mild one left {mild} times of 1600");
-        assert!(harsh >= 1_590, "the harsh one left {harsh} times of 1600");
+        let [mild, harsh] = self.preemptions_by_model;
+        assert!(mild <= 120, "the mild one was preempted {mild} times of 1600");
+        assert!(harsh >= 1_590, "the harsh one was preempted {harsh} times of 1600");
     }
 
-    /// One real-time request, which takes as long as what runs beside it makes it take.
+    /// One real-time request, slowed down by what runs beside it.
     fn real_time(&mut self) {
         self.arrive(0, Class::RealTime);
-        let padding_models: Vec<usize> =
+        let beside: Vec<usize> =
             self.running.iter().flatten().map(|request| self.model_of[request]).collect();
-        assert!(beside.len() <= 1, "at most one stays: {padding_models:?}");
+        assert!(beside.len() <= 1, "at most one co-runner: {beside:?}");
         if self.partition {
             let free = |(run, confined): (&Option<RequestId>, &bool)| run.is_some() && !confined;
             let free = self.running.iter().zip(&self.confined).any(free);
-            assert!(!free, "who stays is in the partition");
+            assert!(!free, "the co-runner is confined");
         }
-        let busy = match padding_models[..] {
+        let busy = match beside[..] {
             [] => 100_000,
             [MILD] => 100_500,
             _ => 150_000,
         };
         self.now += Nanos(busy);
         self.step(Event::SegmentDone { queue: 0, busy: Nanos(busy) });
-        assert!(self.running.iter().all(Option::is_some), "best effort goes on afterwards");
-        assert_eq!(self.confined, [false; 2], "and has all of the device");
+        assert!(self.running.iter().all(Option::is_some), "best effort resumes afterwards");
+        assert_eq!(self.confined, [false; 2], "and is not confined");
         self.now += Nanos(50_000);
     }
 }
 
 #[test]
-fn real_time_keeps_the_companion_it_bears() {
+fn keeps_an_admitted_co_runner() {
     Pair::new().learns_within(20_000);
 }
 
 #[test]
-fn a_companion_is_held_to_the_partition_and_let_out() {
-    Pair::with(CoreOptions { partition: true, ..CoreOptions::default() }).learns_within(4_000);
+fn confines_the_co_runner_to_the_partition_and_releases_it() {
+    Pair::with(CoreOptions { capabilities: PARTITION, ..CoreOptions::default() })
+        .learns_within(4_000);
 }
 
 #[test]
-fn nobody_stays_where_nothing_is_max_rt_slowdown() {
-    let options = CoreOptions { partition: true, max_rt_slowdown: 0.0, ..CoreOptions::default() };
+fn admits_no_pair_without_an_allowed_slowdown() {
+    let options =
+        CoreOptions { capabilities: PARTITION, max_rt_slowdown: 0.0, ..CoreOptions::default() };
     let mut pair = Pair::with(options);
     for round in 1..2_000 {
         pair.real_time();
-        assert_eq!(pair.left, [round; 2]);
+        assert_eq!(pair.preemptions_by_model, [round; 2]);
     }
 }
 
-/// Launches and ends since the last look: queue or `None`, and the number of the request.
+/// Launches (with queue) and ends (`None`) since the last call, with their requests.
 fn seen(core: &mut Core, now: u64, event: Event) -> Vec<(Option<usize>, RequestId)> {
     let mut actions = Vec::new();
     core.step(Nanos(now), event, &mut actions);
@@ -538,13 +533,13 @@ fn seen(core: &mut Core, now: u64, event: Event) -> Vec<(Option<usize>, RequestI
 }
 
 fn real_time(core: &mut Core, model: u32, deadline: u64) -> (RequestId, Event) {
-    let request = core.next_request_id().expect("room");
+    let request = core.next_request_id().expect("below the limit");
     let (model, class, deadline) = (ModelId(model), Class::RealTime, Nanos(deadline));
     (request, Event::Arrival { request, model, class, priority: 1, deadline })
 }
 
 #[test]
-fn only_real_time_of_one_model_runs_side_by_side() {
+fn runs_only_one_real_time_model_at_a_time() {
     let queues = QueueLayout { shared: 0, real_time: 3, best_effort: 1, yielding: 0 };
     let mut core = Core::new(CoreOptions { queues, ..CoreOptions::default() });
     for model in [0, 1].map(ModelId) {
@@ -560,7 +555,7 @@ fn only_real_time_of_one_model_runs_side_by_side() {
     let (two, launched) = arrive(&mut core, 0);
     assert_eq!(launched, [(Some(1), two)]);
     let (three, launched) = arrive(&mut core, 0);
-    assert_eq!(launched, [], "two at once is what it load_requests");
+    assert_eq!(launched, [], "two at once is its concurrency");
     let (other, launched) = arrive(&mut core, 1);
     assert_eq!(launched, []);
     let done = |queue| Event::SegmentDone { queue, busy: Nanos(1) };
@@ -568,12 +563,12 @@ fn only_real_time_of_one_model_runs_side_by_side() {
     assert_eq!(seen(&mut core, 3, done(1)), [(None, two)], "another model waits for the device");
     assert_eq!(seen(&mut core, 4, done(0)), [(None, three), (Some(0), other)]);
     let (last, launched) = arrive(&mut core, 1);
-    assert_eq!(launched, [], "one at a time unless it was said");
+    assert_eq!(launched, [], "one at a time by default");
     assert_eq!(seen(&mut core, 5, done(0)), [(None, other), (Some(0), last)]);
 }
 
 #[test]
-fn a_job_lives_as_long_as_those_who_got_on() {
+fn a_batch_has_the_latest_deadline_of_its_members() {
     let mut core = Core::new(CoreOptions::default());
     let model = ModelId(0);
     seen(&mut core, 0, Event::ModelAdded { model, steps: 1, queue_capacity: 9 });
@@ -591,54 +586,58 @@ fn a_job_lives_as_long_as_those_who_got_on() {
 }
 
 #[test]
-fn best_effort_makes_room_for_what_is_expected() {
+fn best_effort_is_preempted_for_announced_requests() {
     let mut pair = Pair::new();
     pair.step(Event::ArrivalExpected { model: ModelId(0) });
-    assert_eq!((pair.running, pair.left), ([None; 2], [1, 1]), "both leave, and none starts");
-    // It never comes.
+    assert_eq!(
+        (pair.running, pair.preemptions_by_model),
+        ([None; 2], [1, 1]),
+        "both are preempted, and none starts"
+    );
+    // It never arrives.
     pair.step(Event::ExpectationEnded);
-    assert!(pair.running.iter().all(Option::is_some), "best effort goes on");
-    // Two are expected; the first comes, and is done before the second is there.
+    assert!(pair.running.iter().all(Option::is_some), "best effort resumes");
+    // Two are announced; the first arrives and is done before the second arrives.
     pair.step(Event::ArrivalExpected { model: ModelId(0) });
     pair.step(Event::ArrivalExpected { model: ModelId(0) });
     pair.arrive(0, Class::RealTime);
     pair.step(Event::ExpectationEnded);
     assert_eq!(pair.running, [None; 2]);
     pair.step(Event::SegmentDone { queue: 0, busy: Nanos(1) });
-    assert_eq!(pair.running, [None; 2], "one is still to come");
+    assert_eq!(pair.running, [None; 2], "one is still announced");
     pair.step(Event::ExpectationEnded);
     assert!(pair.running.iter().all(Option::is_some));
-    // One too many changes nothing.
+    // One too many has no effect.
     pair.step(Event::ExpectationEnded);
     assert!(pair.running.iter().all(Option::is_some));
 }
 
 #[test]
-fn best_effort_waits_until_answers_of_real_time_are_out() {
+fn best_effort_waits_until_real_time_replies_are_sent() {
     let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 1, yielding: 0 };
     let model = ModelId(0);
     let done = |queue| Event::SegmentDone { queue, busy: Nanos(1) };
-    for answered in [Event::RepliesSent, Event::Timer] {
+    for resumes in [Event::RepliesSent, Event::Timer] {
         let options =
             CoreOptions { queues, reply_before_best_effort: true, ..CoreOptions::default() };
-        let mut core = Core::with_policy(options, Box::new(AdmittedPairPolicy));
+        let mut core = Core::with_policy(options, Box::new(Atoll));
         seen(&mut core, 0, Event::ModelAdded { model, steps: 1, queue_capacity: 9 });
         let (one, event) = real_time(&mut core, 0, u64::MAX);
         assert_eq!(seen(&mut core, 1, event), [(Some(0), one)]);
         let (two, event) = real_time(&mut core, 0, u64::MAX);
         assert_eq!(seen(&mut core, 2, event), []);
-        let waits = core.next_request_id().expect("room");
+        let waits = core.next_request_id().expect("below the limit");
         let (class, deadline) = (Class::BestEffort, Nanos::MAX);
         let event = Event::Arrival { request: waits, model, class, priority: 1, deadline };
         assert_eq!(seen(&mut core, 3, event), []);
         assert_eq!(seen(&mut core, 4, done(0)), [(None, one), (Some(0), two)]);
-        assert!(!core.awaits_replies(), "real time goes on, and best effort waits for that");
+        assert!(!core.awaits_replies(), "real time continues, and best effort waits for that");
         assert_eq!(seen(&mut core, 5, done(0)), [(None, two)]);
         assert!(core.awaits_replies());
-        assert_eq!(seen(&mut core, 6, answered), [(Some(1), waits)]);
+        assert_eq!(seen(&mut core, 6, resumes), [(Some(1), waits)]);
         assert!(!core.awaits_replies());
         assert_eq!(seen(&mut core, 7, done(1)), [(None, waits)]);
-        assert!(!core.awaits_replies(), "best effort has nobody to wait for");
+        assert!(!core.awaits_replies(), "best effort waits for no reply");
         let (last, event) = real_time(&mut core, 0, u64::MAX);
         assert_eq!(seen(&mut core, 8, event), [(Some(0), last)]);
         assert_eq!(seen(&mut core, 9, done(0)), [(None, last)]);
@@ -646,41 +645,41 @@ fn best_effort_waits_until_answers_of_real_time_are_out() {
     }
 }
 
-/// One fast real-time queue, one of best effort and one whose real time leaves, with a device that lets work leave after a
-/// while.
+/// One fast real-time queue, one best-effort queue and one preemptible real-time queue, on a device
+/// that takes a while to preempt.
 struct PriorityHarness {
     core: Core,
     now: Nanos,
-    /// By queue: the request, what is left of its run, and whether it was told to leave.
+    /// By queue: the request, its remaining time, and whether it is preempted.
     running: [Option<(RequestId, u64, bool)>; 3],
-    /// What is left of every request that is under way.
+    /// Remaining time of every pending request.
     rest: HashMap<RequestId, u64>,
     ended: Vec<(RequestId, End, Nanos)>,
 }
 
-/// Of a run, and of preempting one.
+/// Time of a run, and of a preemption.
 const RUN: u64 = 1_000;
-const LEAVE: u64 = 20;
+const PREEMPTION: u64 = 20;
 
 impl PriorityHarness {
     fn new() -> PriorityHarness {
         let queues = QueueLayout { shared: 0, real_time: 1, best_effort: 1, yielding: 1 };
         let options = CoreOptions { queues, ..CoreOptions::default() };
-        let mut ranked = PriorityHarness {
-            core: Core::with_policy(options, Box::new(AdmittedPairPolicy)),
+        let mut harness = PriorityHarness {
+            core: Core::with_policy(options, Box::new(Atoll)),
             now: Nanos::ZERO,
             running: [None; 3],
             rest: HashMap::new(),
             ended: Vec::new(),
         };
         for model in [0, 1].map(ModelId) {
-            ranked.step(Event::ModelAdded { model, steps: 4, queue_capacity: 1_000 });
+            harness.step(Event::ModelAdded { model, steps: 4, queue_capacity: 1_000 });
         }
-        ranked
+        harness
     }
 
     fn arrive(&mut self, model: u32, priority: u32, deadline: u64) -> RequestId {
-        let request = self.core.next_request_id().expect("room");
+        let request = self.core.next_request_id().expect("below the limit");
         self.rest.insert(request, RUN);
         let (model, class, deadline) = (ModelId(model), Class::RealTime, Nanos(deadline));
         self.step(Event::Arrival { request, model, class, priority, deadline });
@@ -697,9 +696,9 @@ impl PriorityHarness {
                     assert!(self.running[queue].replace((request, rest, false)).is_none());
                 }
                 Action::Preempt { queue, .. } => {
-                    assert_eq!(queue, 2, "only what runs in the form for it leaves");
+                    assert_eq!(queue, 2, "only the preemptible queue is preempted");
                     let running = self.running[queue].as_mut().expect("it runs");
-                    (running.1, running.2) = (running.1.min(LEAVE), true);
+                    (running.1, running.2) = (running.1.min(PREEMPTION), true);
                 }
                 Action::End { request, end } => {
                     self.rest.remove(&request);
@@ -708,17 +707,17 @@ impl PriorityHarness {
                 _ => {}
             }
         }
-        let staying = self.running.iter().flatten().filter(|(_, _, told)| !told).count();
-        assert!(staying <= 1, "real time runs on its own");
+        let staying = self.running.iter().flatten().filter(|(_, _, preempted)| !preempted).count();
+        assert!(staying <= 1, "real time runs alone");
     }
 
-    /// Runs what is on the device until `until` or until nothing is; what left keeps what it has done.
+    /// Runs the device until `until` or until it is idle; preempted work keeps its progress.
     fn run(&mut self, until: u64) {
         loop {
-            let left = |queue: &usize| self.running[*queue].map(|(_, rest, _)| rest);
-            let soonest = (0..3).filter(|queue| left(queue).is_some()).min_by_key(left);
+            let remaining = |queue: &usize| self.running[*queue].map(|(_, rest, _)| rest);
+            let soonest = (0..3).filter(|queue| remaining(queue).is_some()).min_by_key(remaining);
             let Some(queue) = soonest else { break };
-            let (request, rest, told) = self.running[queue].expect("it runs");
+            let (request, rest, preempted) = self.running[queue].expect("it runs");
             let slack = Nanos(until) - self.now;
             let passed = rest.min(slack.0);
             self.now += Nanos(passed);
@@ -733,10 +732,10 @@ impl PriorityHarness {
             }
             self.running[queue] = None;
             let busy = Nanos(RUN);
-            match told && self.rest.get(&request).is_some_and(|rest| *rest > 0) {
+            match preempted && self.rest.get(&request).is_some_and(|rest| *rest > 0) {
                 true => self.step(Event::SegmentPreempted {
                     queue,
-                    left: PreemptionPoint::before(1),
+                    point: PreemptionPoint::before(1),
                     busy,
                 }),
                 false => self.step(Event::SegmentDone { queue, busy }),
@@ -754,73 +753,73 @@ impl PriorityHarness {
 }
 
 #[test]
-fn real_time_leaves_for_real_time_of_a_higher_priority() {
-    let mut ranked = PriorityHarness::new();
-    // Until a higher one is seen, a priority is the highest_priority.
-    let first = ranked.arrive(0, 5, u64::MAX);
-    assert!(ranked.running[0].is_some());
-    let urgent = ranked.arrive(1, 1, u64::MAX);
-    ranked.run(u64::MAX);
-    assert_eq!((ranked.end_of(first).1, ranked.end_of(urgent).1), (RUN, 2 * RUN));
-    let at = ranked.now.0;
-    let low = ranked.arrive(0, 5, u64::MAX);
-    assert!(ranked.running[2].is_some(), "it may have to leave");
-    ranked.run(at + 100);
-    let urgent = ranked.arrive(1, 1, u64::MAX);
-    ranked.run(u64::MAX);
-    assert_eq!(ranked.end_of(urgent), (End::Done, at + 100 + RUN), "it starts at once");
-    let redone = RUN - 100 - LEAVE;
-    assert_eq!(ranked.end_of(low), (End::Done, at + 100 + RUN + redone), "none of it is lost");
+fn higher_priority_preempts_real_time() {
+    let mut harness = PriorityHarness::new();
+    // Until a higher one arrives, a priority counts as the highest.
+    let first = harness.arrive(0, 5, u64::MAX);
+    assert!(harness.running[0].is_some());
+    let urgent = harness.arrive(1, 1, u64::MAX);
+    harness.run(u64::MAX);
+    assert_eq!((harness.end_of(first).1, harness.end_of(urgent).1), (RUN, 2 * RUN));
+    let at = harness.now.0;
+    let low = harness.arrive(0, 5, u64::MAX);
+    assert!(harness.running[2].is_some(), "it may be preempted");
+    harness.run(at + 100);
+    let urgent = harness.arrive(1, 1, u64::MAX);
+    harness.run(u64::MAX);
+    assert_eq!(harness.end_of(urgent), (End::Done, at + 100 + RUN), "it starts at once");
+    let redone = RUN - 100 - PREEMPTION;
+    assert_eq!(harness.end_of(low), (End::Done, at + 100 + RUN + redone), "no work is lost");
 }
 
 #[test]
-fn real_time_leaves_only_where_a_deadline_is_helped() {
-    let mut ranked = PriorityHarness::new();
+fn preempts_real_time_only_to_save_a_deadline() {
+    let mut harness = PriorityHarness::new();
     for model in [0, 1] {
         for _ in 0..40 {
-            ranked.arrive(model, 1, u64::MAX);
-            ranked.run(u64::MAX);
+            harness.arrive(model, 1, u64::MAX);
+            harness.run(u64::MAX);
         }
     }
-    let mut asked = |slack: u64| {
-        let at = ranked.now.0;
-        let low = ranked.arrive(0, 5, u64::MAX);
-        ranked.run(at + 100);
-        let urgent = ranked.arrive(1, 1, at + 100 + slack);
-        let stays = ranked.running[2].is_some_and(|(_, _, told)| !told);
-        ranked.run(u64::MAX);
-        assert_eq!(ranked.end_of(low).0, End::Done);
-        (stays, ranked.end_of(urgent).0)
+    let mut submitted = |slack: u64| {
+        let at = harness.now.0;
+        let low = harness.arrive(0, 5, u64::MAX);
+        harness.run(at + 100);
+        let urgent = harness.arrive(1, 1, at + 100 + slack);
+        let stays = harness.running[2].is_some_and(|(_, _, preempted)| !preempted);
+        harness.run(u64::MAX);
+        assert_eq!(harness.end_of(low).0, End::Done);
+        (stays, harness.end_of(urgent).0)
     };
-    assert_eq!(asked(3 * RUN), (true, End::Done), "there is time to wait");
-    assert_eq!(asked(RUN + 200), (false, End::Done), "it would be late behind the other");
-    let (stays, _) = asked(RUN / 2);
+    assert_eq!(submitted(3 * RUN), (true, End::Done), "there is time to wait");
+    assert_eq!(submitted(RUN + 200), (false, End::Done), "it would be late behind the other");
+    let (stays, _) = submitted(RUN / 2);
     assert!(stays, "it is late in any case");
 }
 
 #[test]
-fn nobody_is_lost_among_priorities() {
+fn every_request_ends_once_with_priorities() {
     for seed in 0..40 {
         let mut random = Random::new(seed);
-        let mut ranked = PriorityHarness::new();
-        let mut asked = Vec::new();
+        let mut harness = PriorityHarness::new();
+        let mut submitted = Vec::new();
         for _ in 0..200 {
             let deadline = match random.below(3) {
-                0 => ranked.now.0 + RUN / 2 + random.below(6 * RUN),
+                0 => harness.now.0 + RUN / 2 + random.below(6 * RUN),
                 _ => u64::MAX,
             };
             let (model, priority) = (random.below(2) as u32, 1 + random.below(3) as u32);
-            asked.push((ranked.arrive(model, priority, deadline), deadline));
-            let until = ranked.now.0 + random.below(2 * RUN);
-            ranked.run(until);
+            submitted.push((harness.arrive(model, priority, deadline), deadline));
+            let until = harness.now.0 + random.below(2 * RUN);
+            harness.run(until);
         }
-        ranked.run(u64::MAX);
-        for (request, deadline) in asked {
-            let ends = ranked.ended.iter().filter(|(ended, ..)| *ended == request).count();
+        harness.run(u64::MAX);
+        for (request, deadline) in submitted {
+            let ends = harness.ended.iter().filter(|(ended, ..)| *ended == request).count();
             assert_eq!(ends, 1, "seed {seed}: every request ends once");
-            let (end, at) = ranked.end_of(request);
+            let (end, at) = harness.end_of(request);
             assert!(end == End::Done || at >= deadline, "seed {seed}: {end:?} at {at}");
         }
-        assert!(ranked.rest.is_empty() && ranked.running == [None; 3], "seed {seed}");
+        assert!(harness.rest.is_empty() && harness.running == [None; 3], "seed {seed}");
     }
 }

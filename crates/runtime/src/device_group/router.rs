@@ -1,17 +1,20 @@
-//! Which device a request goes to, and which devices hold a model: a state machine without clock, thread or device.
+//! The router of a device group: a state machine without clock, thread or device.
 //!
-//! Every model has a home, and replicas on other devices while one is not enough. A request goes to the replica where it
-//! starts soonest by what is known: the work ahead of it, and the time its weights would take to arrive. Load is evaluated_at interval
-//! by interval, by the shortest wait of any answer in it: if even the luckiest request waited, a queue stands, whatever the
-//! device does side by side and however large its batches are. A model whose replicas all have a state queue gets another;
-//! when its rate has long been what fewer of them served at their limit, one goes.
+//! It selects the device of each request and the devices that hold each model. A model has a home,
+//! and replicas on other devices while one is not enough. A request goes to the replica where it
+//! starts soonest, by the work ahead of it and the time to load its weights.
+//!
+//! Load is evaluated in intervals, by the shortest wait of any request in it (CoDel): if even that
+//! is positive, the queue is standing, whatever the device runs concurrently and however large its
+//! batches are. A model gets another replica when all its replicas have a standing queue. It loses
+//! one when its rate has long been below what fewer replicas served at their limit.
 
 use base::Nanos;
 use model::config::Class;
 
 use super::DeviceGroupOptions;
 
-/// A model of a device_group.
+/// A model of a device group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupModelId {
     slot: u32,
@@ -19,27 +22,28 @@ pub struct GroupModelId {
 }
 
 impl GroupModelId {
-    /// Its place among the models there are; used again when it is gone.
+    /// Its index among the models; reused after removal.
     pub fn slot(self) -> usize {
         self.slot as usize
     }
 }
 
-/// What is to be done about replicas.
+/// A change of replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplicaChange {
-    /// Make the model ready on the device, then say [`Router::made`] or [`Router::not_made`].
+    /// Load the model on the device, then call [`Router::replica_added`] or
+    /// [`Router::replica_failed`].
     Add(GroupModelId, usize),
-    /// Nobody uses the model on this device any more, and nobody will: take it away.
+    /// Remove the model from the device: no request uses it there any more.
     Remove(GroupModelId, usize),
 }
 
-/// A request that was routed; given back when it ends.
+/// A routed request; passed back when it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoutedRequest {
     /// Its model.
     pub model: GroupModelId,
-    /// Where it went.
+    /// The selected device.
     pub device: usize,
     class: Class,
     cost: Nanos,
@@ -48,40 +52,40 @@ pub struct RoutedRequest {
 /// How a routed request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestEnd {
-    /// With outputs, after so much time off the device, and so much of the device's time for itself.
+    /// With outputs.
     Done {
-        /// From its arrival to its answer, less what it ran.
+        /// Latency minus device time.
         wait: Nanos,
-        /// Its share of the runs it was in.
+        /// Its share of the device time of its batch.
         cost: Nanos,
     },
-    /// Without, and it says nothing about the device.
+    /// Without outputs, for reasons other than the device.
     Refused,
-    /// The device is broken.
+    /// The device is faulted.
     Faulted,
 }
 
-/// How a model stands on a device.
+/// State of a replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplicaState {
-    /// It is being made ready.
+    /// Loading.
     Loading,
-    /// It takes requests.
+    /// Accepts requests.
     Serving,
-    /// It takes no more; those under way finish.
+    /// Accepts no more requests; pending ones finish.
     Draining,
 }
 
-/// A model on a device, for those who look.
+/// A replica, for metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplicaStatus {
     /// The device.
     pub device: usize,
-    /// How it stands.
+    /// Its state.
     pub state: ReplicaState,
-    /// Requests routed there and not answered.
+    /// Routed requests that are pending.
     pub pending: usize,
-    /// Requests answered with outputs so far.
+    /// Requests that got outputs.
     pub completed: u64,
 }
 
@@ -90,19 +94,19 @@ struct Replica {
     state: ReplicaState,
     pending: usize,
     completed: u64,
-    /// What a request takes of the device; `None` before the first answer.
+    /// Mean device time of a request; `None` before the first reply.
     cost: Option<Nanos>,
     interval: Interval,
 }
 
-/// What happened since load was evaluated_at last.
+/// Counters since the last evaluation.
 #[derive(Clone, Copy, Debug, Default)]
 struct Interval {
     completed: u64,
-    /// Device time of the answers.
+    /// Device time of completed requests.
     work: Nanos,
     least_wait: Option<Nanos>,
-    /// Somebody was under way all the time.
+    /// At least one request was pending all the time.
     busy: bool,
 }
 
@@ -112,43 +116,43 @@ struct ModelState {
     bytes: u64,
     pinned: bool,
     class: Class,
-    /// Time that requests wait on purpose, for others to share a batch with.
+    /// Time that requests wait deliberately to be batched.
     held_back: Nanos,
     home: usize,
     /// By device.
     replicas: Vec<Option<Replica>>,
-    /// Intervals in a row in which every replica had a state queue.
+    /// Consecutive intervals in which every replica had a standing queue.
     overloaded: u32,
-    /// Intervals in a row in which one replica less would have done.
+    /// Consecutive intervals in which one replica fewer would have been enough.
     underused: u32,
-    /// Answers in an interval that a replica gave at its limit, as measured last.
+    /// Requests that a replica completed in an interval at its limit, as measured last.
     limit: Option<u64>,
-    /// No replica is tried before.
+    /// No replica is added before this time.
     not_before: Nanos,
 }
 
 #[derive(Clone, Debug, Default)]
 struct DeviceState {
     budget: u64,
-    /// Expected device time of what is under way: of real time, and of all.
+    /// Expected device time of pending requests: of real time, and of both classes.
     real_time: Nanos,
     all: Nanos,
-    /// It said that it is broken; others are preferred until then.
+    /// It is faulted; other devices are preferred until then.
     avoided_until: Nanos,
-    /// A queue stood there in the last interval.
+    /// It had a standing queue in the last interval.
     overloaded: bool,
-    /// Device time of the answers of the last interval.
+    /// Device time of requests completed in the last interval.
     work: Nanos,
 }
 
-/// How often replicas were made and taken away.
+/// Number of changes of replicas.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReplicaCounts {
-    /// Replicas beside a model's home that were made.
+    /// Replicas added.
     pub added: u64,
-    /// Those that could not be made.
+    /// Replicas that could not be loaded.
     pub failed: u64,
-    /// Those that were taken away.
+    /// Replicas removed.
     pub removed: u64,
 }
 
@@ -161,12 +165,12 @@ pub struct Router {
     next_generation: u64,
     evaluated_at: Nanos,
     changes: ReplicaCounts,
-    /// What a load is expected to bring in a second, by device.
+    /// Expected rate of loads in bytes per second, by device.
     speeds: Vec<u64>,
 }
 
 impl Router {
-    /// A router over devices whose weights may take these many bytes.
+    /// A router for devices with these memory budgets.
     pub fn new(options: DeviceGroupOptions, budgets: &[u64]) -> Router {
         let device = |budget: &u64| DeviceState { budget: *budget, ..DeviceState::default() };
         Router {
@@ -180,7 +184,8 @@ impl Router {
         }
     }
 
-    /// Where a new model with weights of these bytes had best live; `None` when it fits nowhere beside what is pinned.
+    /// The best home for a new model of this size; `None` when it fits nowhere beside pinned
+    /// models.
     pub fn home_for(&self, now: Nanos, bytes: u64) -> Option<usize> {
         let fits = |device: &usize| self.fits(*device, bytes);
         (0..self.devices.len()).filter(fits).min_by_key(|device| {
@@ -191,12 +196,12 @@ impl Router {
         })
     }
 
-    /// Most bytes that a model could have anywhere beside what is pinned.
-    pub fn most_room(&self) -> u64 {
+    /// Maximum size of a model that fits somewhere beside pinned models.
+    pub fn max_free(&self) -> u64 {
         (0..self.devices.len()).map(|device| self.unpinned(device)).max().unwrap_or(0)
     }
 
-    /// Whether weights of these bytes could ever be on `device` beside what is pinned there.
+    /// Whether a model of this size can fit on `device` beside pinned models.
     pub fn fits(&self, device: usize, bytes: u64) -> bool {
         bytes <= self.unpinned(device)
     }
@@ -207,18 +212,18 @@ impl Router {
         self.devices[device].budget.saturating_sub(pinned)
     }
 
-    /// Bytes of all models that have a place on `device`.
+    /// Bytes of all models with a replica on `device`.
     fn placed(&self, device: usize) -> u64 {
         let here = |model: &&ModelState| model.replicas[device].is_some();
         self.models.iter().flatten().filter(here).map(|model| model.bytes).sum()
     }
 
-    /// Models that have a place on `device`.
+    /// Models with a replica on `device`.
     fn count(&self, device: usize) -> usize {
         self.models.iter().flatten().filter(|model| model.replicas[device].is_some()).count()
     }
 
-    /// Bytes of those models that were in use in the last interval.
+    /// Bytes of those that were used in the last interval.
     fn used(&self, device: usize) -> u64 {
         let in_use = |replica: &Replica| {
             replica.pending > 0
@@ -229,7 +234,7 @@ impl Router {
         self.models.iter().flatten().filter(here).map(|model| model.bytes).sum()
     }
 
-    /// A model that is ready on `home`.
+    /// Adds a model that is loaded on `home`.
     pub fn add(&mut self, home: usize, bytes: u64, facts: ModelFacts) -> GroupModelId {
         self.next_generation += 1;
         let generation = self.next_generation;
@@ -257,7 +262,7 @@ impl Router {
         GroupModelId { slot: slot as u32, generation }
     }
 
-    /// Forgets a model and returns where it was ready. What is under way may still be told as ended.
+    /// Removes a model and returns the devices that have it. Its pending requests may still end.
     pub fn remove(&mut self, model: GroupModelId) -> Vec<usize> {
         if self.model(model).is_none() {
             return Vec::new();
@@ -272,20 +277,20 @@ impl Router {
         state.replicas.iter().enumerate().filter_map(ready).collect()
     }
 
-    /// A model's weights turned out to be of other size.
+    /// Corrects the size of a model.
     pub fn resize(&mut self, model: GroupModelId, bytes: u64) {
         if let Some(state) = self.model_mut(model) {
             state.bytes = bytes;
         }
     }
 
-    /// What loads were measured to bring in a second on `device`.
+    /// Sets the measured rate of loads on `device`.
     pub fn set_speed(&mut self, device: usize, bytes_per_second: u64) {
         self.speeds[device] = bytes_per_second.max(1);
     }
 
-    /// Sends a request to the device where it starts soonest; `None` when no device takes requests of the model. `resident`
-    /// tells whether the model's weights are on a device.
+    /// Routes a request to the device where it starts soonest; `None` when no replica accepts
+    /// requests. `resident` tells whether the weights are on a device.
     pub fn route(
         &mut self,
         now: Nanos,
@@ -318,8 +323,8 @@ impl Router {
         Some(RoutedRequest { model, device, class, cost })
     }
 
-    /// By what a request chooses among devices: the sooner it starts, the smaller. Real time goes before best effort, so only
-    /// real time is ahead of it; what else is there tells two of them apart.
+    /// Sort key of a device for a request: the expected start, earlier is better. Only real time is
+    /// ahead of real time; other work breaks ties.
     fn start(
         &self,
         now: Nanos,
@@ -341,19 +346,20 @@ impl Router {
                 Nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
             }
         };
-        // A device that is slower takes longer for the request itself, too.
+        // A slower device also takes longer for the request itself.
         let whole = Nanos(ahead.0.saturating_add(arrival.0)) + self.cost(model, device);
         (load.avoided_until > now, whole, beside, device)
     }
 
-    /// What a request of the model takes on `device`, as far as anything is known.
+    /// Expected device time of a request of the model on `device`.
     fn cost(&self, model: &ModelState, device: usize) -> Nanos {
         let here = model.replicas[device].as_ref().and_then(|replica| replica.cost);
         let elsewhere = || model.replicas.iter().flatten().filter_map(|replica| replica.cost).min();
         here.or_else(elsewhere).unwrap_or(self.options.unknown_cost)
     }
 
-    /// A routed request ended. The replica that nobody uses any more, if it was the last one of a leaving replica.
+    /// Records the end of a routed request. Returns the removal of a draining replica if it was the
+    /// last one there.
     pub fn ended(
         &mut self,
         now: Nanos,
@@ -378,8 +384,8 @@ impl Router {
             return None;
         }
         replica.interval.busy = false;
-        let left = replica.state == ReplicaState::Draining;
-        left.then(|| self.take(model, device)).flatten()
+        let draining = replica.state == ReplicaState::Draining;
+        draining.then(|| self.take(model, device)).flatten()
     }
 
     fn take(&mut self, model: GroupModelId, device: usize) -> Option<ReplicaChange> {
@@ -388,8 +394,8 @@ impl Router {
         Some(ReplicaChange::Remove(model, device))
     }
 
-    /// A replica is ready. `false` when the model is gone meanwhile.
-    pub fn made(&mut self, model: GroupModelId, device: usize) -> bool {
+    /// A replica was loaded. `false` when the model was removed meanwhile.
+    pub fn replica_added(&mut self, model: GroupModelId, device: usize) -> bool {
         let Some(state) = self.model_mut(model) else { return false };
         let Some(replica) = state.replicas[device].as_mut() else { return false };
         replica.state = ReplicaState::Serving;
@@ -397,8 +403,8 @@ impl Router {
         true
     }
 
-    /// A replica could not be made; another is tried later.
-    pub fn not_made(&mut self, now: Nanos, model: GroupModelId, device: usize) {
+    /// A replica could not be loaded; another is tried later.
+    pub fn replica_failed(&mut self, now: Nanos, model: GroupModelId, device: usize) {
         let pause = Nanos(self.options.interval.0 * u64::from(self.options.calm_intervals));
         self.changes.failed += 1;
         if let Some(state) = self.model_mut(model) {
@@ -407,15 +413,15 @@ impl Router {
         }
     }
 
-    /// When load is to be evaluated_at next.
+    /// When the next evaluation is due.
     pub fn next_evaluation(&self) -> Nanos {
         self.evaluated_at + self.options.interval
     }
 
-    /// Judges the interval that is over and says what is to be done.
+    /// Evaluates the past interval and returns the changes of replicas.
     pub fn evaluate(&mut self, now: Nanos) -> Vec<ReplicaChange> {
         self.evaluated_at = now;
-        self.see_load();
+        self.find_standing_queues();
         let mut changes: Vec<ReplicaChange> = Vec::new();
         changes.extend(self.add_replica(now));
         changes.extend(self.drop_replicas(now));
@@ -427,8 +433,8 @@ impl Router {
         changes
     }
 
-    /// Where queues stand, and for how long which models have met them everywhere.
-    fn see_load(&mut self) {
+    /// Finds standing queues, and counts the intervals in which models met them on all devices.
+    fn find_standing_queues(&mut self) {
         for device in &mut self.devices {
             (device.overloaded, device.work) = (false, Nanos::ZERO);
         }
@@ -454,13 +460,13 @@ impl Router {
             model.overloaded = match (drains, stands) {
                 (true, _) => 0,
                 (false, true) => model.overloaded.saturating_add(1),
-                // Requests that take longer than an interval say nothing until they end.
+                // Requests longer than an interval give no information until they end.
                 (false, false) => model.overloaded,
             };
         }
     }
 
-    /// A replica for the model that needs one most, if there is a device for it.
+    /// Adds a replica for the model that needs it most, if a device can take it.
     fn add_replica(&mut self, now: Nanos) -> Option<ReplicaChange> {
         let wanting = |state: &&(usize, &ModelState)| {
             let making = |replica: &Replica| replica.state == ReplicaState::Loading;
@@ -490,22 +496,23 @@ impl Router {
         Some(ReplicaChange::Add(GroupModelId { slot: slot as u32, generation }, device))
     }
 
-    /// The device that a replica of `model` had best be on: with room beside what is in use, and without a queue.
+    /// The best device for a replica of `model`: with free memory beside models in use, and without
+    /// a standing queue.
     fn target(&self, now: Nanos, model: &ModelState) -> Option<usize> {
         let may = |device: &usize| {
             let state = &self.devices[*device];
-            let room = self.used(*device).saturating_add(model.bytes) <= state.budget;
+            let fits = self.used(*device).saturating_add(model.bytes) <= state.budget;
             model.replicas[*device].is_none()
                 && !state.overloaded
                 && state.avoided_until <= now
-                && room
+                && fits
                 && self.fits(*device, model.bytes)
         };
-        let quiet = |device: &usize| (self.devices[*device].work, self.placed(*device), *device);
-        (0..self.devices.len()).filter(may).min_by_key(quiet)
+        let load = |device: &usize| (self.devices[*device].work, self.placed(*device), *device);
+        (0..self.devices.len()).filter(may).min_by_key(load)
     }
 
-    /// Lets replicas go that are not needed any more.
+    /// Drains replicas that are not needed any more.
     fn drop_replicas(&mut self, now: Nanos) -> Vec<ReplicaChange> {
         let mut gone = Vec::new();
         for slot in 0..self.models.len() {
@@ -520,7 +527,7 @@ impl Router {
         gone
     }
 
-    /// Where `model` is.
+    /// The replicas of `model`.
     pub fn replicas(&self, model: GroupModelId) -> Vec<ReplicaStatus> {
         let Some(state) = self.model(model) else { return Vec::new() };
         let view = |(device, replica): (usize, &Option<Replica>)| {
@@ -530,7 +537,7 @@ impl Router {
         state.replicas.iter().enumerate().filter_map(view).collect()
     }
 
-    /// What was done about replicas so far.
+    /// Replicas added and removed so far.
     pub fn changes(&self) -> ReplicaCounts {
         self.changes
     }
@@ -546,14 +553,14 @@ impl Router {
     }
 }
 
-/// What a router is told of a model beside its size.
+/// Properties of a model for the router.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelFacts {
-    /// The class of requests that name none.
+    /// The default class.
     pub class: Class,
-    /// Its weights stay at its home.
+    /// Its weights are pinned at its home.
     pub pinned: bool,
-    /// Time that its requests wait on purpose.
+    /// Time that its requests wait deliberately.
     pub held_back: Nanos,
 }
 
@@ -569,16 +576,16 @@ impl Replica {
         interval.completed += 1;
         interval.work += cost;
         interval.least_wait = Some(interval.least_wait.map_or(wait, |least| least.min(wait)));
-        // An eighth of what is new: one odd run hardly counts.
+        // A new value has a weight of 1/8: one outlier hardly counts.
         let known = self.cost.unwrap_or(cost);
         self.cost = Some(Nanos(known.0 - known.0 / 8 + cost.0 / 8));
     }
 
-    /// Whether everybody waited in the interval that is over, or nobody got an answer although there was time for several.
-    /// `None` when there was no time for an answer that would tell.
+    /// Whether the queue is standing: every request of the interval waited, or none completed
+    /// although there was time for several. `None` without information.
     fn queue_stands(&self, allowed: Nanos, interval: Nanos) -> Option<bool> {
         match self.interval.least_wait {
-            // A request that waits as long as it runs is not yet a reason to double its memory.
+            // A wait as long as its run time does not yet justify double memory.
             Some(wait) => Some(wait > allowed.max(self.cost.unwrap_or_default())),
             None if !self.interval.busy => Some(false),
             None => {
@@ -590,12 +597,12 @@ impl Replica {
 }
 
 impl ModelState {
-    /// Device time of its answers in the interval.
+    /// Device time of its requests completed in the interval.
     fn work(&self) -> Nanos {
         Nanos(self.replicas.iter().flatten().map(|replica| replica.interval.work.0).sum())
     }
 
-    /// The device whose replica is not needed any more, if there is one.
+    /// The device whose replica is not needed any more.
     fn spare(
         &mut self,
         options: &DeviceGroupOptions,
@@ -610,10 +617,11 @@ impl ModelState {
             self.replicas.iter().enumerate().filter_map(serving).collect();
         let completed: u64 = serving.iter().map(|(_, completed)| completed).sum();
         let others = serving.len().saturating_sub(1) as u64;
-        // Not divided: of a model with one answer in an interval nothing would be left.
+        // Not divided: one request per interval would be rounded to zero.
         let enough = self.limit.unwrap_or(0) * others * u64::from(options.calm_percent);
         let well = devices[self.home].avoided_until <= now;
-        // Without a limit it is there because its home was broken, and goes when that is well again.
+        // Without a limit it was added because its home was faulted, and is removed when that works
+        // again.
         let underused = others > 0 && well && (completed * 100 < enough || self.limit.is_none());
         self.underused = if underused { self.underused.saturating_add(1) } else { 0 };
         if self.underused < options.calm_intervals {

@@ -1,12 +1,13 @@
-//! Fleets in virtual time: the real router, a real core for every device, simulated GPUs, clients by seed, and a checker that
-//! knows nothing of how any of them decides.
+//! Device groups in virtual time: the real router, a real core per device, simulated GPUs, seeded
+//! clients, and a checker that does not know how any of them decides.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use base::{Nanos, Random};
+use device::DeviceCapabilities;
 use device::sim::{
-    Gpu, GpuEvent, GpuProfile, KernelProfile, ModelProfile, Segment, StreamOptions, TaskId,
+    Gpu, GpuEvent, GpuProfile, GpuSegment, KernelProfile, ModelProfile, StreamOptions, TaskId,
 };
 use model::config::Class;
 
@@ -14,16 +15,18 @@ use super::DeviceGroupOptions;
 use super::router::{
     GroupModelId, ModelFacts, ReplicaChange, ReplicaState, RequestEnd, RoutedRequest, Router,
 };
-use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
+use crate::core::{
+    Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId, SimAction, SimEvent,
+};
 use crate::policy::padding::PaddingDevice;
 use crate::policy::{PreemptionPoint, by_name};
 
-/// Requests of one model: a rate that changes.
+/// Requests of one model, with a rate that changes.
 #[derive(Clone, Debug)]
 pub(super) struct Load {
     pub(super) model: usize,
     pub(super) class: Class,
-    /// Until when, and how many in a second.
+    /// End of the phase, and requests per second.
     pub(super) phases: Vec<(Nanos, f64)>,
 }
 
@@ -37,9 +40,9 @@ pub(super) struct Plan {
     pub(super) loads: Vec<Load>,
     pub(super) end: Nanos,
     pub(super) seed: u64,
-    /// Time a replica takes to be made.
+    /// Time to load a replica.
     pub(super) making: Nanos,
-    /// Every so many replicas cannot be made; 0 for none.
+    /// Every n-th replica cannot be loaded; 0 for none.
     pub(super) fails_every: u64,
     /// A bug that the checker must notice.
     pub(super) planted: Option<Bug>,
@@ -50,29 +53,29 @@ pub(super) struct Plan {
 pub(super) enum Bug {
     /// Some requests go to a device that does not hold their model.
     Elsewhere,
-    /// Some answers are forgotten.
+    /// Some replies are lost.
     Forgotten,
-    /// Some are given twice.
+    /// Some replies are sent twice.
     Twice,
-    /// Real time goes to the device that its router likes least.
+    /// Real time goes to the worst device.
     Late,
 }
 
-/// What a run came to.
+/// Results of a run.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
-    pub(super) asked: u64,
+    pub(super) submitted: u64,
     pub(super) done: u64,
     pub(super) refused: u64,
-    /// Done by device.
+    /// Completed requests by device.
     pub(super) by_device: Vec<u64>,
-    /// The most replicas a model had at once, and how many at the end.
-    pub(super) most_replicas: Vec<usize>,
+    /// Maximum number of replicas of a model, and at the end.
+    pub(super) max_replicas: Vec<usize>,
     pub(super) last_replicas: Vec<usize>,
-    /// Longest waits of real time, of each model.
+    /// Latencies of each model.
     pub(super) latencies: Vec<Vec<Nanos>>,
     pub(super) violations: Vec<String>,
-    /// Everything that was decided, to compare two runs.
+    /// All decisions, to compare two runs.
     pub(super) trace: String,
 }
 
@@ -92,7 +95,7 @@ struct Device {
     live: BTreeMap<usize, Live>,
 }
 
-/// Looks on. Keeps its own account of who holds what.
+/// Keeps its own account of replicas and requests.
 #[derive(Default)]
 struct Checker {
     holds: BTreeSet<(usize, usize)>,
@@ -122,13 +125,13 @@ impl Checker {
                 format!("request {number} of {model} went to {device}, which does not hold it"),
             );
         }
-        let ahead = |place: usize| {
+        let ahead = |device_state: usize| {
             self.open
                 .values()
-                .filter(|(_, device, class)| *device == place && *class == Class::RealTime)
+                .filter(|(_, device, class)| *device == device_state && *class == Class::RealTime)
                 .count()
         };
-        let idle = there.iter().find(|place| ahead(**place) == 0);
+        let idle = there.iter().find(|device_state| ahead(**device_state) == 0);
         if class == Class::RealTime
             && there.contains(&device)
             && ahead(device) > 0
@@ -144,19 +147,19 @@ impl Checker {
         }
     }
 
-    fn answered(&mut self, now: Nanos, number: u64) {
+    fn replied(&mut self, now: Nanos, number: u64) {
         if self.open.remove(&number).is_none() || !self.completed.insert(number) {
-            self.fault(now, format!("request {number} was answered twice"));
+            self.fault(now, format!("request {number} got two replies"));
         }
     }
 
     fn gone(&mut self, now: Nanos, model: usize, device: usize) {
         if !self.holds.remove(&(model, device)) {
-            self.fault(now, format!("{model} was taken from {device}, where it was not"));
+            self.fault(now, format!("{model} was removed from {device}, which did not have it"));
         }
-        let left = self.open.values().filter(|(m, d, _)| (*m, *d) == (model, device)).count();
-        if left > 0 {
-            self.fault(now, format!("{model} was taken from {device} under {left} requests"));
+        let open = self.open.values().filter(|(m, d, _)| (*m, *d) == (model, device)).count();
+        if open > 0 {
+            self.fault(now, format!("{model} was removed from {device} under {open} requests"));
         }
     }
 
@@ -173,7 +176,7 @@ pub(super) struct Simulation {
     devices: Vec<Device>,
     keys: Vec<GroupModelId>,
     profiles: Vec<Arc<ModelProfile>>,
-    /// When each load asks next.
+    /// Next request of each load.
     next: Vec<Option<Nanos>>,
     random: Random,
     making: Vec<(Nanos, GroupModelId, usize)>,
@@ -226,7 +229,8 @@ impl Simulation {
                     max_concurrent_loads: 2,
                     load_patience: Nanos::from_millis(5),
                     drain_after: Nanos::from_millis(50),
-                    room: PaddingDevice {
+                    capabilities: DeviceCapabilities { input_copies: false, ..gpu.capabilities() },
+                    padding_device: PaddingDevice {
                         sms: gpu.sms,
                         launch: Nanos(gpu.launch_ns),
                         gap: Nanos(gpu.gap_ns),
@@ -246,7 +250,7 @@ impl Simulation {
             random: Random::new(plan.seed),
             outcome: Outcome {
                 by_device: vec![0; plan.devices],
-                most_replicas: vec![0; plan.models.len()],
+                max_replicas: vec![0; plan.models.len()],
                 latencies: vec![Vec::new(); plan.models.len()],
                 ..Outcome::default()
             },
@@ -262,7 +266,7 @@ impl Simulation {
         };
         simulation.place_models();
         (0..simulation.next.len())
-            .for_each(|load| simulation.next[load] = simulation.next_ask(load, Nanos::ZERO));
+            .for_each(|load| simulation.next[load] = simulation.next_request(load, Nanos::ZERO));
         simulation
     }
 
@@ -279,7 +283,7 @@ impl Simulation {
         }
     }
 
-    /// The device takes a model in.
+    /// Adds a model to a device.
     fn hold(&mut self, model: usize, device: usize) {
         self.checker.holds.insert((model, device));
         let id = ModelId(model as u32);
@@ -287,11 +291,11 @@ impl Simulation {
         self.feed(device, Event::ModelAdded { model: id, steps, queue_capacity: 100_000 });
         let kernels = Arc::from(self.profiles[model].kernels.as_slice());
         let weight_bytes = self.profiles[model].weight_bytes;
-        self.feed(device, Event::ModelProfiled { model: id, kernels, weight_bytes });
+        self.feed(device, Event::Sim(SimEvent::ModelProfiled { model: id, kernels, weight_bytes }));
         self.feed(device, Event::Preload { model: id });
     }
 
-    fn next_ask(&mut self, load: usize, after: Nanos) -> Option<Nanos> {
+    fn next_request(&mut self, load: usize, after: Nanos) -> Option<Nanos> {
         let mut at = after;
         loop {
             let phases = &self.plan.loads[load].phases;
@@ -301,9 +305,9 @@ impl Simulation {
                 continue;
             }
             let gap = -(1.0 - self.random.unit_f64()).ln() / rate;
-            let asked = at + Nanos((gap * 1e9) as u64);
-            if asked <= until {
-                return Some(asked);
+            let next = at + Nanos((gap * 1e9) as u64);
+            if next <= until {
+                return Some(next);
             }
             at = until;
         }
@@ -333,7 +337,7 @@ impl Simulation {
         }
         let open: Vec<u64> = self.checker.open.keys().copied().collect();
         if !open.is_empty() {
-            self.checker.fault(self.now, format!("requests without an answer: {open:?}"));
+            self.checker.fault(self.now, format!("requests without a reply: {open:?}"));
         }
         self.outcome.last_replicas =
             self.keys.iter().map(|key| self.router.replicas(*key).len()).collect();
@@ -345,11 +349,11 @@ impl Simulation {
         let devices = self.devices.iter();
         let busy = devices.clone().any(|device| !device.live.is_empty());
         let due = devices.flat_map(|d| d.gpu.next_event().into_iter().chain(d.core.next_timer()));
-        let asks = self.next.iter().flatten().copied();
+        let requests = self.next.iter().flatten().copied();
         let making = self.making.iter().map(|(at, _, _)| *at);
         let evaluated_at = Some(self.router.next_evaluation());
         let evaluated_at = evaluated_at.filter(|_| busy || self.now < self.plan.end);
-        due.chain(asks).chain(making).chain(evaluated_at).min()
+        due.chain(requests).chain(making).chain(evaluated_at).min()
     }
 
     fn replicas_due(&mut self) {
@@ -359,11 +363,11 @@ impl Simulation {
         for (_, key, device) in due {
             self.makes += 1;
             if self.plan.fails_every > 0 && self.makes.is_multiple_of(self.plan.fails_every) {
-                self.router.not_made(now, key, device);
+                self.router.replica_failed(now, key, device);
                 continue;
             }
             self.hold(key.slot(), device);
-            assert!(self.router.made(key, device), "models stay");
+            assert!(self.router.replica_added(key, device), "models stay");
             self.note(format!("made {} {device}", key.slot()));
         }
         if self.router.next_evaluation() <= now {
@@ -372,8 +376,8 @@ impl Simulation {
             }
             for (model, key) in self.keys.iter().enumerate() {
                 let views = self.router.replicas(*key);
-                let most = &mut self.outcome.most_replicas[model];
-                *most = views.len().max(*most);
+                let max = &mut self.outcome.max_replicas[model];
+                *max = views.len().max(*max);
             }
         }
     }
@@ -384,7 +388,7 @@ impl Simulation {
                 self.note(format!("make {} {device}", key.slot()));
                 let bytes = self.profiles[key.slot()].weight_bytes;
                 if bytes > self.plan.memory || self.checker.holds.contains(&(key.slot(), device)) {
-                    self.checker.fault(self.now, format!("a replica that cannot be: {change:?}"));
+                    self.checker.fault(self.now, format!("an impossible replica: {change:?}"));
                 }
                 self.making.push((self.now + self.plan.making, key, device));
             }
@@ -404,17 +408,17 @@ impl Simulation {
         for load in 0..self.next.len() {
             while let Some(at) = self.next[load].filter(|at| *at <= self.now && *at < self.plan.end)
             {
-                self.next[load] = self.next_ask(load, at);
-                self.ask(load);
+                self.next[load] = self.next_request(load, at);
+                self.submit(load);
             }
             self.next[load] = self.next[load].filter(|at| *at < self.plan.end);
         }
     }
 
-    fn ask(&mut self, load: usize) {
+    fn submit(&mut self, load: usize) {
         let Load { model, class, .. } = self.plan.loads[load];
         self.number += 1;
-        self.outcome.asked += 1;
+        self.outcome.submitted += 1;
         let devices = &self.devices;
         let resident = |device: usize| {
             let weights = devices[device].core.weights_of(ModelId(model as u32));
@@ -436,8 +440,8 @@ impl Simulation {
             _ => routed.device,
         };
         self.checker.routed(self.now, self.number, (model, device), class, &there);
-        self.note(format!("ask {model} {device}"));
-        let id = self.devices[device].core.next_request_id().expect("few are under way");
+        self.note(format!("submit {model} {device}"));
+        let id = self.devices[device].core.next_request_id().expect("below the limit");
         let live = Live {
             id,
             number: self.number,
@@ -452,7 +456,7 @@ impl Simulation {
         self.feed(device, Event::Arrival { request: id, model, class, priority: 1, deadline });
     }
 
-    /// The device with most requests of those that hold `model`.
+    /// The device with the most requests, of those that hold `model`.
     fn fullest(&self, model: usize, chosen: usize) -> usize {
         let holds = |device: &usize| self.checker.holds.contains(&(model, *device));
         let devices = (0..self.devices.len()).filter(holds);
@@ -472,11 +476,11 @@ impl Simulation {
             }
             GpuEvent::Preempted { stream, token, step, tile, transmitted, busy } => {
                 count(token, busy);
-                let left = PreemptionPoint { step, tile, transmitted };
-                self.feed(device, Event::SegmentPreempted { queue: stream, left, busy });
+                let point = PreemptionPoint { step, tile, transmitted };
+                self.feed(device, Event::SegmentPreempted { queue: stream, point, busy });
             }
             GpuEvent::StepReady { stream, step } => {
-                self.feed(device, Event::StepReady { queue: stream, step });
+                self.feed(device, Event::Sim(SimEvent::StepReady { queue: stream, step }));
             }
             GpuEvent::Loaded { model } => {
                 self.feed(device, Event::LoadDone { model: ModelId(model as u32) });
@@ -494,42 +498,42 @@ impl Simulation {
     }
 
     fn act(&mut self, device: usize, action: Action) {
-        let (now, place) = (self.now, &mut self.devices[device]);
+        let (now, device_state) = (self.now, &mut self.devices[device]);
         match action {
             Action::Launch { queue, request, steps, tile } => {
-                let live = place.live.get_mut(&request.slot()).expect("it is under way");
+                let live = device_state.live.get_mut(&request.slot()).expect("it is pending");
                 assert_eq!(live.id, request);
                 let model = live.model;
-                let create = || place.gpu.create_task(model, request.order());
+                let create = || device_state.gpu.create_task(model, request.order());
                 let task = *live.task.get_or_insert_with(create);
-                let segment = Segment { token: request.slot() as u64, task, model, steps, tile };
-                assert!(place.gpu.enqueue(now, queue, segment).is_ok(), "a queue takes one");
+                let segment = GpuSegment { token: request.slot() as u64, task, model, steps, tile };
+                assert!(device_state.gpu.enqueue(now, queue, segment).is_ok(), "a queue takes one");
             }
-            Action::Preempt { queue, how } => place.gpu.preempt(now, queue, how),
-            // The simulated device divides steps instead.
+            Action::Preempt { queue, how } => device_state.gpu.preempt(now, queue, how),
+            // The simulated GPU has budgets instead of a partition.
             Action::Confine { .. } => {}
-            Action::SetBudget { queue, hold, take, expiry } => {
-                place.gpu.set_budget(now, queue, hold, take, expiry);
+            Action::Sim(SimAction::SetBudget { queue, hold, take, expiry }) => {
+                device_state.gpu.set_budget(now, queue, hold, take, expiry);
             }
-            Action::Pad { queue, step, sms, blocks } => {
-                place.gpu.pad(now, queue, step, sms, blocks);
+            Action::Sim(SimAction::Pad { queue, step, sms, blocks }) => {
+                device_state.gpu.pad(now, queue, step, sms, blocks);
             }
-            Action::Load { model, .. } => place.gpu.load(now, model.0 as usize),
-            Action::Evict { model } => place.gpu.evict(model.0 as usize),
-            Action::FreeModel { model } => place.gpu.evict(model.0 as usize),
+            Action::Load { model, .. } => device_state.gpu.load(now, model.0 as usize),
+            Action::Evict { model } => device_state.gpu.evict(model.0 as usize),
+            Action::FreeModel { model } => device_state.gpu.evict(model.0 as usize),
             Action::End { request, end } => self.ended(device, request, end),
             _ => {}
         }
     }
 
     fn ended(&mut self, device: usize, request: RequestId, end: End) {
-        let place = &mut self.devices[device];
-        let Some(live) = place.live.remove(&request.slot()) else {
-            self.checker.fault(self.now, "the end of nothing".to_string());
+        let device_state = &mut self.devices[device];
+        let Some(live) = device_state.live.remove(&request.slot()) else {
+            self.checker.fault(self.now, "an unknown request ended".to_string());
             return;
         };
         if let Some(task) = live.task {
-            place.gpu.drop_task(task);
+            device_state.gpu.drop_task(task);
         }
         let odd = live.number.is_multiple_of(50);
         let times = match self.plan.planted {
@@ -537,8 +541,8 @@ impl Simulation {
             Some(Bug::Twice) if odd => 2,
             _ => 1,
         };
-        (0..times).for_each(|_| self.checker.answered(self.now, live.number));
-        let told = match end {
+        (0..times).for_each(|_| self.checker.replied(self.now, live.number));
+        let ended = match end {
             End::Done => {
                 self.outcome.done += 1;
                 self.outcome.by_device[device] += 1;
@@ -551,7 +555,7 @@ impl Simulation {
                 RequestEnd::Refused
             }
         };
-        if let Some(change) = self.router.ended(self.now, live.routed, told) {
+        if let Some(change) = self.router.ended(self.now, live.routed, ended) {
             self.change(change);
         }
     }

@@ -11,7 +11,7 @@ fn second(seconds: u64) -> Nanos {
 fn run(plan: Plan) -> Outcome {
     let outcome = Simulation::new(plan, DeviceGroupOptions::default()).finish();
     assert_eq!(outcome.violations, Vec::<String>::new());
-    assert_eq!(outcome.asked, outcome.done + outcome.refused);
+    assert_eq!(outcome.submitted, outcome.done + outcome.refused);
     outcome
 }
 
@@ -35,53 +35,53 @@ fn plan(devices: usize, models: &[(f64, u64)], loads: Vec<Load>, end: u64) -> Pl
 }
 
 #[test]
-fn a_model_gets_replicas_when_one_device_is_not_enough_and_loses_them_when_it_is() {
-    // A device does a hundred a second. Low, then more than two devices do, then low again.
+fn adds_replicas_under_load_and_removes_them() {
+    // A device serves 100 requests per second. The rate is low, then above two devices, then low.
     let loads = vec![best_effort(0, &[(5, 30.0), (20, 250.0), (60, 20.0)])];
     let outcome = run(plan(4, &[(10.0, 100 * MB)], loads, 60));
-    assert!(outcome.most_replicas[0] >= 3, "{:?}", outcome.most_replicas);
+    assert!(outcome.max_replicas[0] >= 3, "{:?}", outcome.max_replicas);
     assert_eq!(
         outcome.last_replicas,
         [1],
         "{}",
-        outcome.trace.lines().filter(|l| !l.contains("ask")).collect::<Vec<_>>().join("\n")
+        outcome.trace.lines().filter(|l| !l.contains("submit")).collect::<Vec<_>>().join("\n")
     );
     assert_eq!(outcome.refused, 0);
 }
 
 #[test]
-fn a_model_that_takes_longer_than_an_interval_gets_replicas_too_and_loses_them() {
-    // Two seconds each, and one comes every second; later hardly any.
+fn adds_replicas_for_requests_longer_than_an_interval() {
+    // Two seconds per request, one request per second; later hardly any.
     let loads = vec![best_effort(0, &[(60, 1.0), (200, 0.02)])];
     let outcome = run(plan(3, &[(2_000.0, 100 * MB)], loads, 200));
-    assert!(outcome.most_replicas[0] >= 2, "{:?}", outcome.most_replicas);
+    assert!(outcome.max_replicas[0] >= 2, "{:?}", outcome.max_replicas);
     assert_eq!(outcome.last_replicas, [1]);
 }
 
 #[test]
-fn what_one_device_serves_stays_on_one() {
+fn adds_no_replica_when_one_device_is_enough() {
     let loads = vec![best_effort(0, &[(20, 50.0)]), best_effort(1, &[(20, 50.0)])];
     let outcome = run(plan(2, &[(10.0, 100 * MB), (10.0, 100 * MB)], loads, 20));
-    assert_eq!(outcome.most_replicas, [1, 1]);
+    assert_eq!(outcome.max_replicas, [1, 1]);
     assert!(outcome.by_device.iter().all(|done| *done > 0), "each has a device of its own");
 }
 
 #[test]
-fn a_replica_that_cannot_be_made_costs_no_request() {
+fn a_failed_replica_loses_no_request() {
     let loads = vec![best_effort(0, &[(30, 150.0)])];
     let plan = Plan { fails_every: 2, ..plan(3, &[(10.0, 100 * MB)], loads, 30) };
     let outcome = run(plan);
-    assert!(outcome.most_replicas[0] >= 2);
+    assert!(outcome.max_replicas[0] >= 2);
 }
 
 #[test]
-fn the_same_seed_is_the_same_run() {
+fn equal_seeds_give_equal_runs() {
     let once = |seed| run(Plan { seed, ..random_plan(7) }).trace;
     assert_eq!(once(3), once(3));
     assert_ne!(once(3), once(4));
 }
 
-/// Some devices, more models than they have room for, and loads that come and go.
+/// Random devices, models that exceed their memory, and changing loads.
 fn random_plan(seed: u64) -> Plan {
     let mut random = Random::new(seed);
     let devices = 1 + random.below(4) as usize;
@@ -106,21 +106,21 @@ fn random_plan(seed: u64) -> Plan {
 }
 
 #[test]
-fn whatever_comes_nothing_is_lost_and_no_rule_broken() {
+fn random_loads_break_no_rule() {
     let mut replicated = 0;
     for seed in 0..24 {
         let outcome = run(random_plan(seed));
-        replicated += outcome.most_replicas.iter().filter(|most| **most > 1).count();
+        replicated += outcome.max_replicas.iter().filter(|max| **max > 1).count();
     }
-    assert!(replicated > 5, "{replicated} models were ever replicated: nothing was tried");
+    assert!(replicated > 5, "{replicated} models were ever replicated: too few");
 }
 
 #[test]
-fn the_checker_notices_what_is_wrong() {
+fn checker_finds_planted_bugs() {
     let real_time = Load { model: 0, class: Class::RealTime, phases: vec![(second(6), 400.0)] };
     let loads = vec![real_time, best_effort(1, &[(6, 20.0)])];
     let sound = plan(3, &[(5.0, 100 * MB), (1.0, 100 * MB)], loads, 6);
-    assert!(run(sound.clone()).most_replicas[0] > 1);
+    assert!(run(sound.clone()).max_replicas[0] > 1);
     for bug in [Bug::Elsewhere, Bug::Forgotten, Bug::Twice, Bug::Late] {
         let plan = Plan { planted: Some(bug), ..sound.clone() };
         let outcome = Simulation::new(plan, DeviceGroupOptions::default()).finish();
@@ -129,7 +129,7 @@ fn the_checker_notices_what_is_wrong() {
 }
 
 #[test]
-fn real_time_is_as_fast_beside_a_flood_as_alone() {
+fn real_time_is_as_fast_beside_saturating_best_effort() {
     let real_time =
         |rate| Load { model: 0, class: Class::RealTime, phases: vec![(second(20), rate)] };
     let models = [(2.0, 100 * MB), (10.0, 100 * MB)];
@@ -141,7 +141,7 @@ fn real_time_is_as_fast_beside_a_flood_as_alone() {
         all.sort_unstable();
         all[all.len() / 2].0 as f64
     };
-    assert!(beside.most_replicas[1] == 2, "the flood has both");
+    assert!(beside.max_replicas[1] == 2, "best effort uses both");
     let (alone, beside) = (middle(&alone), middle(&beside));
     assert!(beside < alone * 1.1, "{alone} alone, {beside} beside");
 }
@@ -158,28 +158,28 @@ mod routing {
         RequestEnd::Done { wait: Nanos::from_millis(wait_ms), cost: Nanos::from_millis(cost_ms) }
     }
 
-    /// A model on both of two devices, its home being the first.
+    /// A model on both of two devices; its home is the first.
     fn twice() -> (Router, super::super::router::GroupModelId) {
         let mut router = Router::new(DeviceGroupOptions::default(), &[1_000, 1_000]);
         let model = router.add(0, 100, facts());
         for interval in 1..=2 {
             for _ in 0..50 {
                 let routed = router.route(Nanos::ZERO, model, None, |_| true).expect("it is there");
-                assert_eq!(routed.device, 0, "its home is the only place");
+                assert_eq!(routed.device, 0, "its home is the only replica");
                 router.ended(Nanos::ZERO, routed, done(50, 10));
             }
             let changes = router.evaluate(Nanos::from_millis(500 * interval));
             let made = vec![ReplicaChange::Add(model, 1)];
             assert_eq!(changes, if interval == 2 { made } else { vec![] });
         }
-        assert!(router.made(model, 1));
+        assert!(router.replica_added(model, 1));
         (router, model)
     }
 
     #[test]
-    fn residency_counts_as_time() {
+    fn counts_load_time_of_absent_weights() {
         let (mut router, model) = twice();
-        // A load of 100 bytes takes half a request's time there.
+        // A load of 100 bytes takes half the time of a request.
         router.set_speed(1, 20_000);
         let mut go = |there: [bool; 2]| {
             router.route(Nanos::ZERO, model, None, |device| there[device]).expect("there").device
@@ -191,7 +191,7 @@ mod routing {
     }
 
     #[test]
-    fn a_broken_device_is_asked_last_and_again_later() {
+    fn avoids_a_faulted_device_for_a_while() {
         let (mut router, model) = twice();
         let routed = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
         assert_eq!(routed.device, 0);
@@ -205,7 +205,7 @@ mod routing {
     }
 
     #[test]
-    fn a_model_whose_only_device_broke_gets_another() {
+    fn adds_a_replica_when_the_only_device_is_faulted() {
         let mut router = Router::new(DeviceGroupOptions::default(), &[1_000, 1_000]);
         let model = router.add(0, 100, facts());
         let routed = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
@@ -214,7 +214,7 @@ mod routing {
     }
 
     #[test]
-    fn a_replica_goes_when_its_last_request_has_ended() {
+    fn removes_a_replica_after_its_last_request() {
         let (mut router, model) = twice();
         let first = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
         let second = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
@@ -226,28 +226,28 @@ mod routing {
         let state: Vec<_> = router.replicas(model).iter().map(|view| view.state).collect();
         assert_eq!(state, [ReplicaState::Serving, ReplicaState::Draining]);
         let third = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
-        assert_eq!(third.device, 0, "a leaving replica takes no more");
+        assert_eq!(third.device, 0, "a draining replica accepts no requests");
         let gone = router.ended(Nanos::ZERO, second, done(0, 10));
         assert_eq!(gone, Some(ReplicaChange::Remove(model, 1)));
         assert_eq!(router.changes().removed, 1);
     }
 
     #[test]
-    fn homes_have_room_and_nothing_is_placed_where_it_can_never_be() {
+    fn places_models_only_where_they_fit() {
         let mut router = Router::new(DeviceGroupOptions::default(), &[1_000, 600]);
         let pinned = ModelFacts { pinned: true, ..facts() };
         assert_eq!(router.home_for(Nanos::ZERO, 700), Some(0));
         router.add(0, 700, pinned);
         assert_eq!(router.home_for(Nanos::ZERO, 600), Some(1));
-        assert_eq!(router.home_for(Nanos::ZERO, 601), None, "300 and 600 are left");
-        assert_eq!(router.most_room(), 600);
+        assert_eq!(router.home_for(Nanos::ZERO, 601), None, "300 and 600 are free");
+        assert_eq!(router.max_free(), 600);
         router.add(1, 500, facts());
-        assert_eq!(router.home_for(Nanos::ZERO, 200), Some(0), "rather where nothing is evicted");
-        assert_eq!(router.home_for(Nanos::ZERO, 400), Some(1), "or where it can be at all");
+        assert_eq!(router.home_for(Nanos::ZERO, 200), Some(0), "prefers a device without eviction");
+        assert_eq!(router.home_for(Nanos::ZERO, 400), Some(1), "or any where it fits");
     }
 
     #[test]
-    fn a_removed_model_is_not_routed_and_its_tickets_still_end() {
+    fn routed_requests_of_a_removed_model_still_end() {
         let (mut router, model) = twice();
         let routed = router.route(Nanos::ZERO, model, None, |_| true).expect("there");
         assert_eq!(router.remove(model), [0, 1]);

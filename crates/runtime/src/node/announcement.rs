@@ -1,9 +1,9 @@
-//! How the core hears of a real-time request before it is there.
+//! Announcement of real-time requests before they arrive.
 
 use super::{ModelKey, Shared};
 use crate::core::{Event, ModelId};
 
-/// The word to the core that a real-time request is coming; taken back when it is dropped.
+/// An announced real-time request; the announcement ends when this is dropped.
 pub(super) struct Announcement<'a> {
     pub(super) shared: &'a Shared,
     pub(super) made: bool,
@@ -15,7 +15,7 @@ impl Announcement<'_> {
         self.shared.handle(Event::ArrivalExpected { model: ModelId(model.slot) });
     }
 
-    /// What takes it back, to be told by whoever asks.
+    /// The event that ends the announcement, for the caller to send.
     pub(super) fn take(&mut self) -> Option<Event> {
         std::mem::take(&mut self.made).then_some(Event::ExpectationEnded)
     }

@@ -1,4 +1,4 @@
-//! Batches in a node: from requests to jobs of the core and back.
+//! Batches in a node: from requests to jobs of the core, and back to replies.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::atomic::Ordering;
@@ -14,55 +14,54 @@ use model::{LaunchPlan, Tensor};
 
 use super::batcher::{BatchEnd, Batcher, GroupKey, Member, MemberId, Refusal, Rules, SlotRequest};
 use super::completion::rejected;
-use super::submission::Asked;
+use super::submission::Submission;
 use super::{
-    DueReply, Job, ModelKey, Rejection, Reply, ReplyFn, ReplyResult, ReplyTarget, Shared, State,
-    Timing,
+    DueReply, Job, ModelKey, Rejection, Reply, ReplyResult, ReplyTarget, Shared, State, Timing,
 };
 use crate::core::{End, Event, ModelId, RequestId};
 
-/// Preparations of a device that wait to be done.
+/// Maximum number of queued preparations.
 const MAX_PREPARATIONS: usize = 256;
 
-/// A request that waits for a batch or rides on one.
-pub(super) struct MemberPayload {
+/// A batch member: its staged inputs until the batch is formed, and its request.
+pub(super) struct BatchMember {
     staged: Option<Box<dyn StagedInputs>>,
-    reply: ReplyFn,
+    submission: Submission,
 }
 
-pub(super) type ModelBatcher = Batcher<MemberPayload>;
+pub(super) type ModelBatcher = Batcher<BatchMember>;
 
-/// What a caller's thread needs to know of a batched model.
+/// What a caller needs to know to stage a request of a batched model.
 #[derive(Clone)]
-pub(super) struct BatchIntake {
+pub(super) struct BatchStaging {
     symbol: Arc<str>,
-    copy: CopyTime,
+    pub(super) copy: CopyTime,
     max_rows: usize,
-    /// What the device is to be prepared for.
+    /// Batch sizes that the device prepares.
     batches: Arc<[usize]>,
 }
 
-/// Batches of all models.
+/// State of all batchers.
 #[derive(Default)]
 pub(super) struct Batches {
-    /// Models whose batcher is to be asked.
+    /// Models whose batcher must be updated.
     pub(super) due: Vec<ModelId>,
-    /// When batchers want to be asked.
+    /// Timers of batchers.
     timers: BTreeSet<(Nanos, ModelId)>,
-    /// Requests of batchers that are not answered.
+    /// Pending requests of all batchers.
     pub(super) members: usize,
 }
 
-/// Batches the device is to be prepared for.
+/// Batch sizes to prepare for a model.
 struct Preparation {
     model: ModelKey,
-    /// Not kept by waiting here: a model that is removed meanwhile gives its memory back.
+    /// Weak: a model that is removed meanwhile frees its memory.
     program: Weak<dyn Program>,
     sizes: Vec<(String, usize)>,
     batches: Vec<usize>,
 }
 
-/// Prepares devices beside the request's way.
+/// Prepares batch sizes on a thread of its own.
 pub(super) struct Preparer {
     sender: SyncSender<Preparation>,
 }
@@ -71,120 +70,114 @@ impl Preparer {
     pub(super) fn start(shared: Weak<Shared>) -> std::io::Result<Preparer> {
         let (sender, receiver) = sync_channel::<Preparation>(MAX_PREPARATIONS);
         std::thread::Builder::new().name("node-batches".to_string()).spawn(move || {
-            while let Ok(wanted) = receiver.recv() {
-                let Some(program) = wanted.program.upgrade() else { continue };
-                if let Err(err) = program.prepare_batches(&wanted.sizes, &wanted.batches) {
-                    tracing::warn!(batches = ?wanted.batches, "batches stay smaller: {err}");
+            while let Ok(preparation) = receiver.recv() {
+                let Some(program) = preparation.program.upgrade() else { continue };
+                if let Err(err) = program.prepare_batches(&preparation.sizes, &preparation.batches)
+                {
+                    let batches = &preparation.batches;
+                    tracing::warn!(?batches, error = %err, "cannot prepare batches");
                 }
                 let Some(shared) = shared.upgrade() else { return };
-                shared.prepared(&wanted, &*program);
+                shared.prepared(&preparation, &*program);
             }
         })?;
         Ok(Preparer { sender })
     }
 
-    fn ask(&self, preparation: Preparation) {
+    fn request(&self, preparation: Preparation) {
         if self.sender.try_send(preparation).is_err() {
-            tracing::warn!("too many models are being prepared: batches of one stay small");
+            tracing::warn!(limit = MAX_PREPARATIONS, "batch preparation skipped: queue full");
         }
     }
 }
 
-/// A model's batcher, when its requests can be put together and its settings do not forbid it.
+/// The batcher of a model, if its requests can be batched and its settings allow it.
 pub(super) fn batcher_of(
     plan: &LaunchPlan,
     config: &ModelConfig,
     level: PreemptionLevel,
-) -> Option<(ModelBatcher, BatchIntake)> {
+) -> Option<(ModelBatcher, BatchStaging)> {
     let rules = Rules::of(config, level)?;
-    let asked = config.batching.policy != BatchingPolicy::Auto;
+    let configured = config.batching.policy != BatchingPolicy::Auto;
     let Some(symbol) = batch_symbol(plan) else {
-        if asked {
+        if configured {
             tracing::warn!(
-                "not batched: inputs and outputs do not all begin with the same open dimension"
+                reason = "inputs and outputs do not all begin with one symbolic dimension",
+                "batching disabled"
             );
         }
         return None;
     };
-    // Whoever sets a policy says that rows are independent, as with every server that batches. Otherwise it must be seen.
-    if !asked && let Some(step) = mixing_step(plan, symbol) {
+    // A policy in the settings asserts that rows are independent. Otherwise it must be proven.
+    if !configured && let Some(step) = mixing_step(plan, symbol) {
         tracing::info!(
             step = step.name,
             op = step.op.name(),
-            "not batched: rows may depend on each other here; if they do not, set batching.policy"
+            reason = "rows may depend on each other; if they do not, set batching.policy",
+            "batching disabled"
         );
         return None;
     }
     let (symbol, copy) = (symbol.into(), rules.copy);
     let (max_rows, batches) = (rules.batch_max(), rules.batches().into());
-    let batch_intake = BatchIntake { symbol, copy, max_rows, batches };
-    Some((Batcher::new(rules, config.queue_capacity), batch_intake))
+    let staging = BatchStaging { symbol, copy, max_rows, batches };
+    Some((Batcher::new(rules, config.queue_capacity), staging))
 }
 
-impl BatchIntake {
-    /// Whether inputs can be part of a batch.
-    pub(super) fn takes(&self, inputs: &[Tensor]) -> bool {
+impl BatchStaging {
+    /// Whether inputs fit into a batch.
+    pub(super) fn fits(&self, inputs: &[Tensor]) -> bool {
         (1..=self.max_rows).contains(&rows_of(inputs))
     }
-}
 
-/// A request on its way into a batcher.
-pub(super) struct Incoming {
-    asked: Asked,
-    sizes: Vec<(String, usize)>,
-    staged: Box<dyn StagedInputs>,
-}
-
-impl Incoming {
-    /// Stages `inputs`, which may take a while.
-    pub(super) fn stage(
-        program: &dyn Program,
-        batch_intake: &BatchIntake,
-        inputs: Vec<Tensor>,
-        asked: Asked,
-        soon: &mut dyn FnMut(),
-    ) -> Result<Incoming, DeviceError> {
-        let sizes = other_sizes(program.plan(), &batch_intake.symbol, &inputs);
-        let staged = program.stage(inputs, batch_intake.copy, soon)?;
-        Ok(Incoming { asked, sizes, staged })
+    /// Sizes of the symbolic dimensions of `inputs` other than the batch.
+    pub(super) fn sizes(&self, plan: &LaunchPlan, inputs: &[Tensor]) -> Vec<(String, usize)> {
+        other_sizes(plan, &self.symbol, inputs)
     }
 }
 
-/// What became of a request that wanted to be part of a batch.
+/// Result of the admission to a batcher.
 pub(super) enum Admission {
     Member(MemberId),
-    Refused(ReplyFn, Rejection),
-    /// It can be in no batch, but on its own.
-    Alone(ReplyFn, Box<dyn StagedInputs>),
+    Refused(Submission, Rejection),
+    /// It cannot be batched and runs alone.
+    Alone(Submission, Box<dyn StagedInputs>),
 }
 
 impl Shared {
-    /// Puts a request into its model's batcher.
-    pub(super) fn admit(&self, state: &mut State, incoming: Incoming, reply: ReplyFn) -> Admission {
-        let Incoming { asked, sizes, staged } = incoming;
-        let Asked { model, class, priority, arrived, deadline } = asked;
+    /// Adds a request to the batcher of its model.
+    pub(super) fn admit(
+        &self,
+        state: &mut State,
+        submission: Submission,
+        sizes: Vec<(String, usize)>,
+        staged: Box<dyn StagedInputs>,
+    ) -> Admission {
+        let Submission { model, class, priority, arrived, deadline, .. } = submission;
         let busy = state.core.pending() + state.batches.members >= self.max_requests;
         let Some(entry) = state.model_mut(model) else {
-            return Admission::Refused(reply, Rejection::NoSuchModel);
+            return Admission::Refused(submission, Rejection::NoSuchModel);
         };
         let capacity = if busy { self.max_requests } else { entry.queue_capacity };
-        let Some((batcher, batch_intake)) = entry.batching.as_mut().filter(|_| !busy) else {
+        let Some((batcher, staging)) = entry.batching.as_mut().filter(|_| !busy) else {
             entry.stats.rejected += 1;
-            return Admission::Refused(reply, Rejection::QueueFull { capacity });
+            return Admission::Refused(submission, Rejection::QueueFull { capacity });
         };
         let (program, preparer) = (&entry.program, self.preparer.get());
         let key = GroupKey { class, priority, sizes: sizes.clone() };
-        let wanted = &batch_intake.batches;
+        let sizes_to_prepare = &staging.batches;
         let ready = || {
             let ready = program.prepared_batches(&sizes)?;
-            if let Some(preparer) = preparer.filter(|_| wanted.iter().any(|b| !ready.contains(b))) {
+            if let Some(preparer) =
+                preparer.filter(|_| sizes_to_prepare.iter().any(|b| !ready.contains(b)))
+            {
                 let (program, sizes, batches) =
-                    (Arc::downgrade(program), sizes.clone(), wanted.to_vec());
-                preparer.ask(Preparation { model, program, sizes, batches });
+                    (Arc::downgrade(program), sizes.clone(), sizes_to_prepare.to_vec());
+                preparer.request(Preparation { model, program, sizes, batches });
             }
             Some(ready)
         };
-        let payload = MemberPayload { staged: Some(staged), reply };
+        let payload = BatchMember { staged: Some(staged), submission };
         let rows = payload.staged.as_ref().map_or(1, |staged| staged.rows());
         match batcher.arrive(arrived, key, (rows, deadline), payload, ready) {
             Ok(id) => {
@@ -192,17 +185,17 @@ impl Shared {
                 state.batches.due.push(ModelId(model.slot));
                 Admission::Member(id)
             }
-            Err((Refusal::Alone, MemberPayload { staged: Some(staged), reply })) => {
-                Admission::Alone(reply, staged)
+            Err((Refusal::Alone, BatchMember { staged: Some(staged), submission })) => {
+                Admission::Alone(submission, staged)
             }
-            Err((_, MemberPayload { reply, .. })) => {
+            Err((_, BatchMember { submission, .. })) => {
                 entry.stats.rejected += 1;
-                Admission::Refused(reply, Rejection::QueueFull { capacity })
+                Admission::Refused(submission, Rejection::QueueFull { capacity })
             }
         }
     }
 
-    /// Prepares a new model for its batches, as far as its sizes are known.
+    /// Prepares the batches of a new model, as far as its sizes are known.
     pub(super) fn prepare_batches(
         &self,
         model: ModelKey,
@@ -210,7 +203,7 @@ impl Shared {
         batches: Vec<usize>,
     ) {
         if let (Some(_), Some(preparer)) = (program.prepared_batches(&[]), self.preparer.get()) {
-            preparer.ask(Preparation {
+            preparer.request(Preparation {
                 model,
                 program: Arc::downgrade(program),
                 sizes: Vec::new(),
@@ -230,7 +223,7 @@ impl Shared {
         }
     }
 
-    /// Gives up a request of a batch.
+    /// Cancels a batch member.
     pub(super) fn cancel_member(&self, model: ModelKey, member: MemberId) {
         let now = self.clock.now();
         let mut state = self.lock();
@@ -241,14 +234,15 @@ impl Shared {
         };
         let id = ModelId(model.slot);
         state.batches.due.push(id);
-        let due = state.answer(now, id, gone, Timing::default(), Err(Rejection::Cancelled));
+        let due =
+            state.reply_to_member(now, id, gone, Timing::default(), Err(Rejection::Cancelled));
         self.unsent.fetch_add(1, Ordering::SeqCst);
         let events = idle.into_iter().map(|request| Event::Cancel { request }).collect();
         self.run(state, events);
         self.send(due.0, due.1);
     }
 
-    /// Asks the batchers that something happened to, and puts what they want into `events`.
+    /// Updates the batchers that changed and appends their jobs to `events`.
     pub(super) fn update_batchers(
         &self,
         state: &mut State,
@@ -284,8 +278,8 @@ impl Shared {
         let (mut late, mut idle) = (Vec::new(), Vec::new());
         batcher.expire(now, &mut late, &mut idle);
         events.extend(idle.into_iter().map(|request| Event::Cancel { request }));
-        // Each group asks for one batch at a time: the next one when that has started.
-        let wanted: Vec<SlotRequest> =
+        // Each group has one batch slot at a time: the next one follows when that has started.
+        let slots: Vec<SlotRequest> =
             std::iter::from_fn(|| batcher.decide(now, &mut late)).collect();
         let timer = batcher.next_timer();
         if timer != entry.batch_timer {
@@ -296,7 +290,7 @@ impl Shared {
             state.batches.timers.extend(timer.map(|at| (at, model)));
         }
         for member in late {
-            due.push(state.answer(
+            due.push(state.reply_to_member(
                 now,
                 model,
                 member,
@@ -304,8 +298,8 @@ impl Shared {
                 Err(Rejection::DeadlineExceeded),
             ));
         }
-        for wanted in wanted {
-            self.open_slot(state, model, wanted, events);
+        for slot in slots {
+            self.open_slot(state, model, slot, events);
         }
         state.retire(model, events);
     }
@@ -314,15 +308,15 @@ impl Shared {
         &self,
         state: &mut State,
         model: ModelId,
-        wanted: SlotRequest,
+        slot: SlotRequest,
         events: &mut VecDeque<Event>,
     ) {
-        let SlotRequest { group, class, priority, deadline } = wanted;
+        let SlotRequest { group, class, priority, deadline } = slot;
         let job = state.core.next_request_id();
         if let Some(entry) = &mut state.models[model.0 as usize]
             && let Some((batcher, _)) = &mut entry.batching
         {
-            batcher.asked(group, job);
+            batcher.slot_opened(group, job);
         }
         let Some(request) = job else { return };
         let timing = Timing { arrived: self.clock.now(), ..Timing::default() };
@@ -330,7 +324,7 @@ impl Shared {
         events.push_back(Event::Arrival { request, model, class, priority, deadline });
     }
 
-    /// Makes the task of a batch that starts.
+    /// Forms the batch of a job that starts: binds its members and creates its task.
     pub(super) fn form_batch(
         &self,
         state: &mut State,
@@ -348,19 +342,19 @@ impl Shared {
         let Some((batcher, _)) = &mut entry.batching else { return Ok(()) };
         let formed = batcher.start(now, request);
         if formed.rows == 0 {
-            return Err(DeviceError::BadPlan("a batch of nobody".to_string()));
+            return Err(DeviceError::BadPlan("an empty batch".to_string()));
         }
         let (rows, deadline) = (formed.rows, formed.deadline);
         events.push_back(Event::BatchFormed { request, rows, deadline });
         let staged = batcher.members_of(request).filter_map(|member| member.payload.staged.take());
         let task = entry.program.gather(staged.collect())?;
-        if let Some(job) = state.job.get_mut(request.slot()).and_then(Option::as_mut) {
+        if let Some(job) = state.jobs.get_mut(request.slot()).and_then(Option::as_mut) {
             (job.task, job.rows) = (Some(task), rows);
         }
         Ok(())
     }
 
-    /// Ends everybody who rides on a job of the core.
+    /// Ends all members of a batch.
     pub(super) fn end_batch(
         &self,
         state: &mut State,
@@ -375,13 +369,13 @@ impl Shared {
         let Some((batcher, _)) = &mut entry.batching else { return };
         let refused = !matches!(end, End::Done | End::DeadlineExceeded | End::Cancelled);
         if refused && !job.launched {
-            // The core does not take such a job: whoever waits for it would wait for ever.
+            // The core refuses such a job: members that wait for it would wait forever.
             let capacity = entry.queue_capacity;
             let refused = batcher.refuse(request);
             let failure = self.failure(state, model, end, None);
             for member in refused {
                 let why = rejected(end, failure.clone(), capacity);
-                due.push(state.answer(now, model, member, Timing::default(), Err(why)));
+                due.push(state.reply_to_member(now, model, member, Timing::default(), Err(why)));
             }
             return;
         }
@@ -403,29 +397,33 @@ impl Shared {
         };
         let mut first = true;
         for member in members {
-            let place = all.iter().position(|(id, _)| *id == member.id());
+            let position = all.iter().position(|(id, _)| *id == member.id());
             let result = match &mut outputs {
-                Ok(outputs) => place.and_then(|place| outputs[place].take()).ok_or_else(|| {
-                    Rejection::Device(DeviceError::BadPlan("a request's rows are lost".to_string()))
-                }),
+                Ok(outputs) => {
+                    position.and_then(|position| outputs[position].take()).ok_or_else(|| {
+                        Rejection::Device(DeviceError::BadPlan(
+                            "the rows of a batch member are missing".to_string(),
+                        ))
+                    })
+                }
                 Err(why) => Err(why.clone()),
             };
             let result =
                 if member.deadline <= now { Err(Rejection::DeadlineExceeded) } else { result };
             let leads = result.is_ok() && std::mem::take(&mut first);
             let timing = Timing { first: leads, rows: job.rows, ..job.timing };
-            due.push(state.answer(now, model, member, timing, result));
+            due.push(state.reply_to_member(now, model, member, timing, result));
         }
     }
 }
 
 impl State {
-    /// The reply of a request of a batch, counted.
-    fn answer(
+    /// The reply of a batch member, counted.
+    fn reply_to_member(
         &mut self,
         now: Nanos,
         model: ModelId,
-        member: Member<MemberPayload>,
+        member: Member<BatchMember>,
         job: Timing,
         result: ReplyResult,
     ) -> DueReply {
@@ -434,10 +432,11 @@ impl State {
         if let Some(entry) = &mut self.models[model.0 as usize] {
             entry.stats.count(&result, &timing);
         }
-        (member.payload.reply, Reply { result, timing })
+        (member.payload.submission.reply, Reply { result, timing })
     }
 
-    /// Tells the core what had to wait for the batcher to be empty: that the model goes, that the node draining_thread_waits.
+    /// Sends the core what had to wait for an empty batcher: the removal of the model, the drain of
+    /// the node.
     fn retire(&mut self, model: ModelId, events: &mut VecDeque<Event>) {
         let Some(entry) = &mut self.models[model.0 as usize] else { return };
         let empty = entry.batching.as_ref().is_none_or(|(batcher, _)| batcher.pending() == 0);
@@ -456,7 +455,7 @@ impl State {
         }
     }
 
-    /// The earliest time that a batcher wants to be asked.
+    /// The earliest timer of a batcher.
     pub(super) fn batch_timer(&self) -> Option<Nanos> {
         self.batches.timers.first().map(|(at, _)| *at)
     }
@@ -472,7 +471,7 @@ mod tests {
 
     use super::*;
 
-    /// A program that takes as long to be made ready as it is told to.
+    /// A program whose preparation the test controls.
     struct Slow {
         plan: Arc<LaunchPlan>,
         begun: std::sync::mpsc::Sender<()>,
@@ -489,7 +488,7 @@ mod tests {
         }
 
         fn prepare(&self, _: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
-            Err(DeviceError::BadPlan("it is only made ready".to_string()))
+            Err(DeviceError::BadPlan("it is only prepared".to_string()))
         }
 
         fn prepare_batches(&self, _: &[(String, usize)], _: &[usize]) -> Result<(), DeviceError> {
@@ -500,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_that_waits_to_be_prepared_can_go() {
+    fn a_queued_preparation_does_not_keep_its_program() {
         let preparer = Preparer::start(Weak::new()).expect("a thread");
         let (begun, begins) = channel();
         let slow = || {
@@ -509,19 +508,19 @@ mod tests {
             let (begun, go_on) = (begun.clone(), std::sync::Mutex::new(go_on));
             (Arc::new(Slow { plan, begun, go_on }) as Arc<dyn Program>, go)
         };
-        let ask = |program: &Arc<dyn Program>| {
+        let request = |program: &Arc<dyn Program>| {
             let (model, sizes) = (ModelKey { slot: 0, generation: 0 }, Vec::new());
             let (program, batches) = (Arc::downgrade(program), vec![1]);
-            preparer.ask(Preparation { model, program, sizes, batches });
+            preparer.request(Preparation { model, program, sizes, batches });
         };
         let ((first, go), (second, _)) = (slow(), slow());
-        ask(&first);
-        begins.recv().expect("the first is under way");
-        ask(&second);
+        request(&first);
+        begins.recv().expect("the first is being prepared");
+        request(&second);
         let waiting = Arc::downgrade(&second);
         drop(second);
-        assert_eq!(waiting.strong_count(), 0, "the one that waits is not kept");
+        assert_eq!(waiting.strong_count(), 0, "the queued one is freed");
         drop(first);
-        go.send(()).expect("the first is still being made ready");
+        go.send(()).expect("the first is still being prepared");
     }
 }

@@ -1,9 +1,10 @@
-//! Which requests of one model go to the device together: a state machine without clock, thread or device.
+//! Forms the batches of one model: a state machine without clock, thread or device.
 //!
-//! Requests wait here, in groups that may share a batch: of one class, one priority and the same sizes of everything but the
-//! batch. When a group's policy wants a batch, the core gets one job for it, a slot. Who rides on it is settled when the
-//! core starts it, so that whoever comes while the device is busy still gets a seat. A job that ends ends all who ride on it;
-//! each request is handed back exactly once.
+//! Requests wait in groups that may share a batch: same class, same priority, same sizes of
+//! everything but the batch. When the batching policy of a group decides on a batch, the core gets
+//! a job for it: a batch slot. Its members are bound when the core starts the job, so that requests
+//! which arrive while the device is busy still join. The end of a job ends all its members; each
+//! request is returned exactly once.
 
 mod learned_profile;
 mod rules;
@@ -19,23 +20,23 @@ use crate::core::RequestId;
 use self::learned_profile::LearnedProfile;
 pub(super) use self::rules::Rules;
 
-/// Groups of a model that are kept apart at once.
+/// Maximum number of groups of a model.
 const MAX_GROUPS: usize = 64;
 
-/// Who may share a batch.
+/// Requests with the same key may share a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct GroupKey {
     pub(super) class: Class,
     pub(super) priority: u32,
-    /// Sizes of the model's symbols other than the batch.
+    /// Sizes of the symbolic dimensions other than the batch.
     pub(super) sizes: Vec<(String, usize)>,
 }
 
-/// A request's number; never used again.
+/// The number of a request; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct MemberId(u64);
 
-/// A request, as it came and as it goes.
+/// A request in the batcher.
 #[derive(Debug)]
 pub(super) struct Member<M> {
     id: MemberId,
@@ -45,40 +46,40 @@ pub(super) struct Member<M> {
     pub(super) payload: M,
 }
 
-/// A batch that the core is to be asked for.
+/// A batch slot that the core should open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SlotRequest {
     pub(super) group: usize,
     pub(super) class: Class,
     pub(super) priority: u32,
-    /// When the first of those who wait is of no more use.
+    /// The earliest deadline of the waiting requests.
     pub(super) deadline: Nanos,
 }
 
-/// A batch that starts.
+/// A batch that was formed.
 #[derive(Debug)]
 pub(super) struct FormedBatch {
-    /// Rows in all; none when nobody waits any more.
+    /// Number of rows; 0 when no request waits any more.
     pub(super) rows: usize,
-    /// When it is of no more use to any of them.
+    /// The latest deadline of its members.
     pub(super) deadline: Nanos,
 }
 
-/// Why a request is not taken in.
+/// Why a request is not admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// As many wait as may.
+    /// Too many requests wait.
     Full,
-    /// It could share a batch with nobody who is here, and there are as many such groups as there may be.
+    /// It belongs to a new group, and there are too many groups.
     Alone,
 }
 
-/// What a job that ended leaves behind.
+/// Members of a job that ended.
 #[derive(Debug)]
 pub(super) enum BatchEnd<M> {
-    /// It was never started: whoever waits goes on waiting.
+    /// It never started: its requests wait on.
     Unstarted,
-    /// It had been started with these, whose answers are still due. `rows` of all that rode on it.
+    /// It started with `all` (and their rows); `members` still need a reply.
     Started { members: Vec<Member<M>>, all: Vec<(MemberId, usize)> },
 }
 
@@ -87,50 +88,50 @@ struct Group<M> {
     policy: Box<dyn BatchPolicy>,
     learned: LearnedProfile,
     members: VecDeque<Member<M>>,
-    /// The same row by row, as policies see it.
+    /// The same row by row, for the policy.
     rows: VecDeque<WaitingRequest>,
     slot: Option<BatchSlot>,
-    /// Batches that were decided and not asked for yet.
+    /// Batches that are decided and have no slot yet: worker and rows.
     planned: VecDeque<(usize, usize)>,
     wake: Option<Nanos>,
-    /// Rows the device is prepared for; any when absent.
+    /// Batch sizes that the device has prepared; all when absent.
     ready: Option<Vec<usize>>,
     running: usize,
     used: u64,
 }
 
-/// A batch that the core has been asked for.
+/// A job in the core whose members are not bound.
 #[derive(Clone, Copy, Debug)]
 struct BatchSlot {
     job: Option<RequestId>,
     worker: usize,
     count: usize,
-    asked: Nanos,
+    opened: Nanos,
 }
 
 struct StartedBatch<M> {
     id: RequestId,
     group: usize,
     worker: usize,
-    /// The device's time of this model when it began.
+    /// `device_time` when it started.
     began: Nanos,
-    /// Everybody who rides, in the batch's order.
+    /// All members, in the order of the batch.
     all: Vec<(MemberId, usize)>,
-    /// Those who still wait for an answer.
+    /// Members that still need a reply.
     members: Vec<Member<M>>,
 }
 
-/// A worker. Batches of several groups may have been asked for it at once, and then run on it at once.
+/// A worker. Several groups may have a slot for it, and then run on it at once.
 #[derive(Clone, Copy, Debug)]
 struct WorkerState {
     batch: usize,
     running: usize,
 }
 
-/// The requests of one model.
+/// Requests and batches of one model.
 pub(super) struct Batcher<M> {
     rules: Rules,
-    /// The most requests that may wait.
+    /// Maximum number of waiting requests.
     capacity: usize,
     workers: Vec<WorkerState>,
     groups: Vec<Group<M>>,
@@ -139,13 +140,13 @@ pub(super) struct Batcher<M> {
     waiting: usize,
     next_id: u64,
     clock: u64,
-    /// Time that went by while batches ran, divided among those that ran at once: what a batch took of the device, whatever
-    /// ran beside it.
+    /// Time during which batches ran, divided by how many ran at once: the device time of a batch,
+    /// whatever ran beside it.
     device_time: Nanos,
     counted_until: Nanos,
-    /// What batches took when the model was measured.
+    /// Measured batch times.
     measured: Vec<(usize, Nanos)>,
-    /// The largest batch that fits the objective by that.
+    /// The largest batch that fits the SLO by these times.
     max_fitting: usize,
 }
 
@@ -169,8 +170,8 @@ impl<M> Batcher<M> {
         }
     }
 
-    /// Goes by what batches took when the model was measured: as what is known before any was seen, and for the choice of
-    /// workers where there is an objective.
+    /// Sets measured batch times: the initial profile of groups, and the choice of workers if there
+    /// is an SLO.
     pub(super) fn set_profile(&mut self, times: &[(usize, Nanos)]) {
         self.measured = times.to_vec();
         for group in &mut self.groups {
@@ -185,9 +186,9 @@ impl<M> Batcher<M> {
         };
     }
 
-    /// Makes batches of `staggered` from now on, or as its rules say.
+    /// Sets the batches of a backend pool, or returns to the configured policy.
     pub(super) fn set_staggered_batch(&mut self, staggered: Option<StaggeredBatch>) {
-        // What a policy has learned stays where nothing changes.
+        // Without a change, policies keep what they learned.
         if !self.rules.set_staggered_batch(staggered) {
             return;
         }
@@ -198,26 +199,26 @@ impl<M> Batcher<M> {
         self.set_profile(&measured);
     }
 
-    /// The largest batch that is made.
+    /// The largest batch it forms.
     pub(super) fn max_batch(&self) -> usize {
         let batches = self.workers.iter().map(|worker| worker.batch);
         batches.filter(|batch| *batch <= self.max_fitting).max().unwrap_or(1)
     }
 
-    /// The settings it follows.
+    /// Its settings.
     pub(super) fn rules(&self) -> &Rules {
         &self.rules
     }
 
-    /// Requests that are not answered yet.
+    /// Pending requests.
     pub(super) fn pending(&self) -> usize {
         self.waiting + self.jobs.iter().map(|job| job.members.len()).sum::<usize>()
     }
 
-    /// Jobs that the core holds for it.
+    /// Its jobs in the core.
     pub(super) fn jobs(&self) -> usize {
-        let asked = |group: &&Group<M>| group.slot.is_some_and(|slot| slot.job.is_some());
-        self.jobs.len() + self.groups.iter().filter(asked).count()
+        let open = |group: &&Group<M>| group.slot.is_some_and(|slot| slot.job.is_some());
+        self.jobs.len() + self.groups.iter().filter(open).count()
     }
 
     /// When [`Batcher::expire`] and [`Batcher::decide`] are due, if ever.
@@ -227,7 +228,7 @@ impl<M> Batcher<M> {
         deadline.into_iter().chain(wakes).min()
     }
 
-    /// Takes a request in; or gives it back. `ready` tells what the device is prepared for when the group is new.
+    /// Adds a request, or returns it. `ready` gives the prepared batch sizes of a new group.
     pub(super) fn arrive(
         &mut self,
         now: Nanos,
@@ -250,7 +251,7 @@ impl<M> Batcher<M> {
         let group = &mut self.groups[index];
         group.used = self.clock;
         let member = Member { id, rows, arrived: now, deadline, payload };
-        // Real time goes by deadline, as in the core; best effort by arrival.
+        // Real time is sorted by deadline, as in the core; best effort by arrival.
         let behind =
             |other: &Member<M>| group.key.class == Class::BestEffort || other.deadline <= deadline;
         let at = group.members.iter().rposition(behind).map_or(0, |at| at + 1);
@@ -265,7 +266,7 @@ impl<M> Batcher<M> {
         Ok(id)
     }
 
-    /// The group of that key, made when it is not there; `None` when all there may be are in use.
+    /// The group of that key, created if needed; `None` when all groups are in use.
     fn group_of(
         &mut self,
         key: GroupKey,
@@ -299,14 +300,14 @@ impl<M> Batcher<M> {
         Some(index)
     }
 
-    /// The device is prepared for these batches of `sizes` from now on.
+    /// Sets the prepared batch sizes of groups with `sizes`.
     pub(super) fn set_ready(&mut self, sizes: &[(String, usize)], ready: Option<&[usize]>) {
         for group in self.groups.iter_mut().filter(|group| group.key.sizes == sizes) {
             group.ready = ready.map(<[usize]>::to_vec);
         }
     }
 
-    /// Hands back who has waited too long, and who was going to be answered too late.
+    /// Removes requests whose deadline passed.
     pub(super) fn expire(
         &mut self,
         now: Nanos,
@@ -324,7 +325,8 @@ impl<M> Batcher<M> {
         }
     }
 
-    /// Takes a request out, wherever it is. A job on which nobody rides any more is named in `idle`: it is to be cancelled.
+    /// Removes a request, waiting or running. A job without members is added to `idle`: it should
+    /// be cancelled.
     pub(super) fn take(&mut self, id: MemberId, idle: &mut Vec<RequestId>) -> Option<Member<M>> {
         let is = |member: &Member<M>| member.id == id;
         for group in &mut self.groups {
@@ -353,8 +355,8 @@ impl<M> Batcher<M> {
         None
     }
 
-    /// The next batch to ask the core for, if one is due; [`Batcher::asked`] must follow. `given_up` are those whose policy
-    /// does not see them answered in time.
+    /// The next batch slot to open, if one is due; [`Batcher::slot_opened`] must follow. Requests
+    /// that the policy drops are added to `given_up`.
     pub(super) fn decide(
         &mut self,
         now: Nanos,
@@ -385,7 +387,7 @@ impl<M> Batcher<M> {
             if self.workers[worker].running > 0 || group.members.is_empty() {
                 continue;
             }
-            group.slot = Some(BatchSlot { job: None, worker, count, asked: now });
+            group.slot = Some(BatchSlot { job: None, worker, count, opened: now });
             let deadline = group.members.iter().map(|member| member.deadline).min();
             let GroupKey { class, priority, .. } = group.key;
             return Some(SlotRequest {
@@ -398,10 +400,10 @@ impl<M> Batcher<M> {
         None
     }
 
-    /// Asks the policy of a group.
+    /// Runs the policy of a group.
     fn plan(&mut self, now: Nanos, index: usize, given_up: &mut Vec<Member<M>>) {
         let workers = self.offered(index);
-        let decisions = self.ask(now, index, &workers);
+        let decisions = self.run_policy(now, index, &workers);
         self.groups[index].wake = None;
         for decision in decisions {
             match decision {
@@ -413,7 +415,7 @@ impl<M> Batcher<M> {
                 }
                 Decision::Launch { .. } => {}
                 Decision::WakeAt(at) => {
-                    // A wake-up that is due already would be one for ever.
+                    // A wake-up that is due already would repeat forever.
                     let at = at.max(now + Nanos(1));
                     let wake = &mut self.groups[index].wake;
                     *wake = Some(wake.map_or(at, |other| other.min(at)));
@@ -422,19 +424,18 @@ impl<M> Batcher<M> {
         }
     }
 
-    /// Workers as the policy of a group sees them: with no larger batches than the device is prepared for, or than fit the
-    /// objective.
+    /// The workers that a group may use: batches no larger than prepared, and than the SLO allows.
     fn offered(&self, index: usize) -> Vec<Worker> {
         let ready = self.groups[index].ready.as_ref().and_then(|ready| ready.iter().max());
-        let most = ready.copied().unwrap_or(usize::MAX).min(self.max_fitting);
+        let max_batch_rows = ready.copied().unwrap_or(usize::MAX).min(self.max_fitting);
         let offered = |worker: &WorkerState| Worker {
-            batch: worker.batch.min(most),
-            busy: worker.running > 0 || (self.rules.exact && worker.batch > most),
+            batch: worker.batch.min(max_batch_rows),
+            busy: worker.running > 0 || (self.rules.exact && worker.batch > max_batch_rows),
         };
         self.workers.iter().map(offered).collect()
     }
 
-    fn ask(&mut self, now: Nanos, index: usize, workers: &[Worker]) -> Vec<Decision> {
+    fn run_policy(&mut self, now: Nanos, index: usize, workers: &[Worker]) -> Vec<Decision> {
         let group = &mut self.groups[index];
         let (profile, running) = (group.learned.profile(), group.running);
         let view = ModelView { waiting: &group.rows, workers, profile, running };
@@ -445,9 +446,9 @@ impl<M> Batcher<M> {
 
     fn give_up(&mut self, index: usize, rows: usize, given_up: &mut Vec<Member<M>>) {
         let group = &mut self.groups[index];
-        let mut left = rows;
-        while let Some(front) = group.members.front().filter(|front| front.rows <= left) {
-            left -= front.rows;
+        let mut remaining = rows;
+        while let Some(front) = group.members.front().filter(|front| front.rows <= remaining) {
+            remaining -= front.rows;
             let Some(member) = group.members.pop_front() else { break };
             self.deadlines.remove(&(member.deadline, member.id));
             self.waiting -= 1;
@@ -456,8 +457,8 @@ impl<M> Batcher<M> {
         group.recount(&self.rules);
     }
 
-    /// The core took the batch in as `job`; or did not.
-    pub(super) fn asked(&mut self, group: usize, job: Option<RequestId>) {
+    /// The core opened the slot as `job`, or refused.
+    pub(super) fn slot_opened(&mut self, group: usize, job: Option<RequestId>) {
         let group = &mut self.groups[group];
         match (job, &mut group.slot) {
             (Some(job), Some(slot)) => slot.job = Some(job),
@@ -465,7 +466,7 @@ impl<M> Batcher<M> {
         }
     }
 
-    /// The core starts `job`: who waits gets on as far as there are seats.
+    /// The core starts `job`: binds waiting requests up to the rows of the batch.
     pub(super) fn start(&mut self, now: Nanos, job: RequestId) -> FormedBatch {
         let holds = |group: &Group<M>| group.slot.is_some_and(|slot| slot.job == Some(job));
         let Some(index) = self.groups.iter().position(holds) else {
@@ -478,7 +479,7 @@ impl<M> Batcher<M> {
         let group = &mut self.groups[index];
         let mut members = Vec::new();
         let mut rows = 0;
-        // A request is never split: one that is larger than the batch that was decided is a batch of its own.
+        // A request is never split: one that is larger than the batch runs alone.
         while let Some(front) = group.members.front() {
             if rows > 0 && rows + front.rows > count {
                 break;
@@ -497,10 +498,10 @@ impl<M> Batcher<M> {
         FormedBatch { rows, deadline }
     }
 
-    /// The worker and the rows of a batch that starts now. For one that had to wait the policy is asked again: more may have
-    /// come meanwhile.
+    /// Worker and rows of a batch that starts now. If the slot had to wait, the policy decides
+    /// again: more requests may have arrived.
     fn worker_and_rows(&mut self, now: Nanos, index: usize, slot: BatchSlot) -> (usize, usize) {
-        if now <= slot.asked {
+        if now <= slot.opened {
             return (slot.worker, slot.count);
         }
         let workers = self.offered(index);
@@ -508,7 +509,7 @@ impl<M> Batcher<M> {
             let all = self.groups[index].rows.len().min(workers[slot.worker].batch);
             return (slot.worker, all.max(slot.count));
         }
-        match self.ask(now, index, &workers).first() {
+        match self.run_policy(now, index, &workers).first() {
             Some(Decision::Launch { worker, count }) if *worker < workers.len() => {
                 (*worker, (*count).min(workers[*worker].batch))
             }
@@ -516,12 +517,12 @@ impl<M> Batcher<M> {
         }
     }
 
-    /// Those who ride on `job`, in the batch's order.
+    /// The members of `job`, in the order of the batch.
     pub(super) fn members_of(&mut self, job: RequestId) -> impl Iterator<Item = &mut Member<M>> {
         self.jobs.iter_mut().filter(move |other| other.id == job).flat_map(|job| &mut job.members)
     }
 
-    /// The device's time until `now`.
+    /// Advances `device_time` to `now`.
     fn count_time(&mut self, now: Nanos) -> Nanos {
         let passed = now.since(self.counted_until).0;
         let share = passed.checked_div(self.jobs.len() as u64);
@@ -530,7 +531,7 @@ impl<M> Batcher<M> {
         self.device_time
     }
 
-    /// `job` is over; `plain` says that its time tells what such a batch takes.
+    /// `job` ended; `plain` means that its time is representative for such a batch.
     pub(super) fn finish(&mut self, now: Nanos, job: RequestId, plain: bool) -> BatchEnd<M> {
         let over = self.count_time(now);
         let Some(at) = self.jobs.iter().position(|other| other.id == job) else {
@@ -556,7 +557,7 @@ impl<M> Batcher<M> {
         BatchEnd::Started { members, all }
     }
 
-    /// Everybody of the group that waits for `job`, for whom it cannot be had.
+    /// Removes all requests of the group whose slot was refused.
     pub(super) fn refuse(&mut self, job: RequestId) -> Vec<Member<M>> {
         let holds = |group: &Group<M>| group.slot.is_some_and(|slot| slot.job == Some(job));
         let Some(index) = self.groups.iter().position(holds) else { return Vec::new() };

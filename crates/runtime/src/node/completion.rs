@@ -1,4 +1,4 @@
-//! The way back: what a device gives back, and the replies it comes to.
+//! Completions of segments, and the replies that follow.
 
 use std::sync::Weak;
 
@@ -9,7 +9,7 @@ use super::{DueReply, Job, Rejection, Reply, ReplyTarget, Shared, State};
 use crate::core::{End, Event, ModelId};
 use crate::policy::PreemptionPoint;
 
-/// How a segment came back.
+/// How a segment ended.
 pub(super) struct SegmentEnd {
     pub(super) next_step: usize,
     pub(super) step_count: usize,
@@ -18,7 +18,7 @@ pub(super) struct SegmentEnd {
 }
 
 impl Shared {
-    /// Takes a segment back from the device.
+    /// Processes the completion of a segment.
     pub(super) fn complete(&self, completion: Completion) {
         let Completion { queue, token, task, outcome, busy } = completion;
         let queue = queue as usize;
@@ -31,33 +31,33 @@ impl Shared {
         };
         let (event, task, outputs, failure) = match outcome {
             Outcome::Preempted => {
-                let left = PreemptionPoint::before(next_step);
-                (Event::SegmentPreempted { queue, left, busy }, Some(task), None, None)
+                let point = PreemptionPoint::before(next_step);
+                (Event::SegmentPreempted { queue, point, busy }, Some(task), None, None)
             }
             Outcome::Failed(err) => (Event::SegmentFailed { queue, busy }, None, None, Some(err)),
-            // Outputs are made on the device's thread, outside the lock.
+            // Outputs are created on the device's thread, without the lock.
             Outcome::Done => match task.into_outputs() {
                 Ok(outputs) => (Event::SegmentDone { queue, busy }, None, Some(outputs), None),
                 Err(err) => (Event::SegmentFailed { queue, busy }, None, None, Some(err)),
             },
         };
         let mut state = self.lock();
-        let left = state.record_queue_free(self.clock.now(), queue, &end);
-        if let Some(job) = state.job.get_mut(token as usize).and_then(Option::as_mut) {
+        let preempted = state.record_queue_free(self.clock.now(), queue, &end);
+        if let Some(job) = state.jobs.get_mut(token as usize).and_then(Option::as_mut) {
             job.task = task;
             job.outputs = outputs;
             job.failure = failure;
             job.timing.busy += busy;
-            job.timing.preemptions += u32::from(left);
+            job.timing.preemptions += u32::from(preempted);
             let model = job.model;
             if let Some(entry) = &mut state.models[model.0 as usize] {
-                entry.stats.preemptions += u64::from(left);
+                entry.stats.preemptions += u64::from(preempted);
             }
         }
         self.step(state, event);
     }
 
-    /// Turns the end of a request into its reply and counts it.
+    /// Creates the reply of a request that ended, and counts it.
     pub(super) fn finish(
         &self,
         state: &mut State,
@@ -82,20 +82,20 @@ impl Shared {
         Some((reply, Reply { result, timing }))
     }
 
-    /// What went wrong; a request that failed without a word of the device found no room for its weights.
+    /// The reason of a failure; without one from the device, the weights did not fit.
     pub(super) fn failure(
         &self,
         state: &State,
         model: ModelId,
         end: End,
-        told: Option<DeviceError>,
+        reported: Option<DeviceError>,
     ) -> Option<DeviceError> {
         let no_room = || state.memory_failure(model, &self.device.info().name, self.budget);
-        told.or_else(|| (end == End::Failed).then(no_room))
+        reported.or_else(|| (end == End::Failed).then(no_room))
     }
 }
 
-/// Why a request that ended so has no outputs.
+/// The rejection for an end without outputs.
 pub(super) fn rejected(end: End, failure: Option<DeviceError>, capacity: usize) -> Rejection {
     let unknown = |why: &str| DeviceError::BadPlan(why.to_string());
     match end {
@@ -111,7 +111,7 @@ pub(super) fn rejected(end: End, failure: Option<DeviceError>, capacity: usize) 
     }
 }
 
-/// Hands completions to the node as long as it is there.
+/// Passes completions to the node while it exists.
 pub(super) struct Sink(pub(super) Weak<Shared>);
 
 impl CompletionSink for Sink {

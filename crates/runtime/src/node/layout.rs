@@ -1,54 +1,30 @@
-//! Which queues a policy needs of a device, and what of a policy devices carry out.
+//! The queues that a policy needs on a device.
 
-use device::{PreemptMode, PreemptionLevel, QueueOptions};
+use device::{DeviceCapabilities, PreemptionLevel, QueueOptions};
 
 use super::{NodeError, NodeOptions};
 use crate::core::QueueLayout;
-use crate::policy::{
-    self, CoRun, NAMES, Policy, PreemptionPoint, Progress, RealTimeStart, Rules, Streams,
-};
+use crate::policy::{self, CoRun, NAMES, Policy, RealTimeStart, Rules, Streams};
 
-/// Kernels of a stream that hardware holds, for policies that go by it.
+/// Kernels of a stream that the hardware queues, for policies that depend on it.
 const QUEUE_CAPACITY: usize = 4;
 
-/// A policy as far as devices carry it out: none of them holds a queue to a budget, so what pads real time is a co_runner as a
-/// whole.
-#[derive(Debug)]
-pub(super) struct Carried(Box<dyn Policy>);
-
-impl Policy for Carried {
-    fn name(&self) -> &'static str {
-        self.0.name()
-    }
-
-    fn rules(&self) -> Rules {
-        let rules = self.0.rules();
-        match rules.co_run {
-            CoRun::Padding(_) => Rules { co_run: CoRun::AdmittedPair, ..rules },
-            _ => rules,
-        }
-    }
-
-    fn restore(&self, left: PreemptionPoint, known: Progress) -> Progress {
-        self.0.restore(left, known)
-    }
-}
-
-/// The policy of that name, or why a node cannot follow it.
-pub(super) fn policy(name: &str) -> Result<Carried, NodeError> {
+/// The policy of that name, or why the node cannot run under it.
+pub(super) fn policy(name: &str, device: DeviceCapabilities) -> Result<Box<dyn Policy>, NodeError> {
     let policy = policy::by_name(name, QUEUE_CAPACITY)
         .ok_or_else(|| NodeError::UnknownPolicy(name.to_string(), NAMES.join(", ")))?;
-    if policy.rules().preempt == Some(PreemptMode::Kill) {
-        return Err(NodeError::NotCarriedOut(name.to_string()));
+    match policy.is_supported(device) {
+        true => Ok(policy),
+        false => Err(NodeError::PolicyNotSupported(name.to_string())),
     }
-    Ok(Carried(policy))
 }
 
-/// What the queues of a device are for.
+/// The purpose of each queue of a device.
 ///
-/// Where work leaves only between steps, real time waits for the step that runs whichever queue it has, so all queues take
-/// anything. Where it leaves faster, one is kept for real time, or several for batches of one model: the device lets its work
-/// go first, and that work never leaves for other. A policy that waits until best effort has left needs that queue on any device.
+/// A device that preempts only between steps makes real time wait for the running step on any
+/// queue, so all queues take both classes. Where preemption is faster, one queue is reserved for
+/// real time, or several for concurrent batches of one model: its work goes first and is never
+/// preempted. A policy that waits until best effort is preempted needs that queue on any device.
 pub(super) fn layout(
     rules: &Rules,
     level: PreemptionLevel,
@@ -75,25 +51,25 @@ pub(super) fn layout(
     }
 }
 
-/// Whether best effort is made to leave when real time is announced: where it leaves at once and real time has a queue of its
-/// own.
+/// Whether best effort is preempted when real time is announced: where preemption is fast and real
+/// time has its own queue.
 pub(super) fn announces_arrivals(rules: &Rules, layout: QueueLayout) -> bool {
     layout.shared == 0 && rules.preempt.is_some() && rules.co_run != CoRun::All
 }
 
-/// The queues of `layout`, in its order. Only what a policy makes leave is opened as work that can; the rest runs in the
-/// device's faster form.
+/// The options of the queues of `layout`, in its order. Only queues that the policy preempts are
+/// preemptible; the others use faster kernels.
 pub(super) fn queue_options(
     rules: &Rules,
     layout: QueueLayout,
 ) -> impl Iterator<Item = QueueOptions> {
     let real_time = layout.shared..layout.shared + layout.real_time;
-    let (high_priority, leaves) = (rules.high_priority, rules.preempt.is_some());
+    let (high_priority, preempts) = (rules.high_priority, rules.preempt.is_some());
     let yielding = real_time.end + layout.best_effort;
     (0..yielding + layout.yielding).map(move |queue| QueueOptions {
         id: queue as u32,
         capacity: 1,
         high_priority: high_priority && (real_time.contains(&queue) || queue >= yielding),
-        preemptible: leaves && !real_time.contains(&queue),
+        preemptible: preempts && !real_time.contains(&queue),
     })
 }

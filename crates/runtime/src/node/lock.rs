@@ -1,4 +1,4 @@
-//! How much the node's threads wait for each other.
+//! The node's lock, and its contention.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{MutexGuard, PoisonError, TryLockError};
@@ -7,17 +7,17 @@ use base::Nanos;
 
 use super::{Shared, State};
 
-/// How often a thread looks whether the node's lock is free before it sleeps.
+/// Tries to take the lock before a thread sleeps.
 const SPINS_BEFORE_SLEEP: usize = 500;
 
-/// LockWaits for the node's lock since it started.
+/// Waits for the node's lock since it started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LockContention {
-    /// Times somebody else held it.
+    /// Number of waits.
     pub waits: u64,
-    /// All waits together.
+    /// Total wait time.
     pub waited: Nanos,
-    /// The longest.
+    /// The longest wait.
     pub longest: Nanos,
 }
 
@@ -45,25 +45,24 @@ impl LockWaits {
 }
 
 impl Shared {
-    /// The node's state, once nobody else has it.
+    /// Takes the lock.
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic under the lock leaves the core in a state it can go on from: every change to it is
-        // made by one call of `Core::step`.
-        let look = || match self.state.try_lock() {
+        // A panic leaves the core consistent: every change is one call of `Core::step`.
+        let try_lock = || match self.state.try_lock() {
             Ok(state) => Some(state),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         };
-        if let Some(state) = look() {
+        if let Some(state) = try_lock() {
             return state;
         }
         let began = self.clock.now();
-        // It is held for microseconds, and a thread that sleeps is woken after tens of them.
-        let again = || {
+        // The lock is held for microseconds; waking a thread takes tens of them.
+        let spin = || {
             std::hint::spin_loop();
-            look()
+            try_lock()
         };
-        let state = (0..SPINS_BEFORE_SLEEP).find_map(|_| again());
+        let state = (0..SPINS_BEFORE_SLEEP).find_map(|_| spin());
         let state =
             state.unwrap_or_else(|| self.state.lock().unwrap_or_else(PoisonError::into_inner));
         self.lock_waits.count(self.clock.now() - began);

@@ -1,4 +1,4 @@
-//! The record of work that was made to leave: when, for whom, how long that took, and where it goes on.
+//! Log and statistics of preemptions: when, for which model, how long, and where the task resumes.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,57 +10,57 @@ use super::completion::SegmentEnd;
 use super::{ModelKey, Shared, State};
 use crate::core::{Action, RequestId};
 
-/// Upper bounds of the buckets that stats is counted in, in microseconds.
+/// Upper bounds of the histogram of preemption times, in microseconds.
 pub const PREEMPTION_BOUNDS_US: [u64; 14] =
     [5, 10, 20, 40, 80, 160, 320, 640, 1_250, 2_500, 5_000, 10_000, 100_000, 1_000_000];
 
-/// One time that work was told to leave and was gone.
+/// One preemption.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Preemption {
-    /// When it was told, by the node's clock.
+    /// When it was requested, by the node's clock.
     pub requested_at: Nanos,
-    /// When the device gave it back.
+    /// When the device returned the task.
     pub preempted_at: Nanos,
-    /// The real-time model it left for; `None` when its own client gave it up or its deadline passed.
+    /// The real-time model it was preempted for; `None` after a cancellation or a passed deadline.
     pub caused_by: Option<ModelKey>,
-    /// The model that left.
+    /// The preempted model.
     pub model: ModelKey,
     /// The queue it ran on.
     pub queue: usize,
-    /// From the step this launch began with to the step it goes on with.
+    /// From the first step of this segment to the step at which it resumes.
     pub steps: Range<usize>,
-    /// Steps of the whole task.
+    /// Number of steps of the task.
     pub step_count: usize,
-    /// Whether it had done all its work before it could leave.
+    /// Whether it finished before it could be preempted.
     pub finished: bool,
-    /// Time the device spent on this launch.
+    /// Device time of this segment.
     pub busy: Nanos,
 }
 
 impl Preemption {
-    /// From the request to leave until the device had given the work back.
+    /// From the request until the device returned the task.
     pub fn latency(&self) -> Nanos {
         self.preempted_at - self.requested_at
     }
 }
 
-/// The latest preemptions of a node, oldest first, and how many there were in all.
+/// The latest preemptions of a node, oldest first, and their total.
 #[derive(Clone, Debug, Default)]
 pub struct PreemptionLog {
-    /// All since the node started.
+    /// Preemptions since the node started.
     pub total: u64,
     /// The latest ones.
     pub recent: Vec<Preemption>,
 }
 
-/// How long a model took to leave for real time, counted.
+/// Preemption times of a model, and how many it caused.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PreemptionStats {
-    /// By the bounds of [`PREEMPTION_BOUNDS_US`], not summed up; the last one is of what is longer than all of them.
+    /// Counts by [`PREEMPTION_BOUNDS_US`], not cumulative; the last is for longer times.
     pub counts: [u64; PREEMPTION_BOUNDS_US.len() + 1],
-    /// All times together.
+    /// Sum of all times.
     pub sum: Nanos,
-    /// Times others left for this model's real-time requests.
+    /// Preemptions that this model's real-time requests caused.
     pub caused: u64,
 }
 
@@ -79,7 +79,7 @@ pub(super) struct PreemptRequest {
     pub(super) caused_by: Option<ModelKey>,
 }
 
-/// What runs on a queue, as far as preemption goes.
+/// The job on a queue, for the log.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct QueueJob {
     pub(super) request: RequestId,
@@ -87,7 +87,7 @@ pub(super) struct QueueJob {
     pub(super) preempt_request: Option<PreemptRequest>,
 }
 
-/// The queues' work and a bounded ring of what left them.
+/// Running jobs by queue, and a ring of the latest preemptions.
 #[derive(Debug)]
 pub(super) struct PreemptionRecord {
     pub(super) queues: Vec<Option<QueueJob>>,
@@ -120,8 +120,8 @@ impl PreemptionRecord {
 }
 
 impl State {
-    /// The real-time model for which `actions` make work leave: of the request that starts among them, or else of the one
-    /// that waits first.
+    /// The real-time model for which `actions` preempt: of the request that starts among them, or
+    /// else of the first waiting one.
     pub(super) fn cause(&self, actions: &[Action]) -> Option<ModelKey> {
         let started = actions.iter().find_map(|action| match action {
             Action::Launch { request, .. } => {
@@ -132,7 +132,7 @@ impl State {
         self.key(started.map(|job| job.model).or_else(|| self.core.next_real_time())?)
     }
 
-    /// Notes that the work on `queue` was told to leave.
+    /// Records that the job on `queue` is preempted.
     pub(super) fn record_preempt_request(
         &mut self,
         now: Nanos,
@@ -144,7 +144,7 @@ impl State {
         on_queue.preempt_request = Some(PreemptRequest { at: now, caused_by });
     }
 
-    /// Books that `queue` is free again; whether its work had been told to leave for real time and did.
+    /// Records that `queue` is free; returns whether its job was preempted for real time.
     pub(super) fn record_queue_free(&mut self, now: Nanos, queue: usize, end: &SegmentEnd) -> bool {
         let Some(on_queue) = self.record.queues.get_mut(queue).and_then(Option::take) else {
             return false;

@@ -1,4 +1,4 @@
-//! What batches of a model take, measured behind everybody else's requests.
+//! Measures batch times of a model, with best-effort runs of the lowest priority.
 
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
@@ -11,26 +11,26 @@ use model::sample::random_tensor;
 use model::tensor::TensorError;
 use model::{Dim, LaunchPlan, Tensor, ValueInfo};
 
-use super::submission::Asked;
+use super::submission::Submission;
 use super::{ModelKey, Node, Rejection, Reply};
 use crate::batching::StaggeredBatch;
 use crate::core::ModelId;
 
-/// Runs of each batch; the shortest counts, since others may run beside it.
+/// Runs per batch size; the shortest counts, since other work may run beside it.
 const RUNS: usize = 3;
 
-/// What dimensions that a model leaves open are taken for, one after another until the model runs: of pictures, and of
-/// everything else. Requests may be of other sizes; a model is measured at one.
+/// Sizes to try for other symbolic dimensions until the model runs: of images, and of other inputs.
+/// A model is measured at one size; requests may have others.
 const OPEN_PICTURE: [usize; 5] = [320, 224, 64, 32, 1];
 const OPEN: [usize; 5] = [128, 64, 32, 8, 1];
 
-/// Rows of a batch, and the time it takes.
+/// Rows of a batch and its time.
 pub type BatchTime = (usize, Nanos);
 
 impl Node {
-    /// Measures what batches of `model` take, one after another as best effort, up to the first that takes longer than its
-    /// objective or `limit` in all, and lets its batcher go by it. LockWaits for all that. Nothing comes of it where the policy runs
-    /// no best effort, or when the model goes meanwhile.
+    /// Measures batch times of `model` as best effort, up to the first size that exceeds its SLO or
+    /// `limit` in total, and sets them in its batcher. Blocks until done. Measures nothing where
+    /// the policy runs no best effort or the model is removed.
     pub fn profile(&self, model: ModelKey, limit: Duration) -> Vec<BatchTime> {
         let found = {
             let state = self.shared.lock();
@@ -53,7 +53,7 @@ impl Node {
         times
     }
 
-    /// Lets the batcher of `model` go by what was measured, here or on a device like this one.
+    /// Sets batch times that were measured here or on an equal device.
     pub fn set_profile(&self, model: ModelKey, times: &[BatchTime]) {
         if let Some(entry) = self.shared.lock().model_mut(model)
             && let Some((batcher, _)) = &mut entry.batching
@@ -62,19 +62,20 @@ impl Node {
         }
     }
 
-    /// Makes batches of `staggered` of requests for `model` from now on, or as its settings say. Nothing where those set a policy.
+    /// Sets the batches of a backend pool for `model`, or returns to its settings. No effect where
+    /// these set a batching policy.
     pub fn set_staggered_batch(&self, model: ModelKey, staggered: Option<StaggeredBatch>) {
         let mut state = self.shared.lock();
         if let Some(entry) = state.model_mut(model)
             && let Some((batcher, _)) = &mut entry.batching
         {
             batcher.set_staggered_batch(staggered);
-            // Who waits may be due now.
+            // Waiting requests may be due now.
             state.batches.due.push(ModelId(model.slot));
         }
     }
 
-    /// The largest batch that is made of requests of `model`; `None` where there are none.
+    /// The largest batch of `model`; `None` without batching.
     pub fn max_batch(&self, model: ModelKey) -> Option<usize> {
         let state = self.shared.lock();
         state.model(model)?.batching.as_ref().map(|(batcher, _)| batcher.max_batch())
@@ -117,7 +118,7 @@ impl Node {
         times
     }
 
-    /// One run as best effort; its time on the device if it went well.
+    /// Device time of one best-effort run, if it succeeds.
     fn run_behind(
         &self,
         model: ModelKey,
@@ -125,23 +126,23 @@ impl Node {
         inputs: Vec<Tensor>,
     ) -> Option<Nanos> {
         let task = program.prepare(inputs).ok()?;
-        let asked = Asked {
+        let (sender, receiver) = sync_channel::<Reply>(1);
+        let submission = Submission {
             model,
             class: Class::BestEffort,
             priority: u32::MAX,
             arrived: self.clock().now(),
             deadline: Nanos::MAX,
+            reply: Box::new(move |reply| {
+                // The receiver below waits for it.
+                let _ = sender.send(reply);
+            }),
         };
-        let (sender, receiver) = sync_channel::<Reply>(1);
-        let reply = Box::new(move |reply| {
-            // Whoever asked waits for it below.
-            let _ = sender.send(reply);
-        });
-        self.submit_alone(asked, Ok(task), None, reply);
+        self.submit_alone(submission, Ok(task), None);
         match receiver.recv() {
             Ok(Reply { result: Ok(_), timing }) => Some(timing.busy),
             Ok(Reply { result: Err(Rejection::Device(why)), .. }) => {
-                tracing::debug!(%why, "not measured");
+                tracing::debug!(error = %why, "batch time not measured");
                 None
             }
             _ => None,
@@ -149,7 +150,7 @@ impl Node {
     }
 }
 
-/// Random inputs with so many rows; other open dimensions have the size at place `size`.
+/// Random inputs with so many rows; other symbolic dimensions have the size of index `size`.
 fn inputs(
     plan: &LaunchPlan,
     rows: usize,

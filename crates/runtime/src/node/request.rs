@@ -1,4 +1,4 @@
-//! What is asked of a node, what it answers, and what it counts of both.
+//! Requests to a node, their replies, and its counters.
 
 use base::{Histogram, Nanos};
 use device::DeviceError;
@@ -8,36 +8,46 @@ use thiserror::Error;
 
 use super::ModelKey;
 
-/// One inference to do.
-pub struct Request {
-    /// The loaded model.
-    pub model: ModelKey,
+/// One inference. Passed by value from the server to the node that runs it; a device group only
+/// replaces the name of the model.
+pub struct Request<M = ModelKey> {
+    /// The loaded model: a [`ModelKey`] of a node, or a
+    /// [`GroupModelId`](crate::device_group::router::GroupModelId) of a device group.
+    pub model: M,
     /// One tensor per plan input, in the plan's order.
     pub inputs: Vec<Tensor>,
     /// Class; the model's default when absent.
     pub class: Option<Class>,
     /// Priority, 1 is the highest; the model's default when absent.
     pub priority: Option<u32>,
-    /// Time from now until the answer is of no use; the model's default when absent.
+    /// Time until its reply is of no use; the model's default when absent.
     pub timeout: Option<Nanos>,
+}
+
+impl<M> Request<M> {
+    /// The same request with another name of the model.
+    pub fn with_model<N>(self, model: N) -> Request<N> {
+        let Request { inputs, class, priority, timeout, .. } = self;
+        Request { model, inputs, class, priority, timeout }
+    }
 }
 
 /// Why a request got no outputs.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Rejection {
-    /// The model was unloaded, or never there.
+    /// The model is not loaded.
     #[error("the model is not loaded")]
     NoSuchModel,
-    /// As many requests wait as may.
+    /// Too many requests wait.
     #[error("the queue of the model is full ({capacity} requests)")]
     QueueFull {
-        /// The bound that was met.
+        /// The limit.
         capacity: usize,
     },
-    /// The deadline passed before the work was done.
+    /// The deadline passed.
     #[error("the deadline passed")]
     DeadlineExceeded,
-    /// The client went away or asked to.
+    /// The client disconnected or cancelled.
     #[error("the request was cancelled")]
     Cancelled,
     /// The policy runs no best effort.
@@ -51,59 +61,59 @@ pub enum Rejection {
     Device(#[from] DeviceError),
 }
 
-/// When things happened to a request, by the node's clock.
+/// Times of a request, by the node's clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timing {
-    /// Taken in.
+    /// Arrival.
     pub arrived: Nanos,
-    /// Its inputs were where the device takes them from.
+    /// Inputs staged.
     pub prepared: Nanos,
-    /// First step began.
+    /// First step started.
     pub started: Nanos,
-    /// The device had been told of all that was launched first.
+    /// First launch submitted to the device.
     pub launched: Nanos,
     /// Last step ended.
     pub finished: Nanos,
-    /// Time spent on the device.
+    /// Device time.
     pub busy: Nanos,
-    /// Times it was made to leave for other work.
+    /// Number of preemptions.
     pub preemptions: u32,
-    /// Rows of the batch it was in; 0 when it never ran in one.
+    /// Rows of its batch; 0 without a batch.
     pub rows: usize,
-    /// It is the first answer of its batch, or was none of one.
+    /// Whether it is the first reply of its batch, or not batched.
     pub first: bool,
 }
 
 /// Outputs in the plan's order, or why there are none.
 pub type ReplyResult = Result<Vec<Tensor>, Rejection>;
 
-/// The end of a request.
+/// The reply to a request.
 #[derive(Debug)]
 pub struct Reply {
-    /// What came of it.
+    /// Outputs or reason.
     pub result: ReplyResult,
-    /// When.
+    /// Its times.
     pub timing: Timing,
 }
 
-/// What a model has done so far.
+/// Counters of a model.
 #[derive(Clone, Debug, Default)]
 pub struct ModelStats {
-    /// Requests answered with outputs.
+    /// Requests that got outputs.
     pub success: u64,
     /// Requests refused or dropped: queue full, deadline, draining.
     pub rejected: u64,
-    /// Requests whose client went away.
+    /// Cancelled requests.
     pub cancelled: u64,
-    /// Requests the device failed.
+    /// Requests that the device failed.
     pub failed: u64,
-    /// Runs of the model on the device; a batch is one.
+    /// Executions on the device; a batch is one.
     pub executions: u64,
     /// Requests waiting or running now.
     pub pending: u64,
-    /// Times its work was made to leave for other work.
+    /// Preemptions of its work.
     pub preemptions: u64,
-    /// Arrival to answer, of successes.
+    /// Latency of successful requests, from arrival to reply.
     pub latency: Histogram,
 }
 

@@ -1,123 +1,143 @@
-//! The way of a request into a node: on its own, or into a batch.
+//! Admission of a request to a node: alone, or as a member of a batch.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
 use base::Nanos;
-use device::{DeviceError, Program, Task};
+use device::{DeviceError, Program, StagedInputs, Task};
 use model::config::Class;
 
 use super::announcement::Announcement;
-use super::batch_jobs::{Admission, Incoming};
+use super::batch_jobs::Admission;
 use super::{
     Job, ModelEntry, ModelKey, Node, Rejection, Reply, ReplyFn, ReplyTarget, Request,
     RequestHandle, RequestLocation, Timing,
 };
 use crate::core::{Event, ModelId};
 
+/// A request whose options are resolved, and where its reply goes.
+pub(super) struct Submission {
+    pub(super) model: ModelKey,
+    pub(super) class: Class,
+    pub(super) priority: u32,
+    pub(super) arrived: Nanos,
+    pub(super) deadline: Nanos,
+    pub(super) reply: ReplyFn,
+}
+
+impl Submission {
+    fn refuse(self, why: Rejection) -> RequestHandle {
+        refuse_at_once(self.arrived, self.reply, why)
+    }
+}
+
 impl Node {
-    /// Takes a request in. `reply` is called exactly once, from any thread, also when the request is
+    /// Admits a request. `reply` is called exactly once, from any thread, also when the request is
     /// refused at once.
     pub fn submit(&self, request: Request, reply: ReplyFn) -> RequestHandle {
         let shared = &self.shared;
         let arrived = shared.clock.now();
+        let Request { model, inputs, class, priority, timeout } = request;
         let found = {
             let state = shared.lock();
-            let found = state.model(request.model).filter(|entry| !entry.removed);
-            let batch_intake = |entry: &ModelEntry| entry.batching.as_ref().map(|(_, i)| i.clone());
-            found.map(|e| (e.program.clone(), e.defaults, batch_intake(e), state.draining))
+            let found = state.model(model).filter(|entry| !entry.removed);
+            let staging = |entry: &ModelEntry| entry.batching.as_ref().map(|(_, i)| i.clone());
+            let fault = state.fault.clone();
+            found.map(|e| (e.program.clone(), e.defaults, staging(e), state.draining, fault))
         };
-        let Some((program, defaults, batch_intake, draining)) = found else {
+        let Some((program, defaults, staging, draining, fault)) = found else {
             return refuse_at_once(arrived, reply, Rejection::NoSuchModel);
         };
-        let class = request.class.unwrap_or(defaults.class);
-        if class == Class::BestEffort && !shared.best_effort {
-            return refuse_at_once(arrived, reply, Rejection::RealTimeOnly);
-        }
-        if draining {
-            return refuse_at_once(arrived, reply, Rejection::ShuttingDown);
-        }
-        let timeout = request.timeout.or(defaults.timeout);
-        let asked = Asked {
-            model: request.model,
-            class,
-            priority: request.priority.unwrap_or(defaults.priority),
+        let timeout = timeout.or(defaults.timeout);
+        let submission = Submission {
+            model,
+            class: class.unwrap_or(defaults.class),
+            priority: priority.unwrap_or(defaults.priority),
             arrived,
             deadline: timeout.map_or(Nanos::MAX, |timeout| arrived + timeout),
+            reply,
         };
+        let class = submission.class;
+        if class == Class::BestEffort && !shared.best_effort {
+            return submission.refuse(Rejection::RealTimeOnly);
+        }
+        if let Some(fault) = fault {
+            return submission.refuse(Rejection::Device(fault));
+        }
+        if draining {
+            return submission.refuse(Rejection::ShuttingDown);
+        }
         let announced = class == Class::RealTime && shared.announces_arrivals;
         let mut announcement = Announcement { shared, made: false };
-        let mut soon = || {
+        let mut notify = || {
             if announced {
-                announcement.make(request.model);
+                announcement.make(model);
             }
         };
-        // The copy into the device's own memory happens on the caller's thread and outside the lock.
-        match batch_intake.filter(|batch_intake| batch_intake.takes(&request.inputs)) {
-            Some(batch_intake) => {
-                let staged =
-                    Incoming::stage(&*program, &batch_intake, request.inputs, asked, &mut soon);
-                // What was announced is taken back when its job is in the core.
-                let handle = self.submit_member(&program, asked, staged, reply);
+        // The copy into the device's memory happens on the caller's thread and without the lock.
+        match staging.filter(|staging| staging.fits(&inputs)) {
+            Some(staging) => {
+                let sizes = staging.sizes(program.plan(), &inputs);
+                let handle = match program.stage(inputs, staging.copy, &mut notify) {
+                    Ok(staged) => self.submit_member(&program, submission, sizes, staged),
+                    Err(err) => self.submit_alone(submission, Err(err), None),
+                };
+                // The announcement ends when the job of the batch is in the core.
                 drop(announcement);
                 handle
             }
             None => {
                 let task = match announced {
-                    true => program.prepare_with_notice(request.inputs, &mut soon),
-                    false => program.prepare(request.inputs),
+                    true => program.prepare_with_notice(inputs, &mut notify),
+                    false => program.prepare(inputs),
                 };
-                self.submit_alone(asked, task, announcement.take(), reply)
+                self.submit_alone(submission, task, announcement.take())
             }
         }
     }
 
-    /// Takes a request in that may share a batch.
+    /// Admits a request that may share a batch.
     fn submit_member(
         &self,
         program: &Arc<dyn Program>,
-        asked: Asked,
-        staged: Result<Incoming, DeviceError>,
-        reply: ReplyFn,
+        submission: Submission,
+        sizes: Vec<(String, usize)>,
+        staged: Box<dyn StagedInputs>,
     ) -> RequestHandle {
-        let incoming = match staged {
-            Ok(incoming) => incoming,
-            Err(err) => return self.submit_alone(asked, Err(err), None, reply),
-        };
+        let model = submission.model;
         let mut state = self.shared.lock();
-        if let Some(event) = state.grown(asked.model) {
+        if let Some(event) = state.grown(model) {
             self.shared.step(state, event);
             state = self.shared.lock();
         }
-        match self.shared.admit(&mut state, incoming, reply) {
+        match self.shared.admit(&mut state, submission, sizes, staged) {
             Admission::Member(member) => {
                 self.shared.run(state, VecDeque::new());
-                let place = RequestLocation::Batcher(asked.model, member);
-                RequestHandle { shared: Arc::downgrade(&self.shared), place }
+                let location = RequestLocation::Batcher(model, member);
+                RequestHandle { shared: Arc::downgrade(&self.shared), location }
             }
-            Admission::Refused(reply, why) => {
+            Admission::Refused(submission, why) => {
                 drop(state);
-                refuse_at_once(asked.arrived, reply, why)
+                submission.refuse(why)
             }
-            Admission::Alone(reply, staged) => {
+            Admission::Alone(submission, staged) => {
                 drop(state);
-                self.submit_alone(asked, program.gather(vec![staged]), None, reply)
+                self.submit_alone(submission, program.gather(vec![staged]), None)
             }
         }
     }
 
-    /// Takes a request in that runs on its own. `withdrawn` takes back what was announced of it.
+    /// Admits a request that runs alone. `withdrawn` ends its announcement.
     pub(super) fn submit_alone(
         &self,
-        asked: Asked,
+        submission: Submission,
         task: Result<Box<dyn Task>, DeviceError>,
         withdrawn: Option<Event>,
-        reply: ReplyFn,
     ) -> RequestHandle {
         let shared = &self.shared;
-        let Asked { model: key, class, priority, arrived, deadline } = asked;
+        let key = submission.model;
         let prepared = shared.clock.now();
-        // Told also when the request is refused.
+        // The announcement ends also when the request is refused.
         let withdraw = |withdrawn: Option<Event>| {
             withdrawn.into_iter().for_each(|event| shared.handle(event));
         };
@@ -128,7 +148,7 @@ impl Node {
                     entry.stats.failed += 1;
                 }
                 withdraw(withdrawn);
-                return refuse_at_once(arrived, reply, Rejection::Device(err));
+                return submission.refuse(Rejection::Device(err));
             }
         };
         let mut state = shared.lock();
@@ -139,7 +159,7 @@ impl Node {
         if state.model(key).is_none() {
             drop(state);
             withdraw(withdrawn);
-            return refuse_at_once(arrived, reply, Rejection::NoSuchModel);
+            return submission.refuse(Rejection::NoSuchModel);
         }
         let full = state.core.pending() + state.batches.members >= shared.max_requests;
         let id = if full { None } else { state.core.next_request_id() };
@@ -149,34 +169,21 @@ impl Node {
             }
             drop(state);
             withdraw(withdrawn);
-            return refuse_at_once(
-                arrived,
-                reply,
-                Rejection::QueueFull { capacity: shared.max_requests },
-            );
+            return submission.refuse(Rejection::QueueFull { capacity: shared.max_requests });
         };
         let model = ModelId(key.slot);
+        let Submission { class, priority, arrived, deadline, reply, .. } = submission;
         let timing = Timing { arrived, prepared, first: true, ..Timing::default() };
         state.keep(id, Job::new(model, class, Some(task), ReplyTarget::Request(reply), timing));
         let arrival = Event::Arrival { request: id, model, class, priority, deadline };
         shared.run(state, [Some(arrival), withdrawn].into_iter().flatten().collect());
-        RequestHandle { shared: Arc::downgrade(shared), place: RequestLocation::Core(id) }
+        RequestHandle { shared: Arc::downgrade(shared), location: RequestLocation::Core(id) }
     }
 }
 
-/// What the core is told of a request.
-#[derive(Clone, Copy)]
-pub(super) struct Asked {
-    pub(super) model: ModelKey,
-    pub(super) class: Class,
-    pub(super) priority: u32,
-    pub(super) arrived: Nanos,
-    pub(super) deadline: Nanos,
-}
-
-/// Answers a request that is not taken in.
+/// Replies to a request that is not admitted.
 pub(crate) fn refuse_at_once(arrived: Nanos, reply: ReplyFn, why: Rejection) -> RequestHandle {
     let timing = Timing { arrived, finished: arrived, ..Timing::default() };
     reply(Reply { result: Err(why), timing });
-    RequestHandle { shared: Weak::new(), place: RequestLocation::Ended }
+    RequestHandle { shared: Weak::new(), location: RequestLocation::Ended }
 }

@@ -8,10 +8,10 @@ use model::LaunchPlan;
 use super::*;
 use device::{Completion, DeviceInfo, Outcome, PreemptionLevel, QueueOptions};
 
-/// Steps of a task; the plan it is of has none, as if the device had made steps of its own.
+/// Steps of a task; the plan has none, as if the device had its own steps.
 const STEPS: usize = 10;
 
-/// What a queue was asked to do.
+/// A call to a queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Call {
     Launch { queue: u32, class: Class, steps: Range<usize> },
@@ -19,7 +19,7 @@ enum Call {
     Confine { queue: u32, confined: bool },
 }
 
-/// A device that notes what it is asked and completes a segment when the test says so.
+/// A device that records calls and completes a segment when the test says so.
 struct Recorder {
     info: DeviceInfo,
     partition: Option<u32>,
@@ -138,7 +138,7 @@ impl Task for RecordedTask {
     }
 }
 
-/// A node over a recorder, with a model of either class.
+/// A node on a recorder, with a model of each class.
 struct Bench {
     node: Node,
     book: Arc<Mutex<Book>>,
@@ -204,12 +204,12 @@ impl Bench {
         std::mem::take(&mut self.book.lock().unwrap().calls)
     }
 
-    /// Lets what runs on `queue` leave before step `at`, or end where that is the last.
+    /// Completes the segment on `queue` at step `at`: preempted, or done if that is the last.
     fn complete(&self, queue: u32, at: usize) {
         let (segment, sink) = {
             let mut book = self.book.lock().unwrap();
-            let place = book.running.iter().position(|(of, _)| *of == queue).unwrap();
-            (book.running.remove(place).1, book.sink.clone().unwrap())
+            let index = book.running.iter().position(|(of, _)| *of == queue).unwrap();
+            (book.running.remove(index).1, book.sink.clone().unwrap())
         };
         let Segment { token, mut task, .. } = segment;
         task.as_any_mut().downcast_mut::<RecordedTask>().unwrap().next_step = at;
@@ -223,7 +223,7 @@ fn launch(queue: u32, class: Class, from: usize) -> Call {
 }
 
 #[test]
-fn one_queue_goes_first_where_work_leaves_fast() {
+fn reserves_a_high_priority_queue_where_preemption_is_fast() {
     let priorities = |level, queues| {
         let bench = Bench::new(level, queues);
         let book = bench.book.lock().unwrap();
@@ -237,14 +237,14 @@ fn one_queue_goes_first_where_work_leaves_fast() {
 }
 
 #[test]
-fn real_time_makes_best_effort_leave_and_go_on_afterwards() {
+fn real_time_preempts_best_effort_which_resumes() {
     let bench = Bench::new(PreemptionLevel::InsideTile, 3);
     let (one, other) = (bench.submit(Class::BestEffort), bench.submit(Class::BestEffort));
     let best_effort = |queue, from| launch(queue, Class::BestEffort, from);
     assert_eq!(bench.calls(), [best_effort(1, 0), best_effort(2, 0)]);
 
     let first = bench.submit(Class::RealTime);
-    // The order to leave comes before the launch that it makes room for.
+    // The preemption precedes the launch.
     let started =
         [Call::Preempt { queue: 1 }, Call::Preempt { queue: 2 }, launch(0, Class::RealTime, 0)];
     assert_eq!(bench.calls(), started);
@@ -255,7 +255,7 @@ fn real_time_makes_best_effort_leave_and_go_on_afterwards() {
 
     bench.complete(0, STEPS);
     assert_eq!(first.try_recv().unwrap().result, Ok(Vec::new()));
-    // Whoever comes first by arrival goes on where it left.
+    // Tasks resume in order of arrival.
     assert_eq!(bench.calls(), [best_effort(1, 7), best_effort(2, 4)]);
     bench.complete(1, STEPS);
     bench.complete(2, STEPS);
@@ -269,7 +269,7 @@ fn real_time_makes_best_effort_leave_and_go_on_afterwards() {
 }
 
 #[test]
-fn real_time_is_answered_before_best_effort_goes_on() {
+fn real_time_reply_is_sent_before_best_effort_resumes() {
     for broken in [false, true] {
         let bench = Bench::new(PreemptionLevel::InsideTile, 3);
         let _best_effort = bench.submit(Class::BestEffort);
@@ -279,7 +279,7 @@ fn real_time_is_answered_before_best_effort_goes_on() {
             Request { model, inputs: Vec::new(), class: None, priority: None, timeout: None };
         let reply = move |_| {
             sender.send(std::mem::take(&mut book.lock().unwrap().calls)).unwrap();
-            assert!(!broken, "whoever is answered may break");
+            assert!(!broken, "a reply callback may panic");
         };
         bench.node.submit(request, Box::new(reply));
         bench.complete(1, 4);
@@ -291,7 +291,7 @@ fn real_time_is_answered_before_best_effort_goes_on() {
     }
 }
 
-/// One real-time request beside best effort that never ends; what the queues were told meanwhile.
+/// One real-time request beside endless best effort; the calls meanwhile.
 fn beside_best_effort(bench: &Bench) -> Vec<Call> {
     let reply = bench.submit(Class::RealTime);
     let mut calls = bench.calls();
@@ -305,25 +305,28 @@ fn beside_best_effort(bench: &Bench) -> Vec<Call> {
 }
 
 #[test]
-fn what_real_time_bears_is_sent_to_the_partition_and_let_out() {
+fn confines_an_admitted_co_runner_and_releases_it() {
     let real_time = launch(0, Class::RealTime, 0);
     for partition in [Some(16), None] {
         let bench = Bench::over(PreemptionLevel::InsideTile, 2, partition, NodeOptions::default());
         let _best_effort = bench.submit(Class::BestEffort);
         bench.calls();
-        // Runs take as long with it as without, so it is borne once it is known.
+        // The co-runner does not slow real time down, so the pair is admitted.
         let rounds: Vec<_> = (0..10_000).map(|_| beside_best_effort(&bench)).collect();
         let confine = |confined| Call::Confine { queue: 1, confined };
         let stays = match partition {
             Some(_) => vec![confine(true), real_time.clone(), confine(false)],
             None => vec![real_time.clone()],
         };
-        let leaves =
+        let preemptible =
             [Call::Preempt { queue: 1 }, real_time.clone(), launch(1, Class::BestEffort, 0)];
-        assert!(rounds.iter().all(|calls| *calls == stays || *calls == leaves));
-        assert!(rounds[..32].iter().all(|calls| *calls == leaves), "nothing is known of it yet");
-        let borne = rounds[8_000..].iter().filter(|calls| **calls == stays).count();
-        assert!(borne > 1_800, "{borne} of the last 2000 with {partition:?}");
+        assert!(rounds.iter().all(|calls| *calls == stays || *calls == preemptible));
+        assert!(
+            rounds[..32].iter().all(|calls| *calls == preemptible),
+            "nothing is known of it yet"
+        );
+        let admitted = rounds[8_000..].iter().filter(|calls| **calls == stays).count();
+        assert!(admitted > 1_800, "{admitted} of the last 2000 with {partition:?}");
     }
 }
 
@@ -352,7 +355,7 @@ fn classes_never_share_a_queue() {
     }
 }
 
-/// Ends something that runs, or makes best effort leave on the way.
+/// Completes a running segment, or preempts best effort.
 fn complete_one(bench: &Bench, random: &mut Random) {
     let (queue, next, real_time) = {
         let mut book = bench.book.lock().unwrap();
@@ -364,8 +367,8 @@ fn complete_one(bench: &Bench, random: &mut Random) {
         let task = segment.task.as_any_mut().downcast_mut::<RecordedTask>().unwrap();
         (*queue, task.next_step, task.class == Class::RealTime)
     };
-    let left = (STEPS - next) as u64;
-    let at = if real_time { STEPS } else { next + random.below(left + 1) as usize };
+    let remaining = (STEPS - next) as u64;
+    let at = if real_time { STEPS } else { next + random.below(remaining + 1) as usize };
     bench.complete(queue, at);
 }
 
@@ -375,7 +378,7 @@ fn check_calls(bench: &Bench) {
             Call::Launch { queue, class, .. } => {
                 assert_eq!(queue == 0, class == Class::RealTime, "{class:?} on queue {queue}");
             }
-            Call::Preempt { queue } => assert_ne!(queue, 0, "real time is not made to leave"),
+            Call::Preempt { queue } => assert_ne!(queue, 0, "real time is not preempted"),
             Call::Confine { .. } => panic!("the device has no partition"),
         }
     }
@@ -383,17 +386,17 @@ fn check_calls(bench: &Bench) {
     assert!(book.queues.iter().all(|queue| queue.high_priority == (queue.id == 0)));
 }
 
-/// High priority and preemptible of every queue.
+/// `high_priority` and `preemptible` of every queue.
 fn queues(bench: &Bench) -> Vec<(bool, bool)> {
     let book = bench.book.lock().unwrap();
     book.queues.iter().map(|queue| (queue.high_priority, queue.preemptible)).collect()
 }
 
 #[test]
-fn queues_follow_from_policy_and_device() {
-    let (plain, first, leaves) = ((false, false), (true, false), (false, true));
-    assert_eq!(queues(&Bench::under("atoll")), [first, leaves, leaves]);
-    assert_eq!(queues(&Bench::under("reef_n")), [first, leaves, leaves]);
+fn queue_options_follow_from_policy_and_device() {
+    let (plain, first, preemptible) = ((false, false), (true, false), (false, true));
+    assert_eq!(queues(&Bench::under("atoll")), [first, preemptible, preemptible]);
+    assert_eq!(queues(&Bench::under("reef_n")), [first, preemptible, preemptible]);
     assert_eq!(queues(&Bench::under("sequential")), [plain]);
     assert_eq!(queues(&Bench::under("free_streams")), [plain; 5]);
     assert_eq!(queues(&Bench::under("priority_streams")), [first, first, plain, plain, plain]);
@@ -402,20 +405,20 @@ fn queues_follow_from_policy_and_device() {
         let options = NodeOptions { policy: policy.to_string(), ..NodeOptions::default() };
         queues(&Bench::with(PreemptionLevel::BetweenLaunches, 2, options))
     };
-    assert_eq!(slow("atoll"), [leaves, leaves]);
+    assert_eq!(slow("atoll"), [preemptible, preemptible]);
     assert_eq!(slow("rt_only"), [plain, plain]);
-    assert_eq!(slow("reef_n"), [first, leaves]);
+    assert_eq!(slow("reef_n"), [first, preemptible]);
     assert_eq!(slow("sequential"), [plain]);
     let yields = |level| {
         let options = NodeOptions { preempt_real_time: true, ..NodeOptions::default() };
         queues(&Bench::with(level, 2, options))
     };
-    assert_eq!(yields(PreemptionLevel::InsideTile), [first, leaves, (true, true)]);
-    assert_eq!(yields(PreemptionLevel::BetweenLaunches), [leaves, leaves]);
+    assert_eq!(yields(PreemptionLevel::InsideTile), [first, preemptible, (true, true)]);
+    assert_eq!(yields(PreemptionLevel::BetweenLaunches), [preemptible, preemptible]);
 }
 
 #[test]
-fn policies_that_no_device_carries_out_are_refused() {
+fn refuses_policies_that_the_device_does_not_support() {
     let start = |policy: &str| {
         let bench = Bench::under("atoll");
         let options = NodeOptions { policy: policy.to_string(), ..NodeOptions::default() };
@@ -423,14 +426,14 @@ fn policies_that_no_device_carries_out_are_refused() {
         Node::start(bench.node.device().clone(), options, clock).err().unwrap().to_string()
     };
     assert!(start("reef").contains("--device sim"), "{}", start("reef"));
-    assert!(start("nobody").contains("free_streams"), "{}", start("nobody"));
+    assert!(start("unknown").contains("free_streams"), "{}", start("unknown"));
     for name in crate::policy::NAMES.into_iter().filter(|name| *name != "reef") {
         assert_eq!(Bench::under(name).node.policy(), name);
     }
 }
 
 #[test]
-fn real_time_waits_until_best_effort_has_left_where_the_policy_says_so() {
+fn real_time_waits_for_preemption_where_the_policy_says_so() {
     let bench = Bench::under("reef_n");
     let be = bench.submit(Class::BestEffort);
     assert_eq!(bench.calls(), [launch(1, Class::BestEffort, 0)]);
@@ -447,7 +450,7 @@ fn real_time_waits_until_best_effort_has_left_where_the_policy_says_so() {
 }
 
 #[test]
-fn nobody_leaves_where_the_policy_makes_nobody() {
+fn policies_without_preemption_preempt_nothing() {
     let bench = Bench::under("sequential");
     let replies = [Class::BestEffort, Class::BestEffort, Class::RealTime].map(|c| bench.submit(c));
     assert_eq!(bench.calls(), [launch(0, Class::BestEffort, 0)]);
@@ -486,16 +489,26 @@ fn preemptions_are_recorded() {
     bench.complete(2, STEPS);
     let record = bench.node.preemptions();
     assert_eq!((record.total, record.recent.len()), (2, 2));
-    let [left, done] = &record.recent[..] else { unreachable!() };
-    assert_eq!((left.caused_by, left.model, left.queue), (Some(rt), be, 1));
-    assert_eq!((left.steps.clone(), left.step_count, left.finished), (0..4, STEPS, false));
-    assert!(left.requested_at <= left.preempted_at && left.preempted_at <= done.preempted_at);
+    let [preempted, done] = &record.recent[..] else { unreachable!() };
+    assert_eq!((preempted.caused_by, preempted.model, preempted.queue), (Some(rt), be, 1));
+    assert_eq!(
+        (preempted.steps.clone(), preempted.step_count, preempted.finished),
+        (0..4, STEPS, false)
+    );
+    assert!(
+        preempted.requested_at <= preempted.preempted_at
+            && preempted.preempted_at <= done.preempted_at
+    );
     assert!(done.finished && done.steps == (0..STEPS));
     assert_eq!(bench.node.preemption_stats(be).unwrap().counts.iter().sum::<u64>(), 2);
     assert_eq!(bench.node.preemption_stats(rt).unwrap().caused, 2);
-    assert_eq!(bench.node.stats(be).unwrap().preemptions, 1, "one left, the other was done");
+    assert_eq!(
+        bench.node.stats(be).unwrap().preemptions,
+        1,
+        "one was preempted, the other was done"
+    );
 
-    // A client that goes away is no preemption by real time, and the ring forgets what is oldest.
+    // A cancellation is no preemption by real time, and the ring drops the oldest entry.
     bench.complete(0, STEPS);
     bench.calls();
     let handle = bench.node.submit(
@@ -509,4 +522,14 @@ fn preemptions_are_recorded() {
     assert_eq!((record.total, record.recent.len()), (3, 2));
     assert_eq!(record.recent[1].caused_by, None);
     assert_eq!(bench.node.preemption_stats(be).unwrap().counts.iter().sum::<u64>(), 2);
+}
+
+#[test]
+fn a_device_that_needs_a_reset_refuses_requests() {
+    let bench = Bench::new(PreemptionLevel::InsideTile, 3);
+    let shared = &bench.node.shared;
+    let (mut events, mut due) = (VecDeque::new(), Vec::new());
+    shared.act(&mut shared.lock(), Nanos::ZERO, Action::ResetDevice, &mut events, &mut due);
+    let reply = bench.submit(Class::RealTime).try_recv().unwrap();
+    assert!(matches!(reply.result, Err(Rejection::Device(DeviceError::Faulted { .. }))));
 }

@@ -1,4 +1,4 @@
-//! Weights that come and go: what the core decides about memory, carried out by the device.
+//! Loads and evictions that the core decides, carried out by the device.
 
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,26 +11,26 @@ use device::{DeviceError, Program};
 use super::{ModelKey, Node, Shared, State};
 use crate::core::{Event, ModelId};
 
-/// Loads under way at once: one that arrives, and the next whose memory is made ready meanwhile.
+/// Concurrent loads: one copies, and the memory of the next is prepared meanwhile.
 pub(super) const MAX_CONCURRENT_LOADS: usize = 2;
 
-/// How long a load waits before it takes the place of a model that has requests waiting.
+/// How long a load waits before it evicts a model that has requests waiting.
 pub(super) const LOAD_PATIENCE: Nanos = Nanos::from_millis(5);
 
-/// How long it waits then before a model that is always in use starts no more work.
+/// How long it waits after that before a model that is always in use is drained.
 pub(super) const DRAIN_AFTER: Nanos = Nanos::from_millis(50);
 
-/// Programs that wait to be taken apart; whoever has one more does it itself.
+/// Maximum number of programs that wait to be dropped; further ones are dropped by the caller.
 const MAX_DISCARDED: usize = 1_024;
 
-/// A model's weights as the node knows them.
+/// The weights of a model in the node.
 pub(super) struct EntryWeights {
     residency: Arc<dyn Residency>,
     bytes: u64,
     pinned: bool,
-    /// Counts loads and evictions, so that a report of an earlier load is told from one of this.
+    /// Counts loads and evictions, to tell reports of an earlier load from those of this one.
     number: u64,
-    /// Since when the load under way is.
+    /// Start of the current load.
     since: Nanos,
     /// Why the last load failed.
     failure: Option<DeviceError>,
@@ -55,40 +55,40 @@ impl EntryWeights {
     }
 }
 
-/// What was done about memory so far.
+/// Counters of loads and evictions.
 #[derive(Clone, Debug, Default)]
 pub struct SwapStats {
-    /// Loads that ended well.
+    /// Successful loads.
     pub loads: u64,
-    /// Loads the device refused.
+    /// Loads that the device refused.
     pub refused: u64,
     /// Evictions.
     pub evictions: u64,
-    /// Bytes that were loaded.
+    /// Bytes loaded.
     pub loaded: Bytes,
-    /// From the order to load to all weights being there.
+    /// Time of loads, from the action until all weights are there.
     pub load_times: Histogram,
 }
 
-/// How memory stands.
+/// State of the memory for weights.
 #[derive(Clone, Debug, Default)]
 pub struct NodeMemory {
-    /// What weights may take.
+    /// Memory for weights.
     pub budget: Bytes,
-    /// What they take, arriving ones included, as the node counts.
+    /// Bytes of weights on the device, loading ones included, as the node counts.
     pub held: Bytes,
-    /// What of it is pinned.
+    /// Bytes of pinned weights.
     pub pinned: Bytes,
-    /// Models that wait to be loaded.
+    /// Requested loads that have not started.
     pub pending_loads: usize,
-    /// The device's own count.
+    /// The device's count.
     pub device: Option<MemoryUse>,
-    /// What was done so far.
+    /// Loads and evictions so far.
     pub swaps: SwapStats,
 }
 
 impl Node {
-    /// How memory for weights stands.
+    /// State of the memory for weights.
     pub fn memory(&self) -> NodeMemory {
         let device = self.shared.device.memory_use();
         let state = self.shared.lock();
@@ -103,7 +103,7 @@ impl Node {
         }
     }
 
-    /// Loads a model's weights if there is room for them; does nothing where they are there already or always.
+    /// Loads the weights of a model into free memory; no effect where they are resident.
     pub fn preload(&self, model: ModelKey) {
         let state = self.shared.lock();
         if state.model(model).is_some_and(|entry| entry.weights.is_some()) {
@@ -111,23 +111,23 @@ impl Node {
         }
     }
 
-    /// LockWaits until everything that was removed and has no request under way is taken apart; `false` after `limit`.
+    /// Waits until all removed programs without requests are dropped; `false` after `limit`.
     pub fn wait_discarded(&self, limit: Duration) -> bool {
         self.shared.discard.wait(limit)
     }
 
-    /// Memory that `model` holds on the device now.
+    /// Device memory that `model` holds now.
     pub fn resident_of(&self, model: ModelKey) -> Option<Bytes> {
         let program = self.shared.lock().model(model).map(|entry| entry.program.clone())?;
         Some(program.resident())
     }
 
-    /// What weights may take.
+    /// Memory for weights.
     pub fn budget(&self) -> Bytes {
         self.shared.budget
     }
 
-    /// What the weights of `model` take when they are there; 0 where they do not come and go.
+    /// Bytes of the weights of `model`; 0 where they are not managed.
     pub fn weight_bytes(&self, model: ModelKey) -> Option<Bytes> {
         let state = self.shared.lock();
         state.model(model)?;
@@ -141,7 +141,7 @@ impl Node {
             && state.core.weights_of(ModelId(model.slot)).is_some_and(|(_, there)| there)
     }
 
-    /// Why a model with such weights could never run here beside what is pinned; `None` when it could.
+    /// Why a model can never fit beside the pinned ones; `None` when it can.
     pub fn cannot_fit(&self, program: &dyn Program) -> Option<DeviceError> {
         let needed = program.residency()?.bytes();
         let pinned = self.shared.lock().core.memory().pinned;
@@ -152,7 +152,7 @@ impl Node {
 }
 
 impl State {
-    /// What the core must hear before a request of `model` if its weights became more.
+    /// The event to send before a request of `model`, if its weights have grown.
     pub(super) fn grown(&mut self, model: ModelKey) -> Option<Event> {
         let weights = self.model_mut(model)?.weights.as_mut()?;
         let bytes = weights.residency.bytes().0;
@@ -163,7 +163,7 @@ impl State {
         Some(weights.event(ModelId(model.slot)))
     }
 
-    /// Why a request failed for which the device gave no reason: its model's weights.
+    /// Why a request failed without a reason from the device: the weights of its model.
     pub(super) fn memory_failure(
         &self,
         model: ModelId,
@@ -236,13 +236,13 @@ impl Shared {
     }
 }
 
-/// Takes programs apart on a thread of its own: that frees memory, which may take its time.
+/// Drops programs on a thread of its own: freeing their memory may take long.
 pub(super) struct Discard {
     programs: SyncSender<Arc<dyn Program>>,
     pending: Arc<Pending>,
 }
 
-/// Programs that are not yet taken apart.
+/// Programs that are not dropped yet.
 #[derive(Default)]
 struct Pending {
     count: Mutex<usize>,
@@ -265,7 +265,7 @@ impl Pending {
 }
 
 impl Discard {
-    /// Starts its thread, which ends with the last program after this is dropped.
+    /// Starts its thread, which ends after the last program when this is dropped.
     pub(super) fn start() -> std::io::Result<Discard> {
         let (programs, receiver): (_, Receiver<Arc<dyn Program>>) = sync_channel(MAX_DISCARDED);
         let pending = Arc::new(Pending::default());

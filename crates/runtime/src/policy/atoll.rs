@@ -1,11 +1,16 @@
 //! Atoll's own policy.
 
-use device::PreemptMode;
+use device::{DeviceCapabilities, PreemptMode};
 
 use super::{CoRun, PaddingRules, Policy, RealTimeStart, Rules, Streams};
 
-/// An epoch makes best effort leave inside its tiles while real time is already on its way; it goes on from the
-/// very tile, and meanwhile pads what real time leaves.
+/// Real time starts at once. The epoch counters of best effort are incremented at the same time:
+/// its blocks exit inside their tiles and resume later from the same tile.
+///
+/// What runs beside real time depends on the device. Where queues have block budgets, best effort
+/// pads the SMs that a real-time kernel does not use. Other devices cannot divide SMs kernel by
+/// kernel: there one best-effort task continues, if its model and the real-time model are an
+/// admitted co-run pair.
 #[derive(Clone, Copy, Debug)]
 pub struct Atoll;
 
@@ -14,12 +19,16 @@ impl Policy for Atoll {
         "atoll"
     }
 
-    fn rules(&self) -> Rules {
+    fn rules(&self, device: DeviceCapabilities) -> Rules {
+        let co_run = match device.block_budgets {
+            true => CoRun::Padding(PaddingRules::ATOLL),
+            false => CoRun::AdmittedPair,
+        };
         Rules {
             streams: Streams::Split,
             preempt: Some(PreemptMode::InsideTile),
             start: RealTimeStart::AtOnce,
-            co_run: CoRun::Padding(PaddingRules::ATOLL),
+            co_run,
             high_priority: true,
             best_effort: true,
         }

@@ -1,8 +1,10 @@
-//! Atoll's own policy without padding.
+//! Atoll's own policy without co-running best effort.
+
+use device::DeviceCapabilities;
 
 use super::{Atoll, CoRun, Policy, Rules};
 
-/// As [`Atoll`], but nothing of best effort goes on beside real time.
+/// As [`Atoll`], but best effort never co-runs with real time.
 #[derive(Clone, Copy, Debug)]
 pub struct AtollAlone;
 
@@ -11,7 +13,7 @@ impl Policy for AtollAlone {
         "atoll_alone"
     }
 
-    fn rules(&self) -> Rules {
-        Rules { co_run: CoRun::None, ..Atoll.rules() }
+    fn rules(&self, device: DeviceCapabilities) -> Rules {
+        Rules { co_run: CoRun::None, ..Atoll.rules(device) }
     }
 }

@@ -1,8 +1,10 @@
-//! Everything at once on streams of its own, as TensorRT runs them.
+//! All tasks at once on streams of their own, as TensorRT runs them.
+
+use device::DeviceCapabilities;
 
 use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
-/// Nobody waits for anybody, and the hardware shares as it likes.
+/// No task waits for another; the hardware shares the SMs.
 #[derive(Clone, Copy, Debug)]
 pub struct FreeStreams;
 
@@ -11,7 +13,7 @@ impl Policy for FreeStreams {
         "free_streams"
     }
 
-    fn rules(&self) -> Rules {
+    fn rules(&self, _device: DeviceCapabilities) -> Rules {
         Rules {
             streams: Streams::Many,
             preempt: None,

@@ -1,8 +1,10 @@
-//! Everything at once, with real time on streams of higher priority.
+//! All tasks at once, with real time on streams of high priority.
+
+use device::DeviceCapabilities;
 
 use super::{FreeStreams, Policy, Rules};
 
-/// Blocks of real time are placed first; what runs is not touched.
+/// Blocks of real time are placed first; running blocks are not preempted.
 #[derive(Clone, Copy, Debug)]
 pub struct PriorityStreams;
 
@@ -11,7 +13,7 @@ impl Policy for PriorityStreams {
         "priority_streams"
     }
 
-    fn rules(&self) -> Rules {
-        Rules { high_priority: true, ..FreeStreams.rules() }
+    fn rules(&self, device: DeviceCapabilities) -> Rules {
+        Rules { high_priority: true, ..FreeStreams.rules(device) }
     }
 }

@@ -1,16 +1,16 @@
 //! REEF: reset-based preemption and dynamic kernel padding.
 
-use device::PreemptMode;
+use device::{DeviceCapabilities, PreemptMode};
 
 use super::{
-    CoRun, PaddingRules, Policy, PreemptionPoint, Progress, RealTimeStart, Rules, Streams,
+    CoRun, PaddingRules, Policy, PreemptionPoint, RealTimeStart, ResumePoint, Rules, Streams,
 };
 
-/// Queues are reset and running kernels killed, then real time starts; chosen best-effort kernels are fused
-/// with its own.
+/// Resets queues and kills running kernels, then starts real time. Selected best-effort kernels are
+/// fused with real-time kernels.
 #[derive(Clone, Copy, Debug)]
 pub struct Reef {
-    /// Kernels of a stream that the hardware holds.
+    /// Kernels of a stream that the hardware queues.
     pub queue_capacity: usize,
 }
 
@@ -19,7 +19,11 @@ impl Policy for Reef {
         "reef"
     }
 
-    fn rules(&self) -> Rules {
+    fn is_supported(&self, device: DeviceCapabilities) -> bool {
+        device.queue_reset && device.block_budgets
+    }
+
+    fn rules(&self, _device: DeviceCapabilities) -> Rules {
         Rules {
             streams: Streams::Split,
             preempt: Some(PreemptMode::Kill),
@@ -30,10 +34,10 @@ impl Policy for Reef {
         }
     }
 
-    /// Nobody knows which kernel was killed, only that it is at most a queue's length before the last one that
-    /// was handed over, and not before the one the launch began with.
-    fn restore(&self, left: PreemptionPoint, known: Progress) -> Progress {
-        let step = left.transmitted.saturating_sub(self.queue_capacity).max(known.step);
-        Progress { step, tile: 0 }
+    /// The killed kernel is not known: it is at most a queue's length before the last one that was
+    /// sent, and not before the first one of the launch.
+    fn restore(&self, point: PreemptionPoint, known: ResumePoint) -> ResumePoint {
+        let step = point.transmitted.saturating_sub(self.queue_capacity).max(known.step);
+        ResumePoint { step, tile: 0 }
     }
 }

@@ -1,10 +1,10 @@
-//! REEF-N: what of REEF works on a closed driver.
+//! REEF-N: the part of REEF that works with a closed driver.
 
-use device::PreemptMode;
+use device::{DeviceCapabilities, PreemptMode};
 
 use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
-/// A flag at kernel entry empties the capped queues; real time waits for what runs.
+/// A flag at kernel entry empties the bounded queues; real time waits for the running kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct ReefN;
 
@@ -13,7 +13,7 @@ impl Policy for ReefN {
         "reef_n"
     }
 
-    fn rules(&self) -> Rules {
+    fn rules(&self, _device: DeviceCapabilities) -> Rules {
         Rules {
             streams: Streams::Split,
             preempt: Some(PreemptMode::BetweenLaunches),

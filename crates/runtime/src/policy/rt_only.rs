@@ -1,4 +1,6 @@
-//! The device for real time alone: what every other policy's latency is measured against.
+//! Real time alone: the baseline of every other policy's latency.
+
+use device::DeviceCapabilities;
 
 use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
@@ -11,7 +13,7 @@ impl Policy for RtOnly {
         "rt_only"
     }
 
-    fn rules(&self) -> Rules {
+    fn rules(&self, _device: DeviceCapabilities) -> Rules {
         Rules {
             streams: Streams::Split,
             preempt: None,

@@ -1,8 +1,10 @@
-//! One task at a time, as Clockwork runs them.
+//! One task at a time, as Clockwork does.
+
+use device::DeviceCapabilities;
 
 use super::{CoRun, Policy, RealTimeStart, Rules, Streams};
 
-/// Real time goes first but waits for the task that runs.
+/// Real time goes first but waits for the running task.
 #[derive(Clone, Copy, Debug)]
 pub struct Sequential;
 
@@ -11,7 +13,7 @@ impl Policy for Sequential {
         "sequential"
     }
 
-    fn rules(&self) -> Rules {
+    fn rules(&self, _device: DeviceCapabilities) -> Rules {
         Rules {
             streams: Streams::One,
             preempt: None,

@@ -185,7 +185,11 @@ fn write_replicas(
     let name = "atoll_replica_requests_total";
     out.family(name, MetricKind::Counter, "Requests with outputs, by device");
     for (model, (view, _)) in &replicas {
-        out.sample(name, &with(model, "device", &device_group.names()[view.device]), view.completed);
+        out.sample(
+            name,
+            &with(model, "device", &device_group.names()[view.device]),
+            view.completed,
+        );
     }
     let name = "atoll_replica_pending";
     out.family(name, MetricKind::Gauge, "Requests waiting or running, by device");

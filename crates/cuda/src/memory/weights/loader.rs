@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use base::Bytes;
-use device::residency::{LoadProgress, LoadReport, MemoryUse};
+use device::residency::{LoadProgress, LoadCallback, MemoryUse};
 
 use super::arrival::{group_ends, group_of};
 use super::physical_pool::{PhysicalMemoryPool, WeightMemoryCounts};
@@ -64,7 +64,7 @@ pub(super) enum WeightCommand {
     Load {
         weights: Arc<ProgramWeights>,
         urgent: bool,
-        report: LoadReport,
+        report: LoadCallback,
     },
     Evict(Arc<ProgramWeights>),
     /// Memory of a program that was dropped.
@@ -166,7 +166,7 @@ impl WeightArrival {
 
 struct PendingLoad {
     weights: Arc<ProgramWeights>,
-    report: LoadReport,
+    report: LoadCallback,
     arrival: Arc<WeightArrival>,
     /// Bytes before those of this load.
     from: u64,
@@ -285,7 +285,7 @@ impl LoaderThread {
         self.unmap_evicted();
     }
 
-    fn load(&mut self, weights: Arc<ProgramWeights>, urgent: bool, report: LoadReport) {
+    fn load(&mut self, weights: Arc<ProgramWeights>, urgent: bool, report: LoadCallback) {
         let issued = Instant::now();
         self.urgent = urgent;
         self.loads.store(self.arriving.len() + 1, Ordering::Relaxed);

@@ -1,24 +1,27 @@
-//! More models than memory, in virtual time: a device that loads one model after another, and a checker that sees only what goes
-//! into the core and comes out.
+//! More models than memory, in virtual time: a device that loads one model after another, and a
+//! checker that sees only events and actions.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use base::{Nanos, Random};
+use device::DeviceCapabilities;
 use model::config::Class;
 
-use crate::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId};
+use crate::core::{
+    Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, RequestId, SimAction,
+};
 use crate::policy::PreemptionPoint;
 
 const STEPS: usize = 10;
 const MEMORY: u64 = 1_000;
 const BYTE: Nanos = Nanos(10_000);
 
-/// What is known of a model from outside.
+/// A model as seen from outside.
 #[derive(Clone, Debug, Default)]
-struct Known {
+struct ModelRecord {
     bytes: u64,
     pinned: bool,
-    /// Bytes it holds from the order to load it to the order to evict it.
+    /// Bytes it holds, from its load action to its evict action.
     held: u64,
     runnable: bool,
     running: usize,
@@ -26,10 +29,10 @@ struct Known {
     removed: bool,
 }
 
-/// Sees to it that memory is kept to.
+/// Checks the memory budget.
 #[derive(Default)]
 struct Checker {
-    models: BTreeMap<u32, Known>,
+    models: BTreeMap<u32, ModelRecord>,
     max_held: u64,
 }
 
@@ -39,7 +42,7 @@ impl Checker {
     }
 
     fn load(&mut self, model: ModelId) {
-        let known = self.models.get_mut(&model.0).expect("loads a model there is");
+        let known = self.models.get_mut(&model.0).expect("a known model");
         assert_eq!(known.held, 0, "{model:?} is loaded twice");
         (known.held, known.runnable, known.grown) = (known.bytes, false, false);
         self.max_held = self.max_held.max(self.held());
@@ -47,7 +50,7 @@ impl Checker {
     }
 
     fn evict(&mut self, model: ModelId) {
-        let known = self.models.get_mut(&model.0).expect("evicts a model there is");
+        let known = self.models.get_mut(&model.0).expect("a known model");
         assert!(known.held > 0, "{model:?} is evicted and not there");
         assert_eq!(known.running, 0, "{model:?} is evicted while it runs");
         assert!(!known.pinned || known.removed || known.grown, "{model:?} is pinned and evicted");
@@ -55,7 +58,7 @@ impl Checker {
     }
 
     fn launch(&mut self, model: ModelId) {
-        let known = self.models.get_mut(&model.0).expect("runs a model there is");
+        let known = self.models.get_mut(&model.0).expect("a known model");
         assert!(known.runnable, "{model:?} runs without its weights");
         assert!(!known.grown, "{model:?} runs without what was added to its weights");
         known.running += 1;
@@ -73,10 +76,10 @@ struct Simulation {
     now: Nanos,
     random: Random,
     checker: Checker,
-    /// Things to come; the number keeps them apart.
+    /// Future events; the number makes them unique.
     due: BTreeSet<(Nanos, u64, Due)>,
     number: u64,
-    /// Loads and evictions so far, by model: what is due of an earlier load is void.
+    /// Loads and evictions so far, by model: reports of an earlier load are void.
     orders: HashMap<u32, u64>,
     copying_until: Nanos,
     queues: Vec<Option<(RequestId, ModelId, u64)>>,
@@ -92,6 +95,11 @@ struct Simulation {
 impl Simulation {
     fn new(seed: u64, queues: QueueLayout) -> Simulation {
         let options = CoreOptions {
+            // Padding, as on the simulated GPU.
+            capabilities: DeviceCapabilities {
+                block_budgets: true,
+                ..DeviceCapabilities::default()
+            },
             queues,
             max_requests: 4_096,
             memory_bytes: Some(MEMORY),
@@ -123,12 +131,12 @@ impl Simulation {
 
     fn add(&mut self, model: u32, bytes: u64, pinned: bool) {
         let id = ModelId(model);
-        self.checker.models.insert(model, Known { bytes, pinned, ..Known::default() });
+        self.checker.models.insert(model, ModelRecord { bytes, pinned, ..ModelRecord::default() });
         self.feed(Event::ModelAdded { model: id, steps: STEPS, queue_capacity: 64 });
         self.feed(Event::ModelWeights { model: id, bytes, pinned });
     }
 
-    fn ask(&mut self, model: u32, class: Class, deadline: Nanos) -> Option<RequestId> {
+    fn submit(&mut self, model: u32, class: Class, deadline: Nanos) -> Option<RequestId> {
         let request = self.core.next_request_id()?;
         let model = ModelId(model);
         self.open.insert(request, (model, self.now));
@@ -179,12 +187,12 @@ impl Simulation {
                 *self.ended.entry(end).or_default() += 1;
             }
             Action::FreeModel { model } => {
-                let known = self.checker.models.remove(&model.0).expect("frees what there is");
+                let known = self.checker.models.remove(&model.0).expect("a known model");
                 assert_eq!((known.held, known.running), (0, 0), "bytes of {model:?} are lost");
             }
-            // How much of the device best effort may take beside real time is nothing to memory.
-            Action::SetBudget { .. } | Action::Pad { .. } => {}
-            other => panic!("{other:?} was not asked for"),
+            // Padding does not affect memory.
+            Action::Sim(SimAction::SetBudget { .. } | SimAction::Pad { .. }) => {}
+            other => panic!("{other:?} was not expected"),
         }
     }
 
@@ -208,7 +216,7 @@ impl Simulation {
         self.later(whole, Due::Arrives(model.0, order, 1));
     }
 
-    /// The next thing that happens; `false` when nothing will.
+    /// Processes the next event; `false` when there is none.
     fn step(&mut self) -> bool {
         let next = self.due.first().map(|(at, ..)| *at);
         let timer = self.core.next_timer();
@@ -235,7 +243,7 @@ impl Simulation {
                     return;
                 }
                 let id = ModelId(model);
-                let known = self.checker.models.get_mut(&model).expect("a model there is");
+                let known = self.checker.models.get_mut(&model).expect("a known model");
                 known.runnable = what < 2;
                 match what {
                     0 => self.feed(Event::LoadRunnable { model: id }),
@@ -251,15 +259,19 @@ impl Simulation {
                 if self.queues[queue].is_none_or(|(_, _, running)| running != number) {
                     return;
                 }
-                let (_, model, _) = self.queues[queue].take().expect("looked at above");
+                let (_, model, _) = self.queues[queue].take().expect("checked above");
                 self.checker.models.get_mut(&model.0).expect("it runs").running -= 1;
                 let busy = Nanos(self.step_time.0 * STEPS as u64);
-                let left = self.random.below(4) == 0;
-                match left {
+                let preempted = self.random.below(4) == 0;
+                match preempted {
                     true => {
-                        let left =
+                        let point =
                             PreemptionPoint::before(self.random.below(STEPS as u64) as usize);
-                        self.feed(Event::SegmentPreempted { queue, left, busy: Nanos(busy.0 / 2) });
+                        self.feed(Event::SegmentPreempted {
+                            queue,
+                            point,
+                            busy: Nanos(busy.0 / 2),
+                        });
                     }
                     false => self.feed(Event::SegmentDone { queue, busy }),
                 }
@@ -278,7 +290,7 @@ impl Simulation {
         self.now = self.now.max(end);
     }
 
-    /// Lets everything end; fails when something never does.
+    /// Runs until all requests have ended; fails if one never does.
     fn finish(&mut self) {
         for _ in 0..1_000_000 {
             if self.open.is_empty() || !self.step() {
@@ -312,7 +324,7 @@ fn random_run(seed: u64) -> Simulation {
         let pinned = model == 0 && random.below(2) == 0;
         simulation.add(model, 50 + random.below(250), pinned);
     }
-    let mut asked: Vec<RequestId> = Vec::new();
+    let mut submitted: Vec<RequestId> = Vec::new();
     let mut next = models;
     for _ in 0..400 {
         let pause = Nanos(random.below(3_000_000));
@@ -346,8 +358,8 @@ fn random_run(seed: u64) -> Simulation {
                 let model = ModelId(any(&mut random));
                 simulation.feed(Event::Preload { model });
             }
-            3 if !asked.is_empty() => {
-                let request = asked[random.below(asked.len() as u64) as usize];
+            3 if !submitted.is_empty() => {
+                let request = submitted[random.below(submitted.len() as u64) as usize];
                 simulation.feed(Event::Cancel { request });
             }
             _ => {
@@ -355,7 +367,7 @@ fn random_run(seed: u64) -> Simulation {
                 let deadline =
                     if late { simulation.now + Nanos::from_millis(20) } else { Nanos::MAX };
                 let class = class(&mut random);
-                asked.extend(simulation.ask(any(&mut random), class, deadline));
+                submitted.extend(simulation.submit(any(&mut random), class, deadline));
             }
         }
     }
@@ -364,7 +376,7 @@ fn random_run(seed: u64) -> Simulation {
 }
 
 #[test]
-fn memory_is_kept_to_whatever_happens() {
+fn stays_within_memory_under_random_loads() {
     let mut loads = 0;
     let mut done = 0;
     for seed in 0..400 {
@@ -385,7 +397,7 @@ fn memory_is_kept_to_whatever_happens() {
 }
 
 #[test]
-fn equal_seeds_decide_equally() {
+fn equal_seeds_give_equal_decisions() {
     let trace = |seed| {
         let simulation = random_run(seed);
         let mut ended: Vec<_> =
@@ -396,29 +408,30 @@ fn equal_seeds_decide_equally() {
     assert_eq!(trace(17), trace(17));
 }
 
-/// `resident` is asked for without end on every queue; the time until one request of another model is done.
+/// Requests for `resident` saturate every queue; the time until one request of another model is
+/// done.
 fn wait_beside_a_busy_model(queues: QueueLayout, class: Class) -> Nanos {
     let mut simulation = Simulation::new(1, queues);
     simulation.add(0, 700, false);
     simulation.add(1, 700, false);
     for _ in 0..16 {
-        simulation.ask(0, Class::BestEffort, Nanos::MAX);
+        simulation.submit(0, Class::BestEffort, Nanos::MAX);
     }
     simulation.run_until(Nanos::from_millis(100));
-    let asked = simulation.now;
-    let request = simulation.ask(1, class, Nanos::MAX).expect("room for a request");
+    let submitted = simulation.now;
+    let request = simulation.submit(1, class, Nanos::MAX).expect("below the limit");
     while simulation.open.contains_key(&request) {
-        assert!(simulation.now < asked + Nanos::from_millis(10_000), "it starves");
+        assert!(simulation.now < submitted + Nanos::from_millis(10_000), "it starves");
         while simulation.open.len() < 16 {
-            simulation.ask(0, Class::BestEffort, Nanos::MAX);
+            simulation.submit(0, Class::BestEffort, Nanos::MAX);
         }
         assert!(simulation.step());
     }
-    simulation.now - asked
+    simulation.now - submitted
 }
 
 #[test]
-fn nobody_starves_beside_a_model_that_is_always_in_use() {
+fn no_model_starves_beside_one_that_is_always_in_use() {
     for queues in [layouts(0), layouts(1), layouts(2)] {
         for class in [Class::RealTime, Class::BestEffort] {
             let waited = wait_beside_a_busy_model(queues, class);
@@ -428,17 +441,17 @@ fn nobody_starves_beside_a_model_that_is_always_in_use() {
 }
 
 #[test]
-fn best_effort_is_loaded_under_real_time_that_swaps_without_end() {
+fn best_effort_is_loaded_while_real_time_swaps_endlessly() {
     let mut simulation = Simulation::new(3, layouts(2));
     for model in 0..4 {
         simulation.add(model, 600, false);
     }
-    let request = simulation.ask(3, Class::BestEffort, Nanos::MAX).expect("room for a request");
+    let request = simulation.submit(3, Class::BestEffort, Nanos::MAX).expect("below the limit");
     let mut model = 0;
     while simulation.open.contains_key(&request) {
         assert!(simulation.now < Nanos::from_millis(10_000), "it starves");
         while simulation.open.len() < 4 {
-            simulation.ask(model % 3, Class::RealTime, Nanos::MAX);
+            simulation.submit(model % 3, Class::RealTime, Nanos::MAX);
             model += 1;
         }
         assert!(simulation.step());
@@ -446,21 +459,21 @@ fn best_effort_is_loaded_under_real_time_that_swaps_without_end() {
 }
 
 #[test]
-fn pinned_models_are_there_at_once_and_stay() {
+fn loads_pinned_models_at_once_and_keeps_them() {
     let mut simulation = Simulation::new(5, layouts(1));
     simulation.add(0, 600, true);
     simulation.run_until(Nanos::from_millis(50));
     assert!(simulation.core.weights_of(ModelId(0)).is_some_and(|(_, there)| there));
     simulation.add(1, 300, false);
     simulation.add(2, 300, false);
-    // Too large beside what is pinned: refused at once rather than never answered.
+    // Too large beside the pinned models: refused at once.
     simulation.add(3, 500, false);
     for round in 0..20 {
-        simulation.ask(1 + round % 2, Class::BestEffort, Nanos::MAX);
+        simulation.submit(1 + round % 2, Class::BestEffort, Nanos::MAX);
         let now = simulation.now;
         simulation.run_until(now + Nanos::from_millis(20));
     }
-    simulation.ask(3, Class::RealTime, Nanos::MAX);
+    simulation.submit(3, Class::RealTime, Nanos::MAX);
     simulation.finish();
     assert_eq!(simulation.ended.get(&End::Failed), Some(&1));
     assert_eq!(simulation.ended.get(&End::Done), Some(&20));
@@ -468,7 +481,7 @@ fn pinned_models_are_there_at_once_and_stay() {
 }
 
 #[test]
-fn preloading_fills_room_and_evicts_nobody() {
+fn preload_uses_free_memory_and_evicts_nothing() {
     let mut simulation = Simulation::new(7, layouts(1));
     for model in 0..5 {
         simulation.add(model, 300, false);
@@ -483,28 +496,28 @@ fn preloading_fills_room_and_evicts_nobody() {
 }
 
 #[test]
-fn a_load_is_urgent_where_real_time_waits_for_it() {
+fn loads_for_real_time_are_urgent() {
     let mut simulation = Simulation::new(8, layouts(1));
     for model in 0..3 {
         simulation.add(model, 300, false);
     }
     simulation.feed(Event::Preload { model: ModelId(0) });
-    simulation.ask(1, Class::BestEffort, Nanos::MAX);
+    simulation.submit(1, Class::BestEffort, Nanos::MAX);
     simulation.finish();
     assert_eq!((simulation.loads, simulation.urgent_loads), (2, 0));
-    simulation.ask(2, Class::RealTime, Nanos::MAX);
+    simulation.submit(2, Class::RealTime, Nanos::MAX);
     simulation.finish();
     assert_eq!((simulation.loads, simulation.urgent_loads), (3, 1));
 }
 
 #[test]
-fn the_least_recently_used_goes_first() {
+fn evicts_least_recently_used() {
     let mut simulation = Simulation::new(9, layouts(0));
     for model in 0..4 {
         simulation.add(model, 300, false);
     }
     for model in [0, 1, 2, 0, 3] {
-        simulation.ask(model, Class::BestEffort, Nanos::MAX);
+        simulation.submit(model, Class::BestEffort, Nanos::MAX);
         simulation.finish();
     }
     let there: Vec<bool> = (0..4)
@@ -514,22 +527,23 @@ fn the_least_recently_used_goes_first() {
 }
 
 #[test]
-fn a_device_without_room_is_asked_again_while_others_hold_some() {
+fn retries_a_refused_load_while_others_hold_memory() {
     let mut simulation = Simulation::new(11, layouts(1));
     simulation.add(0, 300, false);
     simulation.add(1, 300, false);
-    simulation.ask(0, Class::BestEffort, Nanos::MAX);
+    simulation.submit(0, Class::BestEffort, Nanos::MAX);
     simulation.finish();
     simulation.refuse_percent = 100;
-    let request = simulation.ask(1, Class::BestEffort, Nanos::MAX).expect("room for a request");
+    let request = simulation.submit(1, Class::BestEffort, Nanos::MAX).expect("below the limit");
     let now = simulation.now;
     simulation.run_until(now + Nanos::from_millis(30));
-    // The other was evicted for it; with nobody left to evict, it fails with the device's reason.
+    // The other model was evicted for it; with no other to evict, it fails with the device's
+    // reason.
     assert!(!simulation.open.contains_key(&request));
     assert_eq!(simulation.ended.get(&End::Failed), Some(&1));
     simulation.refuse_percent = 0;
-    simulation.ask(1, Class::BestEffort, Nanos::MAX);
-    simulation.ask(0, Class::BestEffort, Nanos::MAX);
+    simulation.submit(1, Class::BestEffort, Nanos::MAX);
+    simulation.submit(0, Class::BestEffort, Nanos::MAX);
     simulation.finish();
     assert_eq!(simulation.ended.get(&End::Done), Some(&3));
 }

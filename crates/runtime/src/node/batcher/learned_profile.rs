@@ -1,34 +1,34 @@
-//! What batches were seen to cost.
+//! Learned batch times.
 
 use base::Nanos;
 
 use crate::batching::BatchProfile;
 
-/// The weight of a new time beside what is known.
+/// Weight of a new time.
 const NEW: f64 = 1.0 / 8.0;
 
-/// Mean times by batch size, forgetting slowly.
+/// Mean times by batch size, with exponential forgetting.
 #[derive(Clone, Debug)]
 pub(super) struct LearnedProfile {
-    /// By batch size less one; zero where none was seen.
+    /// By batch size minus one; zero where unknown.
     means: Vec<f64>,
     profile: BatchProfile,
 }
 
 impl LearnedProfile {
-    /// Nothing seen of batches up to `batch_max`.
+    /// No times of batches up to `batch_max`.
     pub(super) fn new(batch_max: usize) -> LearnedProfile {
         let means = vec![0.0; batch_max.max(1)];
         let profile = BatchProfile::linear(Nanos::ZERO, Nanos(1), batch_max);
         LearnedProfile { means, profile }
     }
 
-    /// What is known, and for other sizes what lies between; beyond the largest, its time.
+    /// The known times, interpolated; beyond the largest, its time.
     pub(super) fn profile(&self) -> &BatchProfile {
         &self.profile
     }
 
-    /// What was measured, for sizes of which nothing was seen.
+    /// Sets measured times for sizes without a learned one.
     pub(super) fn seed(&mut self, measured: &[(usize, Nanos)]) {
         for (rows, time) in measured {
             let seen = rows.checked_sub(1).and_then(|index| self.means.get(index));
@@ -71,14 +71,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_lie_between_what_was_seen() {
+    fn interpolates_between_known_sizes() {
         let mut learned = LearnedProfile::new(8);
         learned.record(1, Nanos(100));
-        assert_eq!(
-            learned.profile().latency(8),
-            Nanos(100),
-            "what was not seen costs nothing more"
-        );
+        assert_eq!(learned.profile().latency(8), Nanos(100), "unknown sizes cost no more");
         learned.record(5, Nanos(500));
         assert_eq!(learned.profile().latency(3), Nanos(300));
         learned.record(9, Nanos(1));

@@ -1,4 +1,4 @@
-//! A model's settings as the batcher follows them.
+//! Batching settings of a model.
 
 use base::Nanos;
 use device::PreemptionLevel;
@@ -10,34 +10,34 @@ use crate::batching::{
     LazyDrop, Staggered, StaggeredBatch, WaitingRequest, Window,
 };
 
-/// Workers of policies that run batches of any size: one that computes and one to go on with.
+/// Workers of policies with any batch size: one runs and one is next.
 const WORKERS: usize = 2;
 
-/// How requests of a model are put together.
+/// How requests of a model are batched.
 #[derive(Clone, Debug)]
 pub(in crate::node) struct Rules {
     policy: BatchingPolicy,
     /// The largest batch of each worker.
     pub(in crate::node) workers: Vec<usize>,
-    /// Workers run no other batch than theirs.
+    /// Workers run only batches of exactly their size.
     pub(in crate::node) exact: bool,
     pub(in crate::node) copy: CopyTime,
     max_wait: Nanos,
     objective: Option<Nanos>,
-    /// Nobody set the workers: they may be chosen.
+    /// The workers are not configured: they may be chosen.
     chosen: bool,
-    /// Nobody set the policy: it may be chosen.
+    /// The policy is not configured: it may be chosen.
     auto: bool,
-    /// What batches are made of, where somebody else decides that.
+    /// The batches of a backend pool, while the model is in one.
     staggered: Option<StaggeredBatch>,
 }
 
 impl Rules {
-    /// Those of `config` on a device of that level; `None` when requests run one by one.
+    /// The settings of `config` on a device of that level; `None` without batching.
     pub(in crate::node) fn of(config: &ModelConfig, level: PreemptionLevel) -> Option<Rules> {
         let Batching { policy, ref workers, max_batch, max_wait_us, copy } = config.batching;
-        // Where batches run side by side, the times they take say little of what a larger one would: workers of fixed sizes
-        // do better there than a rule that goes by such times.
+        // Where batches run concurrently, their times say little about a larger batch: workers of
+        // fixed sizes do better than a rule based on such times.
         let policy = match (policy, level) {
             (BatchingPolicy::Auto, PreemptionLevel::InsideTile) => BatchingPolicy::Elastic,
             _ => policy,
@@ -45,18 +45,19 @@ impl Rules {
         if policy == BatchingPolicy::None {
             return None;
         }
-        let most = if max_batch == 0 { Batching::MAX_BATCH } else { max_batch };
-        let most = if config.max_batch_size == 0 { most } else { most.min(config.max_batch_size) };
+        let max_rows = if max_batch == 0 { Batching::MAX_BATCH } else { max_batch };
+        let max_rows =
+            if config.max_batch_size == 0 { max_rows } else { max_rows.min(config.max_batch_size) };
         let exact = policy == BatchingPolicy::Elastic;
         let own: Vec<usize> = match policy {
             BatchingPolicy::Elastic => Elastic::WORKERS.to_vec(),
-            BatchingPolicy::Auto => vec![most; WORKERS],
-            _ => vec![most],
+            BatchingPolicy::Auto => vec![max_rows; WORKERS],
+            _ => vec![max_rows],
         };
         let chosen = workers.is_empty();
         let workers = if chosen { own } else { workers.clone() };
-        let workers: Vec<usize> = workers.into_iter().filter(|batch| *batch <= most).collect();
-        let workers = if workers.is_empty() { vec![most] } else { workers };
+        let workers: Vec<usize> = workers.into_iter().filter(|batch| *batch <= max_rows).collect();
+        let workers = if workers.is_empty() { vec![max_rows] } else { workers };
         Some(Rules {
             policy,
             workers,
@@ -70,7 +71,8 @@ impl Rules {
         })
     }
 
-    /// Makes batches of `staggered`, or as before; not where a policy was set. Whether that is a change.
+    /// Sets the batches of a backend pool, unless a policy is configured. Returns whether that is a
+    /// change.
     pub(super) fn set_staggered_batch(&mut self, staggered: Option<StaggeredBatch>) -> bool {
         let within = |staggered: StaggeredBatch| StaggeredBatch {
             batch: staggered.batch.clamp(1, self.batch_max()),
@@ -85,7 +87,7 @@ impl Rules {
         self.workers.iter().copied().max().unwrap_or(1)
     }
 
-    /// Numbers of rows the device is to be prepared for, each as often as workers may run it at once.
+    /// Batch sizes to prepare, each as often as workers may run it at once.
     pub(in crate::node) fn batches(&self) -> Vec<usize> {
         if self.exact {
             return self.workers.clone();
@@ -95,18 +97,20 @@ impl Rules {
         sizes.into_iter().flat_map(each).collect()
     }
 
-    /// Whether a batch that starts late simply takes everybody: asking the policy twice would count twice.
+    /// Whether a delayed batch takes all waiting requests: a second call of the policy would count
+    /// them twice.
     pub(super) fn takes_all_waiting(&self) -> bool {
         self.policy == BatchingPolicy::Adaptive
     }
 
-    /// Time within which requests shall be answered.
+    /// The SLO.
     pub(in crate::node) fn objective(&self) -> Option<Nanos> {
         self.objective
     }
 
-    /// The largest batch of workers of fixed sizes by what was measured, if they are not set by hand. A request that just misses
-    /// a batch waits for it and runs in the next, so two of them fit the objective. Other policies go by the objective themselves.
+    /// The largest batch of workers of fixed sizes by measured times, unless configured. A request
+    /// that just misses a batch waits for it and runs in the next, so two batches fit the SLO.
+    /// Other policies use the SLO themselves.
     pub(super) fn max_fitting(&self, measured: &BatchProfile) -> usize {
         match self.staggered {
             None if self.exact && self.chosen => self.limit(measured),
@@ -114,18 +118,18 @@ impl Rules {
         }
     }
 
-    /// The largest batch that fits the objective by what is known.
+    /// The largest batch that fits the SLO.
     fn limit(&self, profile: &BatchProfile) -> usize {
         self.objective.map_or(usize::MAX, |objective| profile.batch_for_objective(objective))
     }
 
-    /// A request as policies see it: due when its answer is of no more use, or when it was promised.
+    /// A request for a policy: due at its deadline or its SLO.
     pub(super) fn seen<M>(&self, member: &Member<M>) -> WaitingRequest {
-        let promised = self.objective.map_or(Nanos::MAX, |objective| member.arrived + objective);
-        WaitingRequest { arrived: member.arrived, deadline: member.deadline.min(promised) }
+        let due = self.objective.map_or(Nanos::MAX, |objective| member.arrived + objective);
+        WaitingRequest { arrived: member.arrived, deadline: member.deadline.min(due) }
     }
 
-    /// A fresh policy.
+    /// A new policy.
     pub(super) fn policy(&self, profile: &BatchProfile) -> Box<dyn BatchPolicy> {
         let batch_max = self.batch_max();
         if let Some(staggered) = self.staggered {
@@ -153,7 +157,7 @@ impl Rules {
         }
     }
 
-    /// Follows what was learned, where a policy goes by a batch of its session.
+    /// Applies learned times to policies with a session batch.
     pub(super) fn refresh(&self, policy: &mut Box<dyn BatchPolicy>, profile: &BatchProfile) {
         if matches!(self.policy, BatchingPolicy::EarlyDrop | BatchingPolicy::Deferred) {
             *policy = self.policy(profile);

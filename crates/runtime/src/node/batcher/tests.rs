@@ -1,4 +1,4 @@
-//! The batcher in virtual time under random loads, beside a checker that knows nothing of its insides.
+//! The batcher in virtual time under random loads, with a checker that does not know its internals.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use model::config::{Batching, BatchingPolicy, ModelConfig};
 use super::*;
 use crate::core::{Core, CoreOptions};
 
-/// What the checker knows of a request.
+/// A request, for the checker.
 #[derive(Clone, Debug)]
 struct Request {
     key: GroupKey,
@@ -20,7 +20,7 @@ struct Request {
     ended: bool,
 }
 
-/// Follows every request from its arrival to its end.
+/// Follows every request from arrival to end.
 #[derive(Default)]
 struct Checker {
     requests: Vec<Request>,
@@ -33,23 +33,23 @@ impl Checker {
         self.requests.push(Request { key, rows, arrived, deadline, formed: None, ended: false });
     }
 
-    /// A batch started with these.
+    /// A batch was formed of these.
     fn formed(&mut self, now: Nanos, job: RequestId, members: &[usize], batch_max: usize) {
         let first = self.requests[members[0]].clone();
         let rows: usize = members.iter().map(|index| self.requests[*index].rows).sum();
         assert!(rows <= batch_max || members.len() == 1, "{rows} rows of at most {batch_max}");
-        for (place, index) in members.iter().enumerate() {
+        for (position, index) in members.iter().enumerate() {
             let request = &mut self.requests[*index];
-            assert_eq!(request.key, first.key, "strangers in one batch");
+            assert_eq!(request.key, first.key, "two groups in one batch");
             assert!(!request.ended && request.formed.is_none(), "request {index} runs twice");
             assert!(request.deadline >= now, "request {index} is late already");
             request.formed = Some(job);
             let at = self.waiting.iter().position(|other| other == index).expect("it waited");
             self.waiting.remove(at);
-            assert!(!members[..place].contains(index));
+            assert!(!members[..position].contains(index));
         }
-        // Nobody of the same group who goes first was left behind.
-        let last = &self.requests[*members.last().expect("somebody")];
+        // No request of the group that goes first was skipped.
+        let last = &self.requests[*members.last().expect("a member")];
         let order = |request: &Request| match request.key.class {
             Class::RealTime => (request.deadline, request.arrived),
             Class::BestEffort => (Nanos::ZERO, request.arrived),
@@ -69,11 +69,11 @@ impl Checker {
 
     fn finish(&self) {
         let open = self.requests.iter().find(|request| !request.ended);
-        assert!(open.is_none(), "never answered: {open:?}");
+        assert!(open.is_none(), "never ended: {open:?}");
     }
 }
 
-/// A device of a few max_running in virtual time, in the core's place.
+/// A device that runs a few batches at once in virtual time, in place of the core.
 struct Simulation {
     now: Nanos,
     batcher: Batcher<usize>,
@@ -81,7 +81,7 @@ struct Simulation {
     checker: Checker,
     random: Random,
     max_running: usize,
-    tickets: VecDeque<RequestId>,
+    slots: VecDeque<RequestId>,
     running: Vec<(Nanos, RequestId)>,
     members: HashMap<usize, MemberId>,
     batch_max: usize,
@@ -108,7 +108,7 @@ impl Simulation {
             checker: Checker::default(),
             max_running: 1 + random.below(3) as usize,
             random,
-            tickets: VecDeque::new(),
+            slots: VecDeque::new(),
             running: Vec::new(),
             members: HashMap::new(),
             largest: 0,
@@ -116,7 +116,7 @@ impl Simulation {
         }
     }
 
-    /// What a batch takes: much at once, little for each more.
+    /// Time of a batch: a large fixed part, a small part per row.
     fn time(rows: usize) -> Nanos {
         Nanos::from_micros(100 + 10 * rows as u64)
     }
@@ -138,7 +138,7 @@ impl Simulation {
         let before = self.checker.waiting.len();
         match self.batcher.arrive(self.now, key.clone(), (rows, deadline), index, || ready) {
             Ok(id) => {
-                assert!(before < 64, "more wait than may");
+                assert!(before < 64, "more wait than allowed");
                 self.checker.arrived(key, rows, self.now, deadline);
                 self.members.insert(index, id);
             }
@@ -154,7 +154,7 @@ impl Simulation {
         }
     }
 
-    /// Carries out what the batcher wants, as a node does.
+    /// Carries out the decisions of the batcher, as a node does.
     fn update_batcher(&mut self) {
         loop {
             let (mut late, mut idle) = (Vec::new(), Vec::new());
@@ -167,9 +167,9 @@ impl Simulation {
             let freed = !idle.is_empty();
             self.cancel_jobs(idle);
             if let Some(wanted) = wanted {
-                let job = self.ids.next_request_id().expect("few are under way");
-                self.batcher.asked(wanted.group, Some(job));
-                self.tickets.push_back(job);
+                let job = self.ids.next_request_id().expect("below the limit");
+                self.batcher.slot_opened(wanted.group, Some(job));
+                self.slots.push_back(job);
             }
             let started = self.start_some();
             if wanted.is_none() && !started && !freed {
@@ -180,7 +180,7 @@ impl Simulation {
 
     fn cancel_jobs(&mut self, idle: Vec<RequestId>) {
         for job in idle {
-            self.tickets.retain(|other| *other != job);
+            self.slots.retain(|other| *other != job);
             self.running.retain(|(_, other)| *other != job);
             match self.batcher.finish(self.now, job, false) {
                 BatchEnd::Unstarted => {}
@@ -192,7 +192,7 @@ impl Simulation {
     fn start_some(&mut self) -> bool {
         let mut started = false;
         while self.running.len() < self.max_running
-            && let Some(job) = self.tickets.pop_front()
+            && let Some(job) = self.slots.pop_front()
         {
             started = true;
             if self.random.below(200) == 0 {
@@ -222,18 +222,18 @@ impl Simulation {
         }
     }
 
-    fn cancel_somebody(&mut self) {
+    fn cancel_one(&mut self) {
         let mut known: Vec<_> = self.members.iter().map(|(index, id)| (*index, *id)).collect();
         known.sort_unstable();
         if let Some((_, id)) = known.get(self.random.below(known.len().max(1) as u64) as usize) {
             let mut idle = Vec::new();
-            let gone = self.batcher.take(*id, &mut idle).expect("it is under way");
+            let gone = self.batcher.take(*id, &mut idle).expect("it is pending");
             self.end(vec![gone]);
             self.cancel_jobs(idle);
         }
     }
 
-    /// The next thing that happens by itself.
+    /// The next event.
     fn next(&self) -> Option<Nanos> {
         let ends = self.running.iter().map(|(at, _)| *at);
         ends.chain(self.batcher.next_timer()).min()
@@ -245,7 +245,7 @@ impl Simulation {
             self.advance(at);
             self.arrive(groups);
             if self.random.below(20) == 0 {
-                self.cancel_somebody();
+                self.cancel_one();
             }
             if self.random.below(100) == 0 {
                 let slow = 1 + self.random.below(20);
@@ -277,7 +277,7 @@ impl Simulation {
             self.complete();
             self.update_batcher();
         }
-        panic!("time does not go on");
+        panic!("time does not advance");
     }
 }
 
@@ -292,7 +292,7 @@ const POLICIES: [BatchingPolicy; 7] = [
 ];
 
 #[test]
-fn every_request_ends_once_in_order_and_among_its_own() {
+fn every_request_ends_once_in_order_and_in_its_group() {
     for policy in POLICIES {
         for seed in 1..=40 {
             println!("{policy:?} with seed {seed}");
@@ -304,9 +304,9 @@ fn every_request_ends_once_in_order_and_among_its_own() {
 }
 
 #[test]
-fn workers_are_chosen_by_what_was_measured_and_promised() {
+fn chooses_workers_by_batch_times_and_slo() {
     let measured = [1, 2, 4, 8, 16].map(|rows| (rows, Nanos::from_micros(100 * rows as u64)));
-    let most = |slo_ms, workers: &[usize], policy| {
+    let sizes = |slo_ms, workers: &[usize], policy| {
         let batching = Batching { policy, workers: workers.to_vec(), ..Batching::default() };
         let config = ModelConfig { slo_ms, batching, ..ModelConfig::default() };
         let rules = Rules::of(&config, PreemptionLevel::InsideTile).expect("it batches");
@@ -315,12 +315,12 @@ fn workers_are_chosen_by_what_was_measured_and_promised() {
         batcher.set_profile(&measured);
         (before, batcher.max_batch())
     };
-    // Half of the objective is for the batch that was just missed: 500 us are five rows.
-    assert_eq!(most(Some(1), &[], BatchingPolicy::Elastic), (16, 4));
-    assert_eq!(most(Some(1), &[], BatchingPolicy::Auto), (16, 4), "elastic on such a device");
-    assert_eq!(most(None, &[], BatchingPolicy::Elastic), (16, 16), "nothing was promised");
-    assert_eq!(most(Some(1), &[8], BatchingPolicy::Elastic), (8, 8), "set by hand");
-    assert_eq!(most(Some(1), &[], BatchingPolicy::Window), (32, 32), "one that has its own rule");
+    // Half of the SLO is for the batch that was just missed: 500 us are five rows.
+    assert_eq!(sizes(Some(1), &[], BatchingPolicy::Elastic), (16, 4));
+    assert_eq!(sizes(Some(1), &[], BatchingPolicy::Auto), (16, 4), "elastic on such a device");
+    assert_eq!(sizes(None, &[], BatchingPolicy::Elastic), (16, 16), "without an SLO");
+    assert_eq!(sizes(Some(1), &[8], BatchingPolicy::Elastic), (8, 8), "configured");
+    assert_eq!(sizes(Some(1), &[], BatchingPolicy::Window), (32, 32), "a policy with its own rule");
 }
 
 #[test]
@@ -339,7 +339,7 @@ fn batches_grow_with_the_load() {
 }
 
 #[test]
-fn nobody_waits_while_the_device_has_room() {
+fn no_request_waits_while_a_worker_is_idle() {
     for policy in [BatchingPolicy::Auto, BatchingPolicy::Elastic] {
         let mut simulation = Simulation::new(policy, 3);
         simulation.max_running = 2;
@@ -355,7 +355,7 @@ fn nobody_waits_while_the_device_has_room() {
 }
 
 #[test]
-fn who_comes_while_the_device_is_busy_still_gets_a_seat() {
+fn requests_join_a_slot_until_it_starts() {
     let config = ModelConfig::default();
     let mut batcher: Batcher<u32> =
         Batcher::new(Rules::of(&config, PreemptionLevel::BetweenLaunches).expect("auto"), 64);
@@ -363,12 +363,12 @@ fn who_comes_while_the_device_is_busy_still_gets_a_seat() {
     let key = GroupKey { class: Class::BestEffort, priority: 1, sizes: Vec::new() };
     let arrive = |batcher: &mut Batcher<u32>, at: u64, payload: u32| {
         let taken = batcher.arrive(Nanos(at), key.clone(), (1, Nanos::MAX), payload, || None);
-        taken.expect("there is room");
+        taken.expect("below the capacity");
     };
     arrive(&mut batcher, 0, 0);
     let wanted = batcher.decide(Nanos(0), &mut Vec::new()).expect("a batch");
     let job = ids.next_request_id().expect("an id");
-    batcher.asked(wanted.group, Some(job));
+    batcher.slot_opened(wanted.group, Some(job));
     for payload in 1..4 {
         arrive(&mut batcher, u64::from(payload), payload);
     }
@@ -378,7 +378,7 @@ fn who_comes_while_the_device_is_busy_still_gets_a_seat() {
 }
 
 #[test]
-fn workers_above_what_is_prepared_are_not_used() {
+fn uses_only_prepared_batch_sizes() {
     let batching = Batching { policy: BatchingPolicy::Elastic, ..Batching::default() };
     let config = ModelConfig { batching, ..ModelConfig::default() };
     let mut batcher: Batcher<u32> =
@@ -392,7 +392,7 @@ fn workers_above_what_is_prepared_are_not_used() {
     let mut start = |batcher: &mut Batcher<u32>| {
         let wanted = batcher.decide(Nanos(0), &mut Vec::new())?;
         let job = ids.next_request_id()?;
-        batcher.asked(wanted.group, Some(job));
+        batcher.slot_opened(wanted.group, Some(job));
         Some(batcher.start(Nanos(0), job).rows)
     };
     assert_eq!(start(&mut batcher), Some(2));

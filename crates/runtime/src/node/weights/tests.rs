@@ -1,4 +1,5 @@
-//! A node with more models than memory, with real threads: a device that sleeps, and weights that come and go under it.
+//! A node with more models than memory, with threads: a device that sleeps, and weights that are
+//! loaded and evicted.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,7 +23,7 @@ const STEPS: usize = 4;
 const STEP: Duration = Duration::from_micros(50);
 const MIB: u64 = 1 << 20;
 
-/// How long anything may take.
+/// Limit of every wait.
 const LIMIT: Nanos = Nanos::from_millis(10_000);
 
 /// A device that sleeps.
@@ -30,7 +31,7 @@ struct Sleeper(DeviceInfo);
 
 struct SleeperQueue {
     segments: SyncSender<Segment>,
-    told: Arc<AtomicU64>,
+    preemptions: Arc<AtomicU64>,
 }
 
 struct SleeperProgram(Arc<LaunchPlan>);
@@ -56,14 +57,19 @@ impl Device for Sleeper {
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError> {
         let (segments, receiver) = sync_channel(options.capacity.max(1));
-        let told = Arc::new(AtomicU64::new(0));
-        let leave = told.clone();
-        std::thread::spawn(move || work(options.id, &receiver, &leave, &*sink));
-        Ok(Box::new(SleeperQueue { segments, told }))
+        let preemptions = Arc::new(AtomicU64::new(0));
+        let seen = preemptions.clone();
+        std::thread::spawn(move || work(options.id, &receiver, &seen, &*sink));
+        Ok(Box::new(SleeperQueue { segments, preemptions }))
     }
 }
 
-fn work(queue: u32, segments: &Receiver<Segment>, told: &AtomicU64, sink: &dyn CompletionSink) {
+fn work(
+    queue: u32,
+    segments: &Receiver<Segment>,
+    preemptions: &AtomicU64,
+    sink: &dyn CompletionSink,
+) {
     let clock = MonotonicClock::new();
     let mut heard = 0;
     for Segment { token, mut task, steps } in segments {
@@ -71,7 +77,7 @@ fn work(queue: u32, segments: &Receiver<Segment>, told: &AtomicU64, sink: &dyn C
         let own = task.as_any_mut().downcast_mut::<SleeperTask>().expect("a task of this device");
         let mut outcome = Outcome::Done;
         while own.0 < steps.end {
-            let now = told.load(Ordering::SeqCst);
+            let now = preemptions.load(Ordering::SeqCst);
             if now != heard {
                 heard = now;
                 outcome = Outcome::Preempted;
@@ -94,7 +100,7 @@ impl Queue for SleeperQueue {
     }
 
     fn preempt(&self) {
-        self.told.fetch_add(1, Ordering::SeqCst);
+        self.preemptions.fetch_add(1, Ordering::SeqCst);
     }
 }
 
@@ -139,7 +145,7 @@ impl Task for SleeperTask {
     }
 }
 
-/// Counts what the node orders.
+/// Counts loads and evictions.
 #[derive(Default)]
 struct Orders(Mutex<(u64, u64)>);
 
@@ -163,7 +169,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// A node that may use `budget` MiB on a device that has `memory` MiB.
+    /// A node with a budget of `budget` MiB on a device of `memory` MiB.
     fn new(budget: u64, memory: u64, preemption: PreemptionLevel, queues: usize) -> Scene {
         let info = DeviceInfo {
             name: "sleeper".to_string(),
@@ -196,7 +202,7 @@ impl Scene {
         self.node.add_model(self.device.wrap(program, Bytes(mib * MIB)), config)
     }
 
-    fn ask(&self, model: ModelKey, class: Class) -> Result<Vec<Tensor>, Rejection> {
+    fn infer(&self, model: ModelKey, class: Class) -> Result<Vec<Tensor>, Rejection> {
         let (sender, receiver) = sync_channel(1);
         let request = Request {
             model,
@@ -206,10 +212,10 @@ impl Scene {
             timeout: None,
         };
         self.node.submit(request, Box::new(move |reply| sender.send(reply).unwrap()));
-        receiver.recv_timeout(Duration::from_secs(20)).expect("an answer").result
+        receiver.recv_timeout(Duration::from_secs(20)).expect("a reply").result
     }
 
-    /// Removes everything and sees that memory is as it was.
+    /// Removes all models and checks that the memory is free.
     fn finish(self, models: &[ModelKey]) {
         for model in models {
             self.node.remove_model(*model);
@@ -244,8 +250,8 @@ fn many_models_share_little_memory() {
                     let mut random = Random::new(client);
                     for _ in 0..100 {
                         let model = models[random.below(12) as usize];
-                        let answer = scene.ask(model, class_of(random.below(9)));
-                        assert_eq!(answer, Ok(Vec::new()));
+                        let reply = scene.infer(model, class_of(random.below(9)));
+                        assert_eq!(reply, Ok(Vec::new()));
                         done.fetch_add(1, Ordering::Relaxed);
                     }
                 });
@@ -253,7 +259,7 @@ fn many_models_share_little_memory() {
         });
         assert_eq!(done.into_inner(), 800);
         assert!(scene.device.max_held() <= Bytes(40 * MIB), "{}", scene.device.max_held());
-        // The last weights may still be on their way: a run begins before all of them are there.
+        // The load may not be complete: a task starts before all weights are there.
         let clock = MonotonicClock::new();
         let orders = scene.orders.0.lock().unwrap().0;
         while scene.node.memory().swaps.loads < orders && clock.now() < LIMIT {
@@ -268,27 +274,27 @@ fn many_models_share_little_memory() {
 }
 
 #[test]
-fn a_device_with_less_than_was_said_is_asked_again() {
+fn retries_loads_when_the_device_has_less_memory() {
     let scene = Scene::new(100, 20, PreemptionLevel::BetweenLaunches, 2);
     let models: Vec<ModelKey> = (0..6).map(|_| scene.add(8, &ModelConfig::default())).collect();
     for round in 0..12 {
-        assert_eq!(scene.ask(models[round % 6], class_of(round as u64)), Ok(Vec::new()));
+        assert_eq!(scene.infer(models[round % 6], class_of(round as u64)), Ok(Vec::new()));
     }
     assert!(scene.node.memory().swaps.refused > 0, "it was never refused");
     scene.finish(&models);
 }
 
 #[test]
-fn pinned_models_stay_and_what_can_never_fit_is_refused_with_numbers() {
+fn pinned_models_stay_and_oversized_models_are_refused() {
     let scene = Scene::new(40, 64, PreemptionLevel::BetweenLaunches, 2);
     let pinned = scene.add(20, &ModelConfig { pinned: true, ..ModelConfig::default() });
     let others: Vec<ModelKey> = (0..4).map(|_| scene.add(10, &ModelConfig::default())).collect();
     let large = scene.add(30, &ModelConfig::default());
     for round in 0..12 {
-        assert_eq!(scene.ask(others[round % 4], Class::BestEffort), Ok(Vec::new()));
+        assert_eq!(scene.infer(others[round % 4], Class::BestEffort), Ok(Vec::new()));
     }
     assert!(scene.node.is_resident(pinned));
-    let refused = scene.ask(large, Class::RealTime);
+    let refused = scene.infer(large, Class::RealTime);
     let device = "sleeper".to_string();
     let (needed, available) = (Bytes(30 * MIB), Bytes(20 * MIB));
     let why = DeviceError::OutOfMemory { device, needed, available };
@@ -299,7 +305,7 @@ fn pinned_models_stay_and_what_can_never_fit_is_refused_with_numbers() {
 }
 
 #[test]
-fn preloading_stops_when_memory_is_full() {
+fn preload_stops_when_memory_is_full() {
     let scene = Scene::new(40, 64, PreemptionLevel::BetweenLaunches, 2);
     let models: Vec<ModelKey> = (0..6).map(|_| scene.add(12, &ModelConfig::default())).collect();
     models.iter().for_each(|model| scene.node.preload(*model));
@@ -314,9 +320,9 @@ fn preloading_stops_when_memory_is_full() {
 }
 
 #[test]
-fn a_model_is_removed_while_its_weights_arrive() {
+fn removes_a_model_while_it_loads() {
     let scene = Scene::new(200, 400, PreemptionLevel::BetweenLaunches, 2);
-    let mut answers = Vec::new();
+    let mut replies = Vec::new();
     for round in 0..30 {
         let model = scene.add(100, &ModelConfig::default());
         scene.node.preload(model);
@@ -334,12 +340,12 @@ fn a_model_is_removed_while_its_weights_arrive() {
             if round % 4 == 0 {
                 handle.cancel();
             }
-            answers.push(receiver);
+            replies.push(receiver);
         }
         scene.node.remove_model(model);
     }
-    for answer in answers {
-        let reply = answer.recv_timeout(Duration::from_secs(20)).expect("an answer");
+    for reply in replies {
+        let reply = reply.recv_timeout(Duration::from_secs(20)).expect("a reply");
         let fine = matches!(reply.result, Ok(_) | Err(Rejection::Cancelled));
         assert!(fine, "{:?}", reply.result);
     }
