@@ -338,8 +338,8 @@ impl Host for NodeHost {
     }
 
     fn set_pool_batch(&self, model: &str, batch: Option<PoolBatch>) {
-        let turn =
-            batch.map(|batch| runtime::batching::StaggeredBatch { batch: batch.max, least: batch.min });
+        let turn = batch
+            .map(|batch| runtime::batching::StaggeredBatch { batch: batch.max, least: batch.min });
         self.0.set_turn(model, turn);
     }
 

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use base::Bytes;
 use device::DeviceError;
-use device::residency::{LoadProgress, LoadCallback, Residency};
+use device::residency::{LoadCallback, LoadProgress, Residency};
 use model::gpu::{GpuPlan, Weight, WeightKey};
 
 use self::arrival::{PlanPart, RunTiming, Spans};

@@ -38,18 +38,18 @@ impl StagedInputs for CudaStaged {
 }
 
 /// Staged inputs by where they were staged.
-pub(crate) enum StagedInputs {
+pub(crate) enum StagingLocation {
     Device(CudaStaged),
     Host(Vec<Tensor>),
 }
 
-pub(crate) fn unstage(staged: Box<dyn StagedInputs>) -> Result<StagedInputs, DeviceError> {
+pub(crate) fn unstage(staged: Box<dyn StagedInputs>) -> Result<StagingLocation, DeviceError> {
     let other = |_| DeviceError::BadPlan("staged inputs belong to another device".to_string());
     match staged.into_any().downcast::<CudaStaged>() {
-        Ok(own) => Ok(StagedInputs::Device(*own)),
+        Ok(own) => Ok(StagingLocation::Device(*own)),
         Err(staged) => {
             let host = staged.downcast::<HostStagedInputs>().map_err(other)?;
-            Ok(StagedInputs::Host(host.into_inputs()))
+            Ok(StagingLocation::Host(host.into_inputs()))
         }
     }
 }

@@ -10,7 +10,9 @@ use model::{Dim, LaunchPlan, Tensor};
 use crate::driver::Priority;
 use crate::memory::input_pool::InputPool;
 use crate::program::ProgramState;
-use crate::program::batch_inputs::{BatchInputs, CudaStaged, StagedInputs, StagedStorage, unstage};
+use crate::program::batch_inputs::{
+    BatchInputs, CudaStaged, StagedStorage, StagingLocation, unstage,
+};
 use crate::program::lowering::{Sizes, raw_bytes};
 use crate::program::specialization::Specialization;
 use crate::program::task::CudaTask;
@@ -148,8 +150,8 @@ impl ProgramState {
         let (mut own, mut plain) = (Vec::new(), Vec::new());
         for staged in staged {
             match unstage(staged)? {
-                StagedInputs::Device(staged) => own.push(staged),
-                StagedInputs::Host(inputs) => plain.push(inputs),
+                StagingLocation::Device(staged) => own.push(staged),
+                StagingLocation::Host(inputs) => plain.push(inputs),
             }
         }
         let (Some(first), Some(batch)) = (own.first(), leading_symbol(&self.plan)) else {

@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use base::Bytes;
-use device::residency::{LoadProgress, LoadCallback, MemoryUse};
+use device::residency::{LoadCallback, LoadProgress, MemoryUse};
 
 use super::arrival::{group_ends, group_of};
 use super::physical_pool::{PhysicalMemoryPool, WeightMemoryCounts};
