@@ -89,7 +89,8 @@ static cudaGraph_t capture(cudaStream_t stream, int nodes, unsigned grid, bool s
     return graph;
 }
 
-static Recorded record(cudaStream_t stream, int nodes, unsigned grid, unsigned flags, bool signals) {
+static Recorded record(cudaStream_t stream, int nodes, unsigned grid, unsigned flags,
+                       bool signals) {
     Recorded r;
     r.graph = capture(stream, nodes, grid, signals);
     CHECK(cudaGraphInstantiate(&r.exec, r.graph, flags));

@@ -69,7 +69,9 @@ pub(crate) fn latency_table(root: &Path) -> Result<String, String> {
     let evidence: Value = serde_json::from_str(&text).map_err(|err| err.to_string())?;
     let field = |name: &str| evidence.get(name).and_then(Value::as_str).unwrap_or("?");
     let mut table = format!(
-        "{}, driver {}, PyTorch {}, {}; microseconds:\n\n| network | batch | atoll | p99 | PyTorch graph | compiled | ratio to the better | error | PyTorch's |\n|---|---|---|---|---|---|---|---|---|\n",
+        "{}, driver {}, PyTorch {}, {}; microseconds:\n\n\
+         | network | batch | atoll | p99 | PyTorch graph | compiled | ratio to the better \
+         | error | PyTorch's |\n|---|---|---|---|---|---|---|---|---|\n",
         field("device"),
         field("driver"),
         field("torch"),

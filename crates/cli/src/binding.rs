@@ -85,7 +85,7 @@ pub(crate) fn random_inputs(
 /// The same inputs in memory of `host_pool`, as a server's requests are; those it has no room for stay where they are.
 pub(crate) fn settled(host_pool: Option<Arc<dyn HostPool>>, inputs: Vec<Tensor>) -> Vec<Tensor> {
     let Some(host_pool) = host_pool else { return inputs };
-    inputs.into_iter().map(|tensor| tensor.lent_by(&*host_pool).unwrap_or(tensor)).collect()
+    inputs.into_iter().map(|tensor| tensor.copied_to(&*host_pool).unwrap_or(tensor)).collect()
 }
 
 #[cfg(test)]

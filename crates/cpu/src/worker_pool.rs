@@ -37,7 +37,7 @@ impl RunningSegment {
 pub(crate) struct WorkerPool {
     inbox: Mutex<Inbox>,
     arrived: Condvar,
-    /// The segment it runs, for whoever preempts it.
+    /// The segment it runs, for the thread that preempts it.
     running: Mutex<Option<RunningSegment>>,
     yields: Arc<YieldControl>,
     state: Arc<DeviceState>,

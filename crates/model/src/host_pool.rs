@@ -14,7 +14,7 @@ impl<T: AsRef<[u8]> + AsMut<[u8]> + Send + Sync> HostPoolBuffer for T {}
 pub trait HostPool: Send + Sync {
     /// A buffer of `bytes` bytes with arbitrary content; `None` when no memory is free. Never
     /// blocks.
-    fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>>;
+    fn allocate(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>>;
 }
 
 /// A buffer of the pool that is only read from now on.
@@ -29,9 +29,9 @@ impl AsRef<[u8]> for ReadOnlyBuffer {
 impl Tensor {
     /// A copy of the tensor in memory of `host_pool`; `None` when the pool has no memory for it,
     /// and for strings.
-    pub fn lent_by(&self, host_pool: &dyn HostPool) -> Option<Tensor> {
+    pub fn copied_to(&self, host_pool: &dyn HostPool) -> Option<Tensor> {
         let raw = self.raw()?;
-        let mut buffer = host_pool.lend(raw.len())?;
+        let mut buffer = host_pool.allocate(raw.len())?;
         (*buffer).as_mut().get_mut(..raw.len())?.copy_from_slice(raw);
         let raw = Bytes::from_owner(ReadOnlyBuffer(buffer)).slice(..raw.len());
         Tensor::from_raw(self.dtype(), self.shape().to_vec(), raw).ok()
@@ -72,7 +72,7 @@ mod tests {
     }
 
     impl HostPool for LimitedPool {
-        fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
+        fn allocate(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
             if self.out.load(Ordering::Relaxed) == self.limit {
                 return None;
             }
@@ -85,15 +85,15 @@ mod tests {
     fn a_copy_in_the_pool_is_equal_and_returns_its_memory() {
         let host_pool = LimitedPool { limit: 1, out: Arc::default() };
         let tensor = Tensor::from_vec(vec![2, 2], vec![1.0f32, 2.0, 3.0, 4.0]).unwrap();
-        let copy = tensor.lent_by(&host_pool).unwrap();
+        let copy = tensor.copied_to(&host_pool).unwrap();
         assert_eq!(copy, tensor);
-        assert!(tensor.lent_by(&host_pool).is_none(), "the pool is exhausted");
+        assert!(tensor.copied_to(&host_pool).is_none(), "the pool is exhausted");
         let part = copy.rows(1..2);
         drop(copy);
         assert_eq!(host_pool.out.load(Ordering::Relaxed), 1, "a part is still held");
         drop(part);
         assert_eq!(host_pool.out.load(Ordering::Relaxed), 0);
         let text = Tensor::from_strings(vec![1], vec!["text".into()]).unwrap();
-        assert!(text.lent_by(&host_pool).is_none());
+        assert!(text.copied_to(&host_pool).is_none());
     }
 }

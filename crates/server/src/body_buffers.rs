@@ -71,7 +71,7 @@ impl BodyBuffers {
             return None;
         }
         let first = length.next_multiple_of(ALIGNED_BYTES) - length;
-        let buffer = host_pool.lend(first + length)?;
+        let buffer = host_pool.allocate(first + length)?;
         Some(Memory::Pooled { buffer, first, end: first })
     }
 
@@ -221,7 +221,7 @@ mod tests {
     }
 
     impl HostPool for LimitedHostPool {
-        fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
+        fn allocate(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
             self.left
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
                 .ok()?;

@@ -75,7 +75,7 @@ fn resolve<'a>(
 
 /// The paths of all `use` items, and paths from the crate's root, in front of the file's tests.
 fn imports_of(source: &str) -> Vec<Vec<String>> {
-    let code = source.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+    let code = without_tests(source);
     let mut found = Vec::new();
     let mut statement = String::new();
     for line in code.lines() {
@@ -96,6 +96,17 @@ fn imports_of(source: &str) -> Vec<Vec<String>> {
         }
     }
     found
+}
+
+/// `source` up to its test module.
+fn without_tests(source: &str) -> &str {
+    let starts = source.match_indices("#[cfg(test)]\n");
+    let is_module = |at: usize| {
+        let item = source[at..].lines().nth(1).unwrap_or_default();
+        item.contains("mod ") && item.ends_with('{')
+    };
+    let end = starts.map(|(at, _)| at).find(|at| is_module(*at));
+    &source[..end.unwrap_or(source.len())]
 }
 
 /// The paths `crate::a::b` inside a line.
@@ -204,7 +215,7 @@ mod tests {
     fn tests_may_import_anything() {
         let list = [
             ("a.rs", "use crate::b::B;"),
-            ("b.rs", "#[cfg(test)]\nmod tests {\n    use crate::a::A;\n}"),
+            ("b.rs", "#[cfg(test)]\npub(crate) mod tests {\n    use crate::a::A;\n}"),
         ];
         let files = files(&list);
         assert!(components(&import_graph(&files)).is_empty());

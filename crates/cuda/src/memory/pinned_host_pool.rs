@@ -44,7 +44,7 @@ impl PinnedHostPool {
 }
 
 impl HostPool for PinnedHostPool {
-    fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
+    fn allocate(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
         let first = self.pool.free().take(bytes.checked_next_multiple_of(ALIGNMENT)?)?;
         Some(Box::new(HostPoolSlice { pool: self.pool.clone(), range: first..first + bytes }))
     }

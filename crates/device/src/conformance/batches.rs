@@ -127,7 +127,7 @@ fn host_pool_inputs(
     let mut random = Random::new(11);
     for _ in 0..20 {
         let plain = request(&mut random, 4);
-        let move_over = |tensor: &Tensor| tensor.lent_by(host_pool);
+        let move_over = |tensor: &Tensor| tensor.copied_to(host_pool);
         let moved: Vec<Tensor> = plain.iter().filter_map(move_over).collect();
         ensure(moved == plain, "the pinned host pool does not hold what was written")?;
         let row = |request: &[Tensor], row: usize| -> Vec<Tensor> {

@@ -31,8 +31,8 @@ const LARGE: f64 = 24.0;
 /// Resources of a slice: time and memory.
 pub(crate) const RESOURCES: usize = 2;
 
-/// One option to serve from a slice: a share of its time of at least `min_share` serves `throughput`
-/// times the share.
+/// One option to serve from a slice: a share of its time of at least `min_share` serves
+/// `throughput` times the share.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PartOption {
     pub(crate) kind: usize,

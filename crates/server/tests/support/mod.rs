@@ -89,7 +89,7 @@ impl Drop for PoolBuffer {
 }
 
 impl HostPool for RecordingHostPool {
-    fn lend(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
+    fn allocate(&self, bytes: usize) -> Option<Box<dyn HostPoolBuffer>> {
         let buffer = PoolBuffer(vec![0xab; bytes], self.out.clone());
         self.out.lock().unwrap().push(buffer.place());
         Some(Box::new(buffer))
