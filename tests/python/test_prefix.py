@@ -16,7 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 from support import LOST, Server, serve, wait_for
 
 # A long window, so that the requests of all clients arrive within it on any machine.
-WINDOW = "timeout_ms = 60000\nbatching = { policy = 'window', max_batch = 8, max_wait_us = 300000 }\n"
+WINDOW = (
+    "timeout_ms = 60000\nbatching = { policy = 'window', max_batch = 8, max_wait_us = 300000 }\n"
+)
 ALONE = "batching = { policy = 'none' }\n"
 CHANNELS, SIDE = 16, 12
 
@@ -142,7 +144,9 @@ def test_one_batch_serves_several_models(node: Server) -> None:
         before = node.metric("atoll_prefix_executions_total", prefix=prefix)
         asked = node.metric("atoll_prefix_requests_total", prefix=prefix)
         with ThreadPoolExecutor(len(names)) as pool:
-            answers = list(pool.map(lambda pair: ask(node, *pair), zip(names, pictures, strict=True)))
+            answers = list(
+                pool.map(lambda pair: ask(node, *pair), zip(names, pictures, strict=True))
+            )
         for answer, expected in zip(answers, alone, strict=True):
             np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-6)
         assert node.metric("atoll_prefix_requests_total", prefix=prefix) - asked == len(names)
@@ -179,7 +183,9 @@ def test_models_can_be_unloaded_and_loaded_again(repository: Path, tmp_path: Pat
         assert prefix_of(server, "cats") == prefix_of(server, "dogs") != ""
         client.unload_model("dogs")
         client.unload_model("cats")
-        assert "atoll_prefix_executions_total{" not in server.metrics(), "a prefix is removed with its last model"
+        assert (
+            "atoll_prefix_executions_total{" not in server.metrics()
+        ), "a prefix is removed with its last model"
         client.close()
         server.assert_alive()
     finally:
@@ -195,7 +201,9 @@ def test_through_a_cluster(repository: Path, tmp_path: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda job: ask_patiently(server, *job), jobs))
         for (name, x), answer in zip(jobs, answers, strict=True):
-            np.testing.assert_allclose(answer, ask_patiently(server, f"{name}_alone", x), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                answer, ask_patiently(server, f"{name}_alone", x), rtol=1e-5, atol=1e-6
+            )
         server.assert_alive()
     finally:
         server.stop()
