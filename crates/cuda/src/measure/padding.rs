@@ -1,8 +1,8 @@
 //! Real time next to co-running best effort, by method: streams of two priorities, or an SM
 //! partition.
 //!
-//! Best effort is the same launches with every method, so that methods differ only in where it runs:
-//! the best-effort choice of each step, without clusters and without yield points.
+//! Best effort is the same launches with every method, so that methods differ only in where it
+//! runs: the best-effort choice of each step, without clusters and without yield points.
 
 mod co_runner;
 mod measurement;
