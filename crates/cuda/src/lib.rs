@@ -17,7 +17,7 @@
 //! - CUDA is called in `driver` only, and NVRTC in `compile::nvrtc`.
 //!
 //! # How a model runs
-//! A [`KernelCompiler`](device::KernelCompiler) lowers a launch plan to a
+//! A [`KernelCompiler`](::device::KernelCompiler) lowers a launch plan to a
 //! [`GpuPlan`](model::gpu::GpuPlan) for one set of sizes. NVRTC compiles its kernels (`compile`),
 //! weights are packed once (`memory::weights`), and a run gets one block of memory with all
 //! addresses patched into the arguments (`program::layout`). RT queues launch the whole program as
