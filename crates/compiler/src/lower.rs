@@ -171,7 +171,7 @@ mod tests {
     #[test]
     fn lowering_is_deterministic_and_drops_what_is_unused() {
         let mut graph = fan(5);
-        value(&mut graph, "nobody reads this");
+        value(&mut graph, "unused");
         let (one, two) = (lower(&graph).unwrap(), lower(&graph).unwrap());
         assert_eq!((&one.steps, &one.values), (&two.steps, &two.values));
         assert_eq!(one.values.len(), 10);

@@ -1,7 +1,7 @@
 //! Imports ONNX models into a typed IR with symbolic shapes, and optimises it. The IR is
 //! independent of devices; the `compiler` crate lowers it.
 //!
-//! A graph is built by [`import`] or by hand. Its shapes may contain symbols, which [`bind`]
+//! A graph is built by [`import`] or by hand. Its shapes may contain symbols, which [`bind()`]
 //! replaces by sizes:
 //!
 //! ```

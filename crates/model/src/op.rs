@@ -755,26 +755,28 @@ pub enum RnnDirection {
 impl Op {
     /// The operator's common name, for messages, tables and traces.
     pub fn name(&self) -> String {
-        let family = |value: &dyn std::fmt::Debug| {
+        let variant_name = |value: &dyn std::fmt::Debug| {
             let text = format!("{value:?}");
             text.split([' ', '{', '(']).next().unwrap_or_default().to_string()
         };
         match self {
-            Op::Unary(unary) => family(unary),
-            Op::Binary(binary) => family(binary),
-            Op::Compare(compare) => family(compare),
-            Op::Variadic(variadic) => family(variadic),
-            Op::Softmax(softmax) => family(&softmax.kind),
+            Op::Unary(unary) => variant_name(unary),
+            Op::Binary(binary) => variant_name(binary),
+            Op::Compare(compare) => variant_name(compare),
+            Op::Variadic(variadic) => variant_name(variadic),
+            Op::Softmax(softmax) => variant_name(&softmax.kind),
             Op::Reduce(reduce) => format!("Reduce{:?}", reduce.kind),
             Op::ArgReduce(arg) => if arg.max { "ArgMax" } else { "ArgMin" }.to_string(),
-            Op::Pool(pool) => format!("{}Pool", family(&pool.kind).replace("WithIndices", "")),
-            Op::GlobalPool(kind) => format!("Global{}Pool", family(kind)),
+            Op::Pool(pool) => {
+                format!("{}Pool", variant_name(&pool.kind).replace("WithIndices", ""))
+            }
+            Op::GlobalPool(kind) => format!("Global{}Pool", variant_name(kind)),
             Op::Rnn(rnn) => match rnn.cell {
                 RnnCell::Simple => "RNN".to_string(),
                 RnnCell::Lstm { .. } => "LSTM".to_string(),
                 RnnCell::Gru { .. } => "GRU".to_string(),
             },
-            other => family(other),
+            other => variant_name(other),
         }
     }
 }

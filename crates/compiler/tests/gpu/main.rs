@@ -48,7 +48,7 @@ fn six_workers_take_little_more_memory_than_one() {
         "weights {weights}, six {six}, one {one}"
     );
     let all = lower(&plan, 4);
-    assert!(all.workspace_bytes > run(4), "choices that nobody takes would cost more than a run");
+    assert!(all.workspace_bytes > run(4), "unused variants would cost more than a run");
 }
 
 #[test]

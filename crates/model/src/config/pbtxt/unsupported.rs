@@ -25,7 +25,7 @@ const ACCEPTED: [&str; 17] = [
     "version_policy",
 ];
 
-/// Fields that are refused whatever their value is, with advice.
+/// Fields that are refused with any value, with advice.
 const REFUSED: [(&str, &str); 9] = [
     ("batch_input", "give the model these tensors as ordinary inputs"),
     ("batch_output", "let the model write ordinary outputs"),
@@ -41,7 +41,7 @@ const REFUSED: [(&str, &str); 9] = [
     ("sequence_batching", "only stateless models are served; pass the state as inputs and outputs"),
 ];
 
-/// Fields of an instance group that are refused whatever their value is, with advice.
+/// Fields of an instance group that are refused with any value, with advice.
 const REFUSED_OF_GROUP: [(&str, &str); 6] = [
     ("gpus", "select devices with --device"),
     ("host_policy", "select devices with --device"),
@@ -112,7 +112,7 @@ fn check_version_policy(value: &Value) -> Result<(), PbtxtError> {
     Ok(())
 }
 
-/// One instance on whatever device the server runs the model on.
+/// One instance, on the device that the server selects.
 fn check_instance_group(value: &Value) -> Result<(), PbtxtError> {
     for (name, field) in value.fields() {
         let of_group = format!("instance_group.{name}");
