@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 use half::{bf16, f16};
 
-/// Buffers kept per element width. The oldest is freed when there are more.
+/// PooledBuffers kept per element width. The oldest is freed when there are more.
 const MAX_BUFFERS: usize = 64;
 
 /// Bytes below which a buffer is not kept: the allocator is as fast.
@@ -14,12 +14,12 @@ const MIN_BYTES: usize = 128;
 /// Vectors that are reused instead of freed. Element types of one width share their buffers.
 #[derive(Default)]
 pub(crate) struct BufferPool {
-    buffers: Mutex<Buffers>,
+    buffers: Mutex<PooledBuffers>,
 }
 
 /// Empty vectors with capacity, oldest first.
 #[derive(Default)]
-pub(crate) struct Buffers {
+pub(crate) struct PooledBuffers {
     bools: Vec<Vec<bool>>,
     bits8: Vec<Vec<u8>>,
     bits16: Vec<Vec<u16>>,
@@ -30,19 +30,19 @@ pub(crate) struct Buffers {
 /// An element type whose vectors the pool reuses.
 pub(crate) trait Pooled: Clone + Send + Sync + 'static {
     /// Takes a buffer with room for `capacity` elements out of the pool.
-    fn take_buffer(buffers: &mut Buffers, capacity: usize) -> Option<Vec<Self>>;
+    fn take_buffer(buffers: &mut PooledBuffers, capacity: usize) -> Option<Vec<Self>>;
     /// Puts an empty `buffer` into the pool; the result is a buffer to free.
-    fn put_buffer(buffers: &mut Buffers, buffer: Vec<Self>) -> Option<Vec<Self>>;
+    fn put_buffer(buffers: &mut PooledBuffers, buffer: Vec<Self>) -> Option<Vec<Self>>;
 }
 
 macro_rules! pooled {
     ($($rust:ty: $list:ident),+ $(,)?) => {
         $(impl Pooled for $rust {
-            fn take_buffer(buffers: &mut Buffers, capacity: usize) -> Option<Vec<Self>> {
+            fn take_buffer(buffers: &mut PooledBuffers, capacity: usize) -> Option<Vec<Self>> {
                 best_fit(&mut buffers.$list, capacity).map(bytemuck::cast_vec)
             }
 
-            fn put_buffer(buffers: &mut Buffers, buffer: Vec<Self>) -> Option<Vec<Self>> {
+            fn put_buffer(buffers: &mut PooledBuffers, buffer: Vec<Self>) -> Option<Vec<Self>> {
                 push(&mut buffers.$list, bytemuck::cast_vec(buffer)).map(bytemuck::cast_vec)
             }
         })+
@@ -57,21 +57,21 @@ pooled! {
 }
 
 impl Pooled for bool {
-    fn take_buffer(buffers: &mut Buffers, capacity: usize) -> Option<Vec<bool>> {
+    fn take_buffer(buffers: &mut PooledBuffers, capacity: usize) -> Option<Vec<bool>> {
         best_fit(&mut buffers.bools, capacity)
     }
 
-    fn put_buffer(buffers: &mut Buffers, buffer: Vec<bool>) -> Option<Vec<bool>> {
+    fn put_buffer(buffers: &mut PooledBuffers, buffer: Vec<bool>) -> Option<Vec<bool>> {
         push(&mut buffers.bools, buffer)
     }
 }
 
 impl Pooled for Bytes {
-    fn take_buffer(_: &mut Buffers, _: usize) -> Option<Vec<Bytes>> {
+    fn take_buffer(_: &mut PooledBuffers, _: usize) -> Option<Vec<Bytes>> {
         None
     }
 
-    fn put_buffer(_: &mut Buffers, buffer: Vec<Bytes>) -> Option<Vec<Bytes>> {
+    fn put_buffer(_: &mut PooledBuffers, buffer: Vec<Bytes>) -> Option<Vec<Bytes>> {
         Some(buffer)
     }
 }
@@ -94,7 +94,7 @@ impl BufferPool {
         BufferPool::default()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Buffers> {
+    fn lock(&self) -> MutexGuard<'_, PooledBuffers> {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::dense::{self, Real, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
-use super::matmul::Plain;
+use super::matmul::PlainNumber;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::value::{TypedTensor, Value};
 use crate::yield_point;
@@ -125,7 +125,7 @@ where
 }
 
 /// Operations that differ between the element types.
-trait Scores: Real + Plain
+trait Scores: Real + PlainNumber
 where
     TypedTensor<Self>: Into<Value>,
 {
@@ -198,7 +198,7 @@ where
     };
     let mut shape = extents.batch.clone();
     shape.extend([extents.queries, extents.value_width]);
-    let mut out = dense::filled(context.pool, dense::count(&shape)?, <T as Plain>::zero());
+    let mut out = dense::filled(context.pool, dense::count(&shape)?, <T as PlainNumber>::zero());
     if out.is_empty() || extents.keys == 0 || extents.width == 0 {
         return if extents.keys == 0 || out.is_empty() {
             dense::output(&shape, out)
@@ -225,7 +225,7 @@ where
         };
         let (keys, width) = (extents.keys, extents.width);
         let queries = &q[part(q, 0, extents.queries, width)][first * width..][..count * width];
-        let mut scores = vec![<T as Plain>::zero(); count * keys];
+        let mut scores = vec![<T as PlainNumber>::zero(); count * keys];
         T::score(&mut scores, queries, &k[part(k, 1, keys, width)], width, scale)?;
         for (offset, row) in scores.chunks_exact_mut(keys).enumerate() {
             if let Some(mask) = &mask {

@@ -386,6 +386,32 @@ mod tests {
     }
 
     #[test]
+    fn integer_broadcasts_agree_with_a_naive_reference() {
+        // Rows longer than a block, with either operand broadcast or overwritten.
+        let shapes: [(&[usize], &[usize]); 5] = [
+            (&[3, 300], &[3, 300]),
+            (&[3, 300], &[3, 1]),
+            (&[1, 300], &[3, 1]),
+            (&[], &[700]),
+            (&[300], &[2, 300]),
+        ];
+        for (a_shape, b_shape) in shapes {
+            let tensor = |shape: &[usize], factor: i64| {
+                let count: usize = shape.iter().product();
+                integers(shape, &(0..count as i64).map(|i| i * factor).collect::<Vec<_>>())
+            };
+            let (a, b) = (tensor(a_shape, 3), tensor(b_shape, 7));
+            let got = &run(Op::Binary(Binary::Sub), &[a.clone(), b.clone()])[0];
+            let single = |x: &Tensor| {
+                floats(x.shape(), &values::<i64>(x).iter().map(|&x| x as f32).collect::<Vec<_>>())
+            };
+            let want = naive(&single(&a), &single(&b), got.shape(), |a, b| a - b);
+            let got: Vec<f32> = values::<i64>(got).iter().map(|&x| x as f32).collect();
+            assert_eq!(got, want, "{a_shape:?} {b_shape:?}");
+        }
+    }
+
+    #[test]
     fn integers_wrap_and_divide_as_in_c() {
         let of = |data: &[i64]| integers(&[data.len()], data);
         let on = |op, a: &[i64], b: &[i64]| values::<i64>(&run(Op::Binary(op), &[of(a), of(b)])[0]);

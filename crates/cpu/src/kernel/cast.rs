@@ -44,14 +44,14 @@ const BLOCK: usize = 256;
 
 /// A type that holds all numbers of some element types exactly. Conversions go through one of three
 /// such types, so that not every pair of types needs code of its own.
-trait Wide: Copy + Default + Send + Sync + 'static {
+trait WideNumber: Copy + Default + Send + Sync + 'static {
     /// Widens the elements of `value` from `start` on.
     fn load(value: &Value, start: usize, block: &mut [Self]);
 }
 
 macro_rules! wide {
     ($wide:ty: $($variant:ident),+) => {
-        impl Wide for $wide {
+        impl WideNumber for $wide {
             fn load(value: &Value, start: usize, block: &mut [Self]) {
                 match value {
                     $(Value::$variant(tensor) => {
@@ -106,7 +106,7 @@ fn direct<T: Element + Copy, U: Element>(
 /// Converts through `W`.
 fn through<W>(value: &Value, to: DataType) -> Result<Value, String>
 where
-    W: Wide
+    W: WideNumber
         + AsPrimitive<u8>
         + AsPrimitive<u16>
         + AsPrimitive<u32>
@@ -118,7 +118,10 @@ where
         + AsPrimitive<f32>
         + AsPrimitive<f64>,
 {
-    fn all<W: Wide, U: Element>(value: &Value, f: impl Fn(W) -> U + Sync) -> Result<Value, String> {
+    fn all<W: WideNumber, U: Element>(
+        value: &Value,
+        f: impl Fn(W) -> U + Sync,
+    ) -> Result<Value, String> {
         let mut out = vec![U::default(); value.shape().iter().product()];
         in_pieces(&mut out, &|start: usize, piece: &mut [U]| {
             let mut wide = [W::default(); BLOCK];

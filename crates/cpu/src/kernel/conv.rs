@@ -14,12 +14,12 @@ use model::DataType;
 use model::op::Conv;
 use rayon::prelude::*;
 
-pub(super) use plain::{Shapes, convolve};
+pub(super) use plain::{ConvShapes, convolve};
 
 use self::border::Border;
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Image, Left, Matrix, PackedLeft, Right};
-use super::matmul::Plain;
+use super::matmul::PlainNumber;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::spare_buffers;
 use crate::value::{TypedTensor, Value, into_elements};
@@ -44,10 +44,10 @@ pub(crate) fn build(facts: &StepFacts, conv: &Conv) -> Result<Kernel, String> {
 /// The weights as the fast paths read them.
 struct Weights {
     shape: Vec<usize>,
-    form: Form,
+    form: WeightLayout,
 }
 
-enum Form {
+enum WeightLayout {
     /// One packed matrix per group.
     Groups(Vec<PackedLeft>),
     /// Unchanged: one row of taps per output channel.
@@ -65,7 +65,7 @@ impl Weights {
         }
         let data = elements(weight);
         if *per_group == 1 && groups > 1 {
-            return Ok(Weights { form: Form::Depthwise(data.to_vec()), shape });
+            return Ok(Weights { form: WeightLayout::Depthwise(data.to_vec()), shape });
         }
         let rows = outputs / groups;
         let depth = shape[1..].iter().product();
@@ -75,13 +75,13 @@ impl Weights {
                 PackedLeft::new(Matrix::new(part, rows, depth))
             })
             .collect();
-        Ok(Weights { form: Form::Groups(form), shape })
+        Ok(Weights { form: WeightLayout::Groups(form), shape })
     }
 
     fn size_bytes(&self) -> usize {
         match &self.form {
-            Form::Groups(groups) => groups.iter().map(PackedLeft::size_bytes).sum(),
-            Form::Depthwise(data) => size_of_val(data.as_slice()),
+            WeightLayout::Groups(groups) => groups.iter().map(PackedLeft::size_bytes).sum(),
+            WeightLayout::Depthwise(data) => size_of_val(data.as_slice()),
         }
     }
 }
@@ -102,7 +102,7 @@ fn build_f32(facts: &StepFacts, conv: Conv) -> Kernel {
 }
 
 fn run_f32(context: &Context, mut inputs: Inputs, conv: &Conv, weights: &Weights) -> KernelResult {
-    let shapes = Shapes::new(inputs.get(0)?.shape(), &weights.shape, conv)?;
+    let shapes = ConvShapes::new(inputs.get(0)?.shape(), &weights.shape, conv)?;
     let count = dense::count(&shapes.output)?;
     let same_shape = |value: &Value| value.shape() == shapes.output;
     // A residual that no later step reads becomes the result: the product is added to it.
@@ -126,8 +126,8 @@ fn run_f32(context: &Context, mut inputs: Inputs, conv: &Conv, weights: &Weights
     if count > 0 {
         let x = elements(inputs.typed::<f32>(0)?);
         match &weights.form {
-            Form::Groups(groups) => call.products(&mut out, x, groups)?,
-            Form::Depthwise(taps) => call.depthwise(&mut out, x, taps),
+            WeightLayout::Groups(groups) => call.products(&mut out, x, groups)?,
+            WeightLayout::Depthwise(taps) => call.depthwise(&mut out, x, taps),
         }
     }
     dense::output(&shapes.output, out)
@@ -135,7 +135,7 @@ fn run_f32(context: &Context, mut inputs: Inputs, conv: &Conv, weights: &Weights
 
 /// One call of a convolution.
 struct ConvCall<'a> {
-    shapes: &'a Shapes,
+    shapes: &'a ConvShapes,
     conv: &'a Conv,
     bias: Option<&'a [f32]>,
     residual: Option<&'a [f32]>,
@@ -201,7 +201,7 @@ impl ConvCall<'_> {
                 (index / outputs * shapes.groups + channel / shapes.group_outputs) * in_plane;
             gemm::with_scratch(border.length(), |scratch| {
                 border.copy(scratch, &x[input..input + in_plane], false);
-                depthwise::run(depthwise::Plane {
+                depthwise::run(depthwise::DepthwisePlane {
                     out,
                     image: scratch,
                     taps: border.taps(),
@@ -220,7 +220,7 @@ impl ConvCall<'_> {
 
 fn run_f64(inputs: &Inputs, conv: &Conv) -> KernelResult {
     let (x, weight) = (inputs.typed::<f64>(0)?, inputs.typed::<f64>(1)?);
-    let shapes = Shapes::new(x.shape(), weight.shape(), conv)?;
+    let shapes = ConvShapes::new(x.shape(), weight.shape(), conv)?;
     let mut out = convolve::<f64>(elements(x), elements(weight), &shapes)?;
     if let Some(bias) = inputs.optional_typed::<f64>(2)? {
         shapes.check_bias(Some(bias.len()))?;

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedLeft, Right};
 use super::geometry::{Geometry, covered, steps, three};
-use super::matmul::{Plain, row_major};
+use super::matmul::{PlainNumber, row_major};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::spare_buffers;
 use crate::value::TypedTensor;
@@ -34,7 +34,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
 
 /// The shapes of the operands, checked against each other. The geometry is that of the convolution
 /// this is the transpose of: its output is our input.
-struct Shapes {
+struct ConvTransposeShapes {
     geometry: Geometry,
     groups: usize,
     group_inputs: usize,
@@ -42,8 +42,12 @@ struct Shapes {
     output: Vec<usize>,
 }
 
-impl Shapes {
-    fn new(x: &[usize], weight: &[usize], conv: &ConvTranspose) -> Result<Shapes, String> {
+impl ConvTransposeShapes {
+    fn new(
+        x: &[usize],
+        weight: &[usize],
+        conv: &ConvTranspose,
+    ) -> Result<ConvTransposeShapes, String> {
         let ([images, channels, spatial @ ..], [inputs, per_group, kernel @ ..]) = (x, weight)
         else {
             return Err(format!("input {x:?} and weights {weight:?} have no channels"));
@@ -63,7 +67,7 @@ impl Shapes {
         let mut output = vec![*images, outputs];
         output.extend(&geometry.input[3 - rank..]);
         dense::count(&output)?;
-        Ok(Shapes {
+        Ok(ConvTransposeShapes {
             geometry,
             groups,
             group_inputs: channels / groups,
@@ -139,7 +143,12 @@ fn transposed(
 
 /// Adds every window's contributions to the output planes they belong to. `contributions` has a row
 /// per channel and tap, and a column per window.
-fn add_contributions<T: Plain>(out: &mut [T], contributions: &[T], g: &Geometry, parallel: bool) {
+fn add_contributions<T: PlainNumber>(
+    out: &mut [T],
+    contributions: &[T],
+    g: &Geometry,
+    parallel: bool,
+) {
     let (plane, taps, windows) = (g.input_size(), g.taps(), g.output_size());
     if plane == 0 || windows == 0 {
         return;
@@ -165,7 +174,7 @@ fn add_contributions<T: Plain>(out: &mut [T], contributions: &[T], g: &Geometry,
 }
 
 /// Adds one tap's contributions of all windows to an output plane.
-fn add_tap<T: Plain>(out: &mut [T], share: &[T], g: &Geometry, tap: [usize; 3]) {
+fn add_tap<T: PlainNumber>(out: &mut [T], share: &[T], g: &Geometry, tap: [usize; 3]) {
     let at = |axis: usize, window: usize| {
         (window * g.strides[axis] + tap[axis] * g.dilations[axis])
             .checked_sub(g.begin[axis])
@@ -229,7 +238,7 @@ fn run_f32(
     weights: &Weights,
 ) -> KernelResult {
     let x = inputs.typed::<f32>(0)?;
-    let shapes = Shapes::new(x.shape(), &weights.shape, conv)?;
+    let shapes = ConvTransposeShapes::new(x.shape(), &weights.shape, conv)?;
     let mut out = dense::filled(context.pool, dense::count(&shapes.output)?, 0.0);
     let g = &shapes.geometry;
     let windows = g.output_size();
@@ -254,7 +263,10 @@ fn run_f32(
     dense::output(&shapes.output, out)
 }
 
-fn bias_of<T: Plain>(inputs: &Inputs, shapes: &Shapes) -> Result<Option<Vec<T>>, String> {
+fn bias_of<T: PlainNumber>(
+    inputs: &Inputs,
+    shapes: &ConvTransposeShapes,
+) -> Result<Option<Vec<T>>, String> {
     let Some(bias) = inputs.optional_typed::<T>(2)? else { return Ok(None) };
     let outputs = shapes.groups * shapes.group_outputs;
     if bias.len() != outputs {
@@ -264,7 +276,7 @@ fn bias_of<T: Plain>(inputs: &Inputs, shapes: &Shapes) -> Result<Option<Vec<T>>,
 }
 
 /// Initializes every plane with its channel's bias.
-fn fill_bias<T: Plain>(out: &mut [T], bias: Option<&[T]>, plane: usize) {
+fn fill_bias<T: PlainNumber>(out: &mut [T], bias: Option<&[T]>, plane: usize) {
     if let Some(bias) = bias {
         for (index, row) in out.chunks_exact_mut(plane).enumerate() {
             row.fill(bias[index % bias.len()]);
@@ -274,7 +286,7 @@ fn fill_bias<T: Plain>(out: &mut [T], bias: Option<&[T]>, plane: usize) {
 
 fn run_f64(inputs: &Inputs, conv: &ConvTranspose) -> KernelResult {
     let (x, weight) = (inputs.typed::<f64>(0)?, inputs.typed::<f64>(1)?);
-    let shapes = Shapes::new(x.shape(), weight.shape(), conv)?;
+    let shapes = ConvTransposeShapes::new(x.shape(), weight.shape(), conv)?;
     let mut out = vec![0.0f64; dense::count(&shapes.output)?];
     let g = &shapes.geometry;
     let windows = g.output_size();

@@ -4,7 +4,7 @@ use model::DataType;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
-use super::matmul::Plain;
+use super::matmul::PlainNumber;
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::value::{TypedTensor, Value};
 
@@ -44,7 +44,7 @@ struct Labelled<T> {
 }
 
 /// Numbers that can be contracted.
-trait Contract: Plain {
+trait Contract: PlainNumber {
     /// `out += a @ b` for row-major matrices.
     fn contract(
         out: &mut [Self],
@@ -71,7 +71,7 @@ impl Contract for f32 {
     }
 }
 
-impl<T: Plain> Labelled<T> {
+impl<T: PlainNumber> Labelled<T> {
     /// Names the dimensions of `tensor`; a name that occurs twice takes the diagonal.
     fn new(tensor: &TypedTensor<T>, labels: Vec<Label>) -> Result<Labelled<T>, String> {
         let shape = tensor.shape();
@@ -158,7 +158,10 @@ fn gather<T: Copy>(data: &[T], dims: &[usize], strides: &[usize]) -> Vec<T> {
 }
 
 /// Repeats `operand`'s dimensions of extent 1 where `other` has more, as broadcasting requires.
-fn stretched<T: Plain>(operand: Labelled<T>, other: &Labelled<T>) -> Result<Labelled<T>, String> {
+fn stretched<T: PlainNumber>(
+    operand: Labelled<T>,
+    other: &Labelled<T>,
+) -> Result<Labelled<T>, String> {
     let mut dims = operand.dims.clone();
     let mut strides: Vec<usize> =
         (0..dims.len()).map(|axis| dims[axis + 1..].iter().product()).collect();

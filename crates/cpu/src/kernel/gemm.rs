@@ -15,7 +15,7 @@ use model::op::Activation;
 use rayon::prelude::*;
 
 pub(super) use pack::{IMAGE_GUARD, Image, Matrix, PackedLeft, PackedRight};
-use tile::{Block, Finish};
+use tile::{PackedBlock, TileEpilogue};
 
 use super::activation;
 use crate::yield_point;
@@ -368,7 +368,7 @@ impl ProductCall<'_> {
             _ => (f32::NEG_INFINITY, f32::INFINITY),
         };
         let clamps = matches!(self.epilogue.activation, Activation::Relu | Activation::Clip { .. });
-        let finish = Finish {
+        let finish = TileEpilogue {
             alpha: self.epilogue.alpha,
             row_bias: self.epilogue.row_bias.map(|bias| &bias[rows.clone()]),
             column_bias: self.epilogue.column_bias.map(|bias| &bias[columns.clone()]),
@@ -381,7 +381,7 @@ impl ProductCall<'_> {
         let first_panel = (rows.start - left_start) / height * height * self.depth;
         let first_column =
             (columns.start - right_start) / tile::panel_width() * tile::panel_width() * self.depth;
-        tile::run(Block {
+        tile::run(PackedBlock {
             out,
             left: &left[first_panel..],
             right: &right[first_column..],

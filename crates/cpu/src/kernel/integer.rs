@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use model::DataType;
 use model::op::{Conv, Op};
 
-use super::conv::{Shapes, convolve};
+use super::conv::{ConvShapes, convolve};
 use super::dense::{self, elements};
 use super::matmul::plain_matmul;
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
@@ -106,8 +106,8 @@ fn centred_conv(
     weight: &Value,
     weight_zero: Option<&Value>,
     conv: &Conv,
-) -> Result<(Shapes, Vec<i32>), String> {
-    let shapes = Shapes::new(x.shape(), weight.shape(), conv)?;
+) -> Result<(ConvShapes, Vec<i32>), String> {
+    let shapes = ConvShapes::new(x.shape(), weight.shape(), conv)?;
     let rank = weight.shape().len();
     let zero_shape = weight_zero.map_or(vec![], |zero| per_channel(zero.shape(), rank));
     let input = centred(x, x_zero, &[])?;

@@ -275,7 +275,7 @@ fn batched<'b>(
 }
 
 /// Element types without a fast path.
-pub(super) trait Plain: Copy + Send + Sync + Typed + 'static {
+pub(super) trait PlainNumber: Copy + Send + Sync + Typed + 'static {
     fn zero() -> Self;
     fn one() -> Self;
     fn multiply_add(a: Self, b: Self, c: Self) -> Self;
@@ -283,7 +283,7 @@ pub(super) trait Plain: Copy + Send + Sync + Typed + 'static {
     fn activated(activation: Activation, row: &mut [Self]) -> Result<(), String>;
 }
 
-impl Plain for f32 {
+impl PlainNumber for f32 {
     fn zero() -> f32 {
         0.0
     }
@@ -306,7 +306,7 @@ impl Plain for f32 {
     }
 }
 
-impl Plain for f64 {
+impl PlainNumber for f64 {
     fn zero() -> f64 {
         0.0
     }
@@ -331,7 +331,7 @@ impl Plain for f64 {
 
 macro_rules! plain_integers {
     ($($rust:ty),+) => {
-        $(impl Plain for $rust {
+        $(impl PlainNumber for $rust {
             fn zero() -> $rust {
                 0
             }
@@ -365,7 +365,7 @@ macro_rules! plain_integers {
 
 plain_integers!(i32, i64, u32, u64);
 
-fn run_plain<T: Plain>(inputs: &Inputs, product: Product) -> KernelResult
+fn run_plain<T: PlainNumber>(inputs: &Inputs, product: Product) -> KernelResult
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -388,14 +388,14 @@ where
 
 /// Shape and elements of the product of row-major operands with numpy batching, for any element
 /// type.
-pub(super) fn plain_matmul<T: Plain>(
+pub(super) fn plain_matmul<T: PlainNumber>(
     a: (&[usize], &[T]),
     b: (&[usize], &[T]),
 ) -> Result<(Vec<usize>, Vec<T>), String> {
     multiply(a, b, MatMul::default().into())
 }
 
-fn multiply<T: Plain>(
+fn multiply<T: PlainNumber>(
     (a_shape, a): (&[usize], &[T]),
     (b_shape, b): (&[usize], &[T]),
     product: Product,

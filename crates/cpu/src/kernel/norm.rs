@@ -33,7 +33,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
 }
 
 /// Element types of a normalization.
-pub(super) trait Row: Real
+pub(super) trait NormElement: Real
 where
     TypedTensor<Self>: Into<Value>,
 {
@@ -53,7 +53,7 @@ where
     fn scale_shift(row: &mut [Self], scale: Self, shift: Self);
 }
 
-impl Row for f32 {
+impl NormElement for f32 {
     fn moments(row: &[f32]) -> (f32, f32) {
         let count = row.len() as f32;
         let mean = Sum::new(row).dispatch() / count;
@@ -87,7 +87,7 @@ impl Row for f32 {
     }
 }
 
-impl Row for f64 {
+impl NormElement for f64 {
     fn moments(row: &[f64]) -> (f64, f64) {
         let count = row.len() as f64;
         let mean = row.iter().sum::<f64>() / count;
@@ -109,7 +109,7 @@ impl Row for f64 {
     }
 }
 
-fn run<T: Row>(op: &Op, mut inputs: Inputs, outputs: usize) -> KernelResult
+fn run<T: NormElement>(op: &Op, mut inputs: Inputs, outputs: usize) -> KernelResult
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -165,7 +165,7 @@ fn check_channels(what: &str, actual: usize, channels: usize) -> Result<(), Stri
 }
 
 /// `activation(x * scale[c] + shift[c])`.
-fn scale_shift<T: Row>(
+fn scale_shift<T: NormElement>(
     data: &mut [T],
     shape: &[usize],
     scale: &[T],
@@ -194,7 +194,7 @@ where
     Ok(())
 }
 
-fn batch_norm<T: Row>(
+fn batch_norm<T: NormElement>(
     data: &mut [T],
     shape: &[usize],
     inputs: &Inputs,
@@ -221,7 +221,7 @@ where
 
 /// A scale or shift for the rows of a normalization over the dimensions from `axis` on: one row
 /// if all rows share it, otherwise as many elements as the data.
-fn row_parameter<T: Row>(
+fn row_parameter<T: NormElement>(
     tensor: &TypedTensor<T>,
     shape: &[usize],
     axis: usize,
@@ -237,7 +237,7 @@ fn part<T>(parameter: &[T], width: usize, row: usize) -> &[T] {
     if parameter.len() == width { parameter } else { &parameter[row * width..(row + 1) * width] }
 }
 
-fn layer_norm<T: Row>(
+fn layer_norm<T: NormElement>(
     mut data: Vec<T>,
     shape: &[usize],
     inputs: &Inputs,
@@ -287,7 +287,7 @@ where
     Ok(results)
 }
 
-fn rms_norm<T: Row>(
+fn rms_norm<T: NormElement>(
     data: &mut [T],
     shape: &[usize],
     inputs: &Inputs,
@@ -317,7 +317,7 @@ where
 }
 
 /// Normalizes each of `groups` groups of channels per image; an instance norm has one channel each.
-fn group_norm<T: Row>(
+fn group_norm<T: NormElement>(
     data: &mut [T],
     shape: &[usize],
     inputs: &Inputs,
@@ -355,7 +355,7 @@ where
 }
 
 /// Local response normalization over a window of `size` channels.
-fn response_norm<T: Row>(
+fn response_norm<T: NormElement>(
     data: &[T],
     shape: &[usize],
     [alpha, beta, bias]: [T; 3],
@@ -393,7 +393,7 @@ where
 }
 
 /// Divides by the 1- or 2-norm along the middle one of the dimensions `.. x width x inner`.
-fn power_norm<T: Row>(data: &mut [T], width: usize, inner: usize, p: u8)
+fn power_norm<T: NormElement>(data: &mut [T], width: usize, inner: usize, p: u8)
 where
     TypedTensor<T>: Into<Value>,
 {

@@ -33,17 +33,24 @@ impl<T, F: Fn(usize, &mut [T]) + Sync> ChunkBody<T> for F {
     }
 }
 
-/// Runs `work` once on each thread of the pool.
-fn on_all_threads(work: &(dyn Fn() + Sync)) {
-    let threads = 0..rayon::current_num_threads();
-    let threads = threads.into_par_iter().with_max_len(1);
+/// Runs `work` on `count` threads of the pool.
+fn on_threads(count: usize, work: &(dyn Fn() + Sync)) {
+    let threads = (0..count).into_par_iter().with_max_len(1);
     threads.for_each_init(yield_point::start_work, |_, _| work());
 }
 
 /// Calls `body` with each item, on all threads.
-pub(crate) fn for_each<I: Iterator + Send>(items: I, body: &(dyn Fn(I::Item) + Sync)) {
+pub(crate) fn for_each<I>(items: I, body: &(dyn Fn(I::Item) + Sync))
+where
+    I: ExactSizeIterator + Send,
+{
+    let threads = rayon::current_num_threads().min(items.len());
+    if threads <= 1 {
+        items.for_each(body);
+        return;
+    }
     let items = Mutex::new(items);
-    on_all_threads(&|| {
+    on_threads(threads, &|| {
         loop {
             // The lock is released before the body runs, which may park the thread.
             let next = items.lock().unwrap_or_else(PoisonError::into_inner).next();
@@ -113,5 +120,32 @@ fn in_parts<T>(piece: &mut [T], start: usize, unit: usize, weight: usize, body: 
     for (index, part) in piece.chunks_mut(size).enumerate() {
         yield_point::check();
         body.run(start + index * size, part);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn visits_every_element_once() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().expect("threads start");
+        for (length, size) in [(0, 5), (3, 5), (1000, 7), (100_000, 1), (100_000, 9000)] {
+            let mut data = vec![0usize; length];
+            pool.install(|| {
+                in_chunks(&mut data, size, &|index: usize, chunk: &mut [usize]| {
+                    for (offset, x) in chunk.iter_mut().enumerate() {
+                        *x += index * size + offset + 1;
+                    }
+                });
+                in_weighted_pieces(&mut data, size, 3, &|start: usize, piece: &mut [usize]| {
+                    assert_eq!(start % size, 0);
+                    for (offset, x) in piece.iter_mut().enumerate() {
+                        *x += start + offset + 1;
+                    }
+                });
+            });
+            assert!(data.iter().enumerate().all(|(index, &x)| x == 2 * (index + 1)));
+        }
     }
 }

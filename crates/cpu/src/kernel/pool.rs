@@ -104,23 +104,23 @@ fn dims<T>(tensor: &TypedTensor<T>) -> &[usize] {
 }
 
 /// Element types of max pooling.
-trait Lowest: Copy + PartialOrd + Pooled + Typed {
+trait MaxPoolElement: Copy + PartialOrd + Pooled + Typed {
     const LOWEST: Self;
 }
 
-impl Lowest for f32 {
+impl MaxPoolElement for f32 {
     const LOWEST: f32 = f32::NEG_INFINITY;
 }
 
-impl Lowest for f64 {
+impl MaxPoolElement for f64 {
     const LOWEST: f64 = f64::NEG_INFINITY;
 }
 
-impl Lowest for u8 {
+impl MaxPoolElement for u8 {
     const LOWEST: u8 = u8::MIN;
 }
 
-impl Lowest for i8 {
+impl MaxPoolElement for i8 {
     const LOWEST: i8 = i8::MIN;
 }
 
@@ -143,7 +143,7 @@ fn window_position(g: &Geometry, index: usize) -> [usize; 3] {
     [index / (height * width), index / width % height, index % width]
 }
 
-fn max_pool<T: Lowest>(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult
+fn max_pool<T: MaxPoolElement>(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -268,7 +268,7 @@ where
 }
 
 /// One plane of a global pooling.
-fn pooled_plane<T: Whole + Real>(row: &[T], kind: GlobalPool) -> T
+fn pooled_plane<T: PlaneSum + Real>(row: &[T], kind: GlobalPool) -> T
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -282,7 +282,7 @@ where
     }
 }
 
-fn global<T: Real + Whole>(inputs: &Inputs, kind: GlobalPool) -> KernelResult
+fn global<T: Real + PlaneSum>(inputs: &Inputs, kind: GlobalPool) -> KernelResult
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -311,17 +311,17 @@ where
 }
 
 /// The sum of a whole plane.
-trait Whole: Sized {
+trait PlaneSum: Sized {
     fn sum(row: &[Self]) -> Self;
 }
 
-impl Whole for f32 {
+impl PlaneSum for f32 {
     fn sum(row: &[f32]) -> f32 {
         Sum::new(row).dispatch()
     }
 }
 
-impl Whole for f64 {
+impl PlaneSum for f64 {
     fn sum(row: &[f64]) -> f64 {
         row.iter().sum()
     }

@@ -76,7 +76,7 @@ macro_rules! quantized {
 quantized!(u8, i8, u16, i16, i32);
 
 /// Which scale belongs to which element.
-enum Groups {
+enum ScaleGroups {
     /// One for all elements.
     Tensor,
     /// One per position along a dimension that is followed by `inner` elements.
@@ -85,31 +85,33 @@ enum Groups {
     Block { along: usize, block: usize, inner: usize },
 }
 
-impl Groups {
-    fn new(shape: &[usize], scale: &[usize], axis: i64) -> Result<Groups, String> {
+impl ScaleGroups {
+    fn new(shape: &[usize], scale: &[usize], axis: i64) -> Result<ScaleGroups, String> {
         let bad = || format!("scales of shape {scale:?} do not fit shape {shape:?} at axis {axis}");
         if scale.iter().product::<usize>() == 1 && scale.len() <= 1 {
-            return Ok(Groups::Tensor);
+            return Ok(ScaleGroups::Tensor);
         }
         let at = resolve_axis(axis, shape.len())?;
         let (_, along, inner) = around(shape, at);
         if scale == [along] {
-            return Ok(Groups::Axis { along, inner });
+            return Ok(ScaleGroups::Axis { along, inner });
         }
         let beside = scale.len() == shape.len()
             && (0..shape.len()).all(|other| other == at || shape[other] == scale[other]);
         if !beside || scale[at] == 0 || along % scale[at] != 0 {
             return Err(bad());
         }
-        Ok(Groups::Block { along, block: along / scale[at], inner })
+        Ok(ScaleGroups::Block { along, block: along / scale[at], inner })
     }
 
     /// The scale of the element at `position`, and how many elements from there on share it.
     fn at(&self, position: usize) -> (usize, usize) {
         match *self {
-            Groups::Tensor => (0, usize::MAX),
-            Groups::Axis { along, inner } => (position / inner % along, inner - position % inner),
-            Groups::Block { along, block, inner } => {
+            ScaleGroups::Tensor => (0, usize::MAX),
+            ScaleGroups::Axis { along, inner } => {
+                (position / inner % along, inner - position % inner)
+            }
+            ScaleGroups::Block { along, block, inner } => {
                 let (line, column) = (position / inner, position % inner);
                 let (outer, row) = (line / along, line % along);
                 let run = if inner == 1 { block - row % block } else { 1 };
@@ -159,7 +161,7 @@ fn quantizer<T: Quantized>(axis: i64) -> Kernel {
         let Value::F32(x) = single.as_ref().unwrap_or(value) else {
             return Err("the operand is not of numbers".to_string());
         };
-        let groups = Groups::new(x.shape(), inputs.get(1)?.shape(), axis)?;
+        let groups = ScaleGroups::new(x.shape(), inputs.get(1)?.shape(), axis)?;
         let data = elements(x);
         let mut out = filled(context.pool, data.len(), T::default());
         in_pieces(&mut out, &|start: usize, piece: &mut [T]| {
@@ -186,7 +188,7 @@ fn dequantize<T: Quantized>(
 ) -> Result<Value, String> {
     let (scales, zeros) = parameters::<T>(inputs)?;
     let x: &TypedTensor<T> = inputs.typed(0)?;
-    let groups = Groups::new(x.shape(), inputs.get(1)?.shape(), axis)?;
+    let groups = ScaleGroups::new(x.shape(), inputs.get(1)?.shape(), axis)?;
     let data = elements(x);
     let mut out = filled(context.pool, data.len(), 0f32);
     in_pieces(&mut out, &|start: usize, piece: &mut [f32]| {

@@ -48,7 +48,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
 }
 
 /// The effect of a reduction on a shape.
-struct Reduced {
+struct ReducedShape {
     /// Dimensions that are reduced, in ascending order.
     axes: Vec<usize>,
     /// The output's shape.
@@ -56,7 +56,7 @@ struct Reduced {
 }
 
 /// The dimensions to reduce, or `None` when there is nothing to do.
-fn reduced(inputs: &Inputs, reduce: Reduce) -> Result<Option<Reduced>, String> {
+fn reduced(inputs: &Inputs, reduce: Reduce) -> Result<Option<ReducedShape>, String> {
     let shape = inputs.get(0)?.shape();
     let axes = optional_integers(inputs, 1)?.unwrap_or_default();
     let mut axes = resolve_axes(&axes, shape.len())?;
@@ -73,11 +73,11 @@ fn reduced(inputs: &Inputs, reduce: Reduce) -> Result<Option<Reduced>, String> {
         (true, false) => None,
     };
     let shape = (0..shape.len()).filter_map(kept).collect();
-    Ok(Some(Reduced { axes, shape }))
+    Ok(Some(ReducedShape { axes, shape }))
 }
 
 /// A value seen as `outer` times `along` times `inner`, to be reduced along the middle.
-struct Middle {
+struct ReductionView {
     value: Value,
     outer: usize,
     along: usize,
@@ -102,17 +102,17 @@ fn neighbours(shape: &[usize], axes: &[usize]) -> Option<(usize, usize, usize)> 
 }
 
 /// `value` with the reduced axes moved to the end.
-fn moved_to_end(pool: &BufferPool, value: &Value, axes: &[usize]) -> Middle {
+fn moved_to_end(pool: &BufferPool, value: &Value, axes: &[usize]) -> ReductionView {
     let shape = value.shape();
     let kept = (0..shape.len()).filter(|axis| !axes.contains(axis));
     let perm: Vec<usize> = kept.chain(axes.iter().copied()).collect();
     let along: usize = axes.iter().map(|&axis| shape[axis]).product();
     let outer = perm[..shape.len() - axes.len()].iter().map(|&axis| shape[axis]).product();
-    Middle { value: transposed(pool, value, &perm), outer, along, inner: 1 }
+    ReductionView { value: transposed(pool, value, &perm), outer, along, inner: 1 }
 }
 
 fn run(context: &Context, mut inputs: Inputs, reduce: Reduce) -> KernelResult {
-    let Some(Reduced { axes, shape }) = reduced(&inputs, reduce)? else {
+    let Some(ReducedShape { axes, shape }) = reduced(&inputs, reduce)? else {
         // Nothing is combined, but the function is still applied to each element.
         let value = inputs.get(0)?;
         let count = value.shape().iter().product();
@@ -128,7 +128,8 @@ fn run(context: &Context, mut inputs: Inputs, reduce: Reduce) -> KernelResult {
             fold::reduce(context, value, [outer, along, inner], reduce.kind, &shape)
         }
         None => {
-            let Middle { value, outer, along, inner } = moved_to_end(context.pool, value, &axes);
+            let ReductionView { value, outer, along, inner } =
+                moved_to_end(context.pool, value, &axes);
             let result = fold::reduce(context, &value, [outer, along, inner], reduce.kind, &shape);
             value.recycle(context.pool);
             result

@@ -160,3 +160,19 @@ macro_rules! floats {
 
 integers!(u8, u16, u32, u64, i8, i16, i32, i64);
 floats!(f32, f64);
+
+#[cfg(test)]
+mod tests {
+    use super::Number;
+
+    #[test]
+    fn sort_keys_order_numbers() {
+        let integers = [i64::MIN, -1, 0, 1, i64::MAX];
+        assert!(integers.map(Number::sort_key).is_sorted_by(|a, b| a < b));
+        assert!([0u8, 1, 255].map(Number::sort_key).is_sorted_by(|a, b| a < b));
+        let floats = [f32::NEG_INFINITY, -2.0, -1.0, 0.0, 1.0, f32::INFINITY, f32::NAN];
+        assert!(floats.map(Number::sort_key).is_sorted_by(|a, b| a < b));
+        assert_eq!((-0.0f64).sort_key(), 0.0f64.sort_key());
+        assert_eq!((-f32::NAN).sort_key(), f32::NAN.sort_key());
+    }
+}

@@ -15,7 +15,7 @@ const SIDE_BY_SIDE: usize = 8;
 const LOOK_AFTER: usize = 64 * 1024;
 
 /// One plane of the result and its operands.
-pub(super) struct Plane<'a> {
+pub(super) struct DepthwisePlane<'a> {
     pub(super) out: &'a mut [f32],
     /// The bordered image.
     pub(super) image: &'a [f32],
@@ -34,8 +34,8 @@ pub(super) struct Plane<'a> {
 }
 
 /// Computes `plane`.
-pub(super) fn run(plane: Plane) {
-    let Plane { activation, residual, .. } = plane;
+pub(super) fn run(plane: DepthwisePlane) {
+    let DepthwisePlane { activation, residual, .. } = plane;
     let out = plane.dispatch();
     if let Some(residual) = residual {
         activation::add(out, residual);
@@ -43,7 +43,7 @@ pub(super) fn run(plane: Plane) {
     activation::apply(activation, out);
 }
 
-impl<'a> SimdOp for Plane<'a> {
+impl<'a> SimdOp for DepthwisePlane<'a> {
     type Output = &'a mut [f32];
 
     #[inline(always)]

@@ -1,15 +1,15 @@
-//! Shapes of a convolution, and a plain implementation for any element type.
+//! ConvShapes of a convolution, and a plain implementation for any element type.
 
 use model::op::Conv;
 
 use super::super::dense;
 use super::super::geometry::Geometry;
-use super::super::matmul::Plain;
+use super::super::matmul::PlainNumber;
 use super::super::parallel::in_chunks;
 use crate::yield_point;
 
 /// The shapes of a convolution, checked against each other.
-pub(crate) struct Shapes {
+pub(crate) struct ConvShapes {
     pub(crate) geometry: Geometry,
     pub(crate) groups: usize,
     /// Input channels per group.
@@ -20,9 +20,9 @@ pub(crate) struct Shapes {
     pub(crate) output: Vec<usize>,
 }
 
-impl Shapes {
+impl ConvShapes {
     /// Checks an input of shape `x` against weights of shape `weight`.
-    pub(crate) fn new(x: &[usize], weight: &[usize], conv: &Conv) -> Result<Shapes, String> {
+    pub(crate) fn new(x: &[usize], weight: &[usize], conv: &Conv) -> Result<ConvShapes, String> {
         let ([images, channels, spatial @ ..], [outputs, per_group, kernel @ ..]) = (x, weight)
         else {
             return Err(format!("input {x:?} and weights {weight:?} have no channels"));
@@ -44,7 +44,7 @@ impl Shapes {
         let geometry = Geometry::new(&conv.window, spatial, kernel, false)?;
         let output = geometry.output_shape(&[*images, *outputs]);
         dense::count(&output)?;
-        Ok(Shapes {
+        Ok(ConvShapes {
             geometry,
             groups,
             group_inputs: *per_group,
@@ -66,7 +66,11 @@ impl Shapes {
 }
 
 /// The convolution of `x` with `weight`, both in row-major order.
-pub(crate) fn convolve<T: Plain>(x: &[T], weight: &[T], shapes: &Shapes) -> Result<Vec<T>, String> {
+pub(crate) fn convolve<T: PlainNumber>(
+    x: &[T],
+    weight: &[T],
+    shapes: &ConvShapes,
+) -> Result<Vec<T>, String> {
     let geometry = &shapes.geometry;
     let mut out = vec![T::zero(); dense::count(&shapes.output)?];
     let depth = shapes.group_inputs * geometry.taps();
@@ -88,7 +92,7 @@ pub(crate) fn convolve<T: Plain>(x: &[T], weight: &[T], shapes: &Shapes) -> Resu
 }
 
 /// The windows of `input` as columns: one row per channel and tap.
-fn windows<T: Plain>(input: &[T], g: &Geometry) -> Vec<T> {
+fn windows<T: PlainNumber>(input: &[T], g: &Geometry) -> Vec<T> {
     let (plane, taps, columns) = (g.input_size(), g.taps(), g.output_size());
     let channels = input.len().checked_div(plane).unwrap_or(0);
     let mut matrix = vec![T::zero(); channels * taps * columns];

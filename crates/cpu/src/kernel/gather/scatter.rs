@@ -61,7 +61,7 @@ fn write(
     with_value!(value, tensor => put(tensor, updates, &shape, offsets, length, reduction))
 }
 
-fn put<T: Update>(
+fn put<T: Updatable>(
     tensor: TypedTensor<T>,
     updates: &Value,
     shape: &[usize],
@@ -88,7 +88,7 @@ fn put<T: Update>(
 }
 
 /// An element that can be updated.
-trait Update: Element {
+trait Updatable: Element {
     /// The element after an update.
     fn updated(&self, update: &Self, reduction: ScatterReduction) -> Self;
 }
@@ -105,7 +105,7 @@ fn updated_number<T: Number>(a: T, b: T, reduction: ScatterReduction) -> T {
 
 macro_rules! updates {
     ($($rust:ty),+) => {
-        $(impl Update for $rust {
+        $(impl Updatable for $rust {
             fn updated(&self, update: &Self, reduction: ScatterReduction) -> Self {
                 updated_number(*self, *update, reduction)
             }
@@ -115,19 +115,19 @@ macro_rules! updates {
 
 updates!(u8, u16, u32, u64, i8, i16, i32, i64, f32, f64);
 
-impl Update for f16 {
+impl Updatable for f16 {
     fn updated(&self, update: &Self, reduction: ScatterReduction) -> Self {
         f16::from_f32(updated_number(self.to_f32(), update.to_f32(), reduction))
     }
 }
 
-impl Update for bf16 {
+impl Updatable for bf16 {
     fn updated(&self, update: &Self, reduction: ScatterReduction) -> Self {
         bf16::from_f32(updated_number(self.to_f32(), update.to_f32(), reduction))
     }
 }
 
-impl Update for bool {
+impl Updatable for bool {
     fn updated(&self, update: &Self, reduction: ScatterReduction) -> Self {
         match reduction {
             ScatterReduction::None => *update,
@@ -137,7 +137,7 @@ impl Update for bool {
     }
 }
 
-impl Update for bytes::Bytes {
+impl Updatable for bytes::Bytes {
     fn updated(&self, update: &Self, _: ScatterReduction) -> Self {
         update.clone()
     }

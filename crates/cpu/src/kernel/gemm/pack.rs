@@ -326,7 +326,7 @@ impl Image<'_> {
 }
 
 /// The sources of the lanes of a vector of windows: `(lanes before this one, offset)` per row.
-type Pieces = Vec<(usize, usize)>;
+type ImagePieces = Vec<(usize, usize)>;
 
 /// Packs the windows `columns` of an image.
 struct PackImage<'a> {
@@ -338,10 +338,10 @@ struct PackImage<'a> {
 impl PackImage<'_> {
     /// The rows of windows that the vector starting at `column` covers. Offsets are those of the
     /// vector's first lane, so they may lie before the row.
-    fn pieces(&self, column: usize, lanes: usize) -> Pieces {
+    fn pieces(&self, column: usize, lanes: usize) -> ImagePieces {
         let image = self.image;
         let end = (column + lanes).min(self.columns.end);
-        let mut pieces = Pieces::new();
+        let mut pieces = ImagePieces::new();
         let mut at = column;
         while at < end {
             let (row, x) = (at / image.width, at % image.width);

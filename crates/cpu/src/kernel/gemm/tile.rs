@@ -45,7 +45,7 @@ pub(super) fn packed_rows(rows: usize) -> usize {
 /// Operations on a tile before it is written for the last time. Slices begin at the block's first
 /// element.
 #[derive(Clone, Copy)]
-pub(super) struct Finish<'a> {
+pub(super) struct TileEpilogue<'a> {
     pub(super) alpha: f32,
     pub(super) row_bias: Option<&'a [f32]>,
     pub(super) column_bias: Option<&'a [f32]>,
@@ -55,7 +55,7 @@ pub(super) struct Finish<'a> {
 }
 
 /// A block of the result whose operands are packed.
-pub(super) struct Block<'a, 'b> {
+pub(super) struct PackedBlock<'a, 'b> {
     /// The block's rows.
     pub(super) out: &'a mut [&'b mut [f32]],
     /// Panels of the left operand from the block's first row on.
@@ -65,17 +65,17 @@ pub(super) struct Block<'a, 'b> {
     pub(super) depth: usize,
     pub(super) max_depth: usize,
     pub(super) accumulate: bool,
-    pub(super) finish: Finish<'a>,
+    pub(super) finish: TileEpilogue<'a>,
     /// Applied to whole rows afterwards.
     pub(super) activation: Activation,
 }
 
 /// Computes `block`.
-pub(super) fn run(block: Block) {
+pub(super) fn run(block: PackedBlock) {
     block.dispatch();
 }
 
-impl SimdOp for Block<'_, '_> {
+impl SimdOp for PackedBlock<'_, '_> {
     type Output = ();
 
     #[inline(always)]
@@ -123,7 +123,7 @@ struct Tile<'a, 'b, 'c> {
     /// Position of the first row and column in the block.
     first_row: usize,
     column: usize,
-    finish: &'c Finish<'c>,
+    finish: &'c TileEpilogue<'c>,
 }
 
 impl Tile<'_, '_, '_> {

@@ -84,7 +84,8 @@ fn cut(context: &Context, value: &Value, axis: usize, start: usize, length: usiz
 
 pub(super) fn slice(context: &Context, mut inputs: Inputs) -> KernelResult {
     let value = inputs.get(0)?;
-    let mut cuts: Vec<Cut> = value.shape().iter().map(|&size| Cut::all(size)).collect();
+    let mut cuts: Vec<SliceRange> =
+        value.shape().iter().map(|&size| SliceRange::all(size)).collect();
     let (starts, ends) = (integer_list(&inputs, 1)?, integer_list(&inputs, 2)?);
     let axes = match optional_integers(&inputs, 3)? {
         Some(axes) => resolve_axes(&axes, cuts.len())?,
@@ -95,7 +96,7 @@ pub(super) fn slice(context: &Context, mut inputs: Inputs) -> KernelResult {
         return Err("starts, ends, axes and steps differ in length".to_string());
     }
     for (i, &axis) in axes.iter().enumerate() {
-        cuts[axis] = Cut::new(value.shape()[axis], starts[i], ends[i], steps[i])?;
+        cuts[axis] = SliceRange::new(value.shape()[axis], starts[i], ends[i], steps[i])?;
     }
     let shape: Vec<usize> = cuts.iter().map(|cut| cut.count).collect();
     if shape == value.shape() && cuts.iter().all(|cut| cut.step == 1) {
@@ -113,20 +114,20 @@ pub(super) fn slice(context: &Context, mut inputs: Inputs) -> KernelResult {
 }
 
 /// The positions of one dimension that a slice selects.
-struct Cut {
+struct SliceRange {
     start: usize,
     count: usize,
     step: i64,
 }
 
-impl Cut {
-    fn all(size: usize) -> Cut {
-        Cut { start: 0, count: size, step: 1 }
+impl SliceRange {
+    fn all(size: usize) -> SliceRange {
+        SliceRange { start: 0, count: size, step: 1 }
     }
 
     /// The positions from `start` until before `end`, either of which may be negative or out of
     /// range.
-    fn new(size: usize, start: i64, end: i64, step: i64) -> Result<Cut, String> {
+    fn new(size: usize, start: i64, end: i64, step: i64) -> Result<SliceRange, String> {
         let bound = size as i64;
         let absolute = |index: i64| if index < 0 { index.saturating_add(bound) } else { index };
         let (start, end) = (absolute(start), absolute(end));
@@ -147,6 +148,6 @@ impl Cut {
         };
         // One position needs no step; with more of them, the step is smaller than the dimension.
         let step = if count <= 1 { 1 } else { step };
-        Ok(Cut { start: if count == 0 { 0 } else { start as usize }, count, step })
+        Ok(SliceRange { start: if count == 0 { 0 } else { start as usize }, count, step })
     }
 }

@@ -3,7 +3,7 @@
 use model::DataType;
 use model::op::{AspectPolicy, CoordinateMode, Resize, ResizeMode};
 
-use super::taps::{Axis, Taps};
+use super::taps::{ResizeAxis, Taps};
 use crate::buffer_pool::{BufferPool, Pooled};
 use crate::kernel::cast::convert;
 use crate::kernel::layout::rearrange;
@@ -55,16 +55,16 @@ fn floats(inputs: &Inputs, index: usize) -> Result<Option<Vec<f64>>, String> {
 }
 
 /// Every dimension's extents, scale and region.
-fn plan(inputs: &Inputs, resize: &Resize) -> Result<Vec<Axis>, String> {
+fn plan(inputs: &Inputs, resize: &Resize) -> Result<Vec<ResizeAxis>, String> {
     let value = inputs.get(0)?;
     let shape = value.shape();
     let axes = match &resize.axes {
         Some(axes) => resolve_axes(axes, shape.len())?,
         None => (0..shape.len()).collect(),
     };
-    let mut plan: Vec<Axis> = shape
+    let mut plan: Vec<ResizeAxis> = shape
         .iter()
-        .map(|&size| Axis { input: size, output: size, scale: 1.0, roi: (0.0, 1.0) })
+        .map(|&size| ResizeAxis { input: size, output: size, scale: 1.0, roi: (0.0, 1.0) })
         .collect();
     let sizes = inputs.optional(3).map(integers).transpose()?.filter(|sizes| !sizes.is_empty());
     match (floats(inputs, 2)?, sizes) {
@@ -86,7 +86,7 @@ fn plan(inputs: &Inputs, resize: &Resize) -> Result<Vec<Axis>, String> {
 }
 
 /// An error for outputs and filters that no real image needs.
-fn check(plan: &[Axis], resize: &Resize, value: &Value) -> Result<(), String> {
+fn check(plan: &[ResizeAxis], resize: &Resize, value: &Value) -> Result<(), String> {
     let out: Vec<usize> = plan.iter().map(|axis| axis.output).collect();
     output_len::<u64>(&out, value.size_bytes())?;
     for axis in plan {
@@ -102,7 +102,7 @@ fn check(plan: &[Axis], resize: &Resize, value: &Value) -> Result<(), String> {
     Ok(())
 }
 
-fn scale_axes(plan: &mut [Axis], axes: &[usize], scales: &[f64]) -> Result<(), String> {
+fn scale_axes(plan: &mut [ResizeAxis], axes: &[usize], scales: &[f64]) -> Result<(), String> {
     if scales.len() != axes.len() {
         return Err(format!("{} scales for {} axes", scales.len(), axes.len()));
     }
@@ -117,7 +117,7 @@ fn scale_axes(plan: &mut [Axis], axes: &[usize], scales: &[f64]) -> Result<(), S
 }
 
 fn size_axes(
-    plan: &mut [Axis],
+    plan: &mut [ResizeAxis],
     axes: &[usize],
     sizes: &[i64],
     policy: AspectPolicy,
@@ -145,7 +145,7 @@ fn size_axes(
 }
 
 /// Dimensions that change, those that shrink most first, which makes the others cheaper.
-fn changing(plan: &[Axis], coordinates: CoordinateMode) -> Vec<usize> {
+fn changing(plan: &[ResizeAxis], coordinates: CoordinateMode) -> Vec<usize> {
     let mut axes: Vec<usize> =
         (0..plan.len()).filter(|&axis| !plan[axis].is_identity(coordinates)).collect();
     axes.sort_by(|&a, &b| plan[a].scale.total_cmp(&plan[b].scale));

@@ -4,7 +4,7 @@ use model::op::{CoordinateMode, NearestMode, Resize, ResizeMode};
 
 /// One dimension to resize.
 #[derive(Clone, Copy)]
-pub(super) struct Axis {
+pub(super) struct ResizeAxis {
     pub(super) input: usize,
     pub(super) output: usize,
     /// Output extent per input extent, before rounding.
@@ -13,7 +13,7 @@ pub(super) struct Axis {
     pub(super) roi: (f64, f64),
 }
 
-impl Axis {
+impl ResizeAxis {
     /// Whether resizing does not change the dimension.
     pub(super) fn is_identity(&self, coordinates: CoordinateMode) -> bool {
         let cropped = coordinates == CoordinateMode::CropAndResize && self.roi != (0.0, 1.0);
@@ -64,7 +64,7 @@ pub(super) struct Taps {
 }
 
 impl Taps {
-    pub(super) fn new(resize: &Resize, axis: Axis) -> Taps {
+    pub(super) fn new(resize: &Resize, axis: ResizeAxis) -> Taps {
         let mut taps =
             Taps { width: 0, sources: Vec::new(), weights: Vec::new(), outside: Vec::new() };
         for position in 0..axis.output {

@@ -90,7 +90,7 @@ pub(super) struct Cell<'a> {
 }
 
 /// Memory of a running cell.
-pub(super) struct Buffers {
+pub(super) struct CellBuffers {
     /// Products with the state.
     gates: Vec<f32>,
     /// A GRU's last product with the state, and its operand.
@@ -128,13 +128,13 @@ impl<'a> Cell<'a> {
         self.input_bias.as_deref()
     }
 
-    pub(super) fn buffers(&self, batch: usize) -> Buffers {
+    pub(super) fn buffers(&self, batch: usize) -> CellBuffers {
         let gates = match self.kind {
             RnnCell::Simple => 1,
             RnnCell::Lstm { .. } => 4,
             RnnCell::Gru { .. } => 2,
         };
-        Buffers {
+        CellBuffers {
             gates: vec![0.0; batch * gates * self.hidden],
             candidate: vec![0.0; batch * self.hidden],
             reset: vec![0.0; batch * self.hidden],
@@ -146,7 +146,7 @@ impl<'a> Cell<'a> {
     /// Multiplies the state with the weights.
     pub(super) fn begin(
         &self,
-        buffers: &mut Buffers,
+        buffers: &mut CellBuffers,
         h: &[f32],
         weights: &PackedRight,
     ) -> Result<(), String> {
@@ -156,7 +156,7 @@ impl<'a> Cell<'a> {
     /// Advances every item for which `input` has a row.
     pub(super) fn advance<'x>(
         &self,
-        buffers: &mut Buffers,
+        buffers: &mut CellBuffers,
         h: &mut [f32],
         c: &mut [f32],
         candidate: Option<&PackedRight>,
@@ -229,7 +229,7 @@ impl<'a> Cell<'a> {
 
     fn advance_gru<'x>(
         &self,
-        buffers: &mut Buffers,
+        buffers: &mut CellBuffers,
         h: &mut [f32],
         weights: &PackedRight,
         linear_before_reset: bool,
