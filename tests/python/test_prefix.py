@@ -24,7 +24,10 @@ CHANNELS, SIDE = 16, 12
 
 
 def network(batch: str, names: str, prefix: int, head: int, classes: int) -> onnx.ModelProto:
-    """Two convolutions with weights from the seed `prefix`, then a head from `head`. Value names start with `names`."""
+    """Two convolutions with weights from the seed `prefix`, then a head from `head`.
+
+    Value names start with `names`.
+    """
     inside, own = np.random.default_rng(prefix), np.random.default_rng(head)
     weights = {
         "w0": inside.standard_normal((CHANNELS, 3, 3, 3), dtype=np.float32) * 0.2,
@@ -133,7 +136,10 @@ def test_answers_are_those_of_the_separate_models(node: Server, rows: int) -> No
 
 
 def test_one_batch_serves_several_models(node: Server) -> None:
-    """Eight requests of three models fill one batch of the prefix; otherwise the window would make one per model."""
+    """Eight requests of three models fill one batch of the prefix.
+
+    Without prefix batching the window makes one batch per model.
+    """
     names = ["cats", "dogs", "birds", "dogs", "cats", "cats", "birds", "dogs"]
     pictures = [picture(100 + index) for index in range(len(names))]
     alone = [ask(node, f"{name}_alone", x) for name, x in zip(names, pictures, strict=True)]
