@@ -5,13 +5,13 @@ mod servers;
 
 use std::path::{Path, PathBuf};
 
+use assembly::Failure;
 use planner::GpuKind;
 use planner::apply::{Change, Partition, changes, check_changes};
 
 use self::journal::{Done, Journal};
 use self::servers::{Launch, start_server, stop_server};
 use crate::args::ApplyArgs;
-use crate::failure::Failure;
 use crate::nvidia::{Machine, Tools};
 use crate::plan_command::PlanFile;
 

@@ -3,11 +3,10 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+use assembly::{DeviceArgs, value_parsers};
 use base::Bytes;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
-
-use crate::memory_arg;
 
 /// Serves neural networks: real-time models answer as if alone, best-effort models get the rest.
 #[derive(Debug, Parser)]
@@ -49,7 +48,7 @@ pub(crate) enum Command {
     /// Run a scenario in virtual time, with checkers
     Sim(crate::sim_command::SimArgs),
     /// Run published experiments, every policy side by side
-    Bench(crate::bench_command::BenchArgs),
+    Bench(benchmarks::BenchArgs),
     /// Plan services onto GPUs: slices, batches, processes, with a proof of how few GPUs there must be
     Plan(PlanArgs),
     /// Carry out a plan on this machine: MIG slices, MPS daemons, servers; or take it back
@@ -61,72 +60,6 @@ pub(crate) enum Command {
         /// The shell
         shell: Shell,
     },
-}
-
-/// Where models run.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct DeviceArgs {
-    /// Device: cpu, or cuda:N for the N-th GPU. A server takes several, as cuda:0,cuda:1, and parts of a GPU, as cuda:0/2
-    #[arg(long, env = "ATOLL_DEVICE", default_value = "cpu")]
-    pub(crate) device: String,
-
-    #[command(flatten)]
-    pub(crate) settings: DeviceSettings,
-}
-
-/// How a device is used.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct DeviceSettings {
-    /// What a GPU stores numbers in; sums are single precision in any case
-    #[arg(long, env = "ATOLL_PRECISION", value_enum, default_value_t)]
-    pub(crate) precision: PrecisionArg,
-
-    /// Folder for compiled GPU kernels and tuned choices [default: atoll in the user's cache folder]
-    #[arg(long, env = "ATOLL_KERNEL_CACHE", value_name = "FOLDER")]
-    pub(crate) kernel_cache: Option<PathBuf>,
-
-    /// CUDA toolkit with NVRTC and its headers; looked for in the usual places when not given
-    #[arg(long, env = "ATOLL_CUDA_TOOLKIT", value_name = "FOLDER")]
-    pub(crate) cuda_toolkit: Option<PathBuf>,
-
-    /// Best-effort steps a GPU is given as one launch: more run faster, and leave a little later
-    #[arg(long, env = "ATOLL_CHAIN", value_name = "STEPS", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub(crate) best_effort_chain: u16,
-
-    /// Multiprocessors of a GPU to which best effort is held while it goes on beside real time, in eights; 0 for all of them
-    #[arg(long, alias = "corner", env = "ATOLL_BEST_EFFORT_SMS", value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u32).range(0..=64))]
-    pub(crate) best_effort_sms: u32,
-
-    /// Threads a CPU queue computes with; 0 for all cores divided by the queues, and all of them for real time
-    #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]
-    pub(crate) threads: usize,
-
-    /// CPU queues that run best-effort requests side by side; real time has one of its own
-    #[arg(long, env = "ATOLL_CPU_QUEUES", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
-    pub(crate) cpu_queues: u16,
-}
-
-/// What a GPU stores numbers in.
-#[derive(Clone, Copy, Debug, Default, clap::ValueEnum)]
-pub(crate) enum PrecisionArg {
-    /// Half precision, on tensor cores
-    #[default]
-    F16,
-    /// Brain float
-    Bf16,
-    /// Single precision, without tensor cores
-    F32,
-}
-
-impl PrecisionArg {
-    /// As on the command line.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            PrecisionArg::F16 => "f16",
-            PrecisionArg::Bf16 => "bf16",
-            PrecisionArg::F32 => "f32",
-        }
-    }
 }
 
 /// Where the server listens.
@@ -210,7 +143,7 @@ pub(crate) struct ServeArgs {
 
     /// GPU memory for the weights of models, such as 8GiB, of each device. Models beyond it are kept on the host and brought when they are
     /// asked for [default: what is free, less a tenth]
-    #[arg(long, env = "ATOLL_GPU_MEMORY", value_name = "SIZE", value_parser = memory_arg::parse)]
+    #[arg(long, env = "ATOLL_GPU_MEMORY", value_name = "SIZE", value_parser = value_parsers::memory)]
     pub(crate) gpu_memory: Option<Bytes>,
 
     /// How real time and best effort share the device: atoll, atoll_alone, reef_n, sequential, free_streams,
@@ -237,7 +170,7 @@ pub(crate) struct ServeArgs {
     pub(crate) best_effort_share: u32,
 
     /// How much longer, in percent, real time may take so that best effort goes on beside it; 0 makes all of it leave
-    #[arg(long, alias = "bearable", env = "ATOLL_MAX_RT_SLOWDOWN", value_name = "PERCENT", default_value_t = 1.0, value_parser = max_rt_slowdown)]
+    #[arg(long, alias = "bearable", env = "ATOLL_MAX_RT_SLOWDOWN", value_name = "PERCENT", default_value_t = 1.0, value_parser = value_parsers::max_rt_slowdown)]
     pub(crate) max_rt_slowdown: f64,
 
     /// Let real time leave for real time of a higher priority whose deadline that helps; what may have to leave runs in a
@@ -252,15 +185,6 @@ pub(crate) struct ServeArgs {
     /// Stop when standard input ends, for those who start a server that must not outlive them
     #[arg(long, hide = true)]
     pub(crate) until_input_ends: bool,
-}
-
-/// Reads a share that real time may lose.
-pub(crate) fn max_rt_slowdown(text: &str) -> Result<f64, String> {
-    let percent: f64 = text.parse().map_err(|_| "a number of percent".to_string())?;
-    match (0.0..=100.0).contains(&percent) {
-        true => Ok(percent),
-        false => Err("0 to 100 percent".to_string()),
-    }
 }
 
 #[derive(Clone, Debug, Args)]

@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
+use assembly::{DeviceArgs, value_parsers};
 use base::Bytes;
 use clap::{Args, Subcommand};
 use cluster::scaling::kubernetes::WorkloadName;
 use cluster::scheduler::packing::Packer;
 
-use crate::args::{DeviceArgs, ListenArgs};
-use crate::memory_arg;
+use crate::args::ListenArgs;
 
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
@@ -224,7 +224,7 @@ pub(crate) struct BackendArgs {
 
     /// GPU memory for the weights of models, such as 8GiB, of each device. Models beyond it are kept on the host and brought when
     /// they are asked for [default: what is free, less a tenth]
-    #[arg(long, env = "ATOLL_GPU_MEMORY", value_name = "SIZE", value_parser = memory_arg::parse)]
+    #[arg(long, env = "ATOLL_GPU_MEMORY", value_name = "SIZE", value_parser = value_parsers::memory)]
     pub(crate) gpu_memory: Option<Bytes>,
 
     /// Kind of device, for profiles; backends of one kind are equally fast [default: the device's]
@@ -268,7 +268,7 @@ pub(crate) struct BackendArgs {
     pub(crate) best_effort_share: u32,
 
     /// How much longer, in percent, real time may take so that best effort goes on beside it; 0 makes all of it leave
-    #[arg(long, alias = "bearable", env = "ATOLL_MAX_RT_SLOWDOWN", value_name = "PERCENT", default_value_t = 1.0, value_parser = crate::args::max_rt_slowdown)]
+    #[arg(long, alias = "bearable", env = "ATOLL_MAX_RT_SLOWDOWN", value_name = "PERCENT", default_value_t = 1.0, value_parser = value_parsers::max_rt_slowdown)]
     pub(crate) max_rt_slowdown: f64,
 
     /// Seconds running requests may take to finish after SIGTERM or Ctrl-C

@@ -9,6 +9,10 @@ use api::proto::infer_parameter::ParameterChoice;
 use api::proto::model_infer_request::InferInputTensor;
 use api::proto::{InferParameter, ModelInferRequest, ModelInferResponse};
 use api::{InferenceService, RegisterRequest};
+use assembly::{
+    Failure, backend::address_text, demo_model::DIGITS_ONNX, device_group::device_group_on,
+    tokio_runtime,
+};
 use base::{Histogram, Nanos};
 use device::{Device, DeviceError};
 use model::ModelConfig;
@@ -19,13 +23,10 @@ use server::{LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry};
 use tonic::transport::Channel;
 
 use crate::args::DemoArgs;
-use crate::devices::device_group_on;
-use crate::failure::Failure;
-use crate::serve_command::{Stop, listen, tokio_runtime};
-use crate::{engine, serve_command};
+use crate::listen::listen;
+use crate::shutdown_signal::ShutdownSignal;
 
 const MODEL: &str = "digits";
-pub(crate) const DIGITS_ONNX: &[u8] = include_bytes!("../../../assets/digits.onnx");
 const SAMPLES_JSON: &str = include_str!("../../../assets/digits_samples.json");
 const IMAGE_ELEMENTS: usize = 64;
 
@@ -75,12 +76,12 @@ struct ClassReport {
 
 /// Runs the command.
 pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
-    let device = engine::open_device(&args.device)?;
+    let device = assembly::open_device(&args.device)?;
     tokio_runtime()?.block_on(demo(args, device))
 }
 
 async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
-    let stop = Stop::new()?;
+    let stop = ShutdownSignal::new()?;
     let description = device.info().description.clone();
     let device_group = device_group_on(device, NodeOptions::default())?;
     let loader = Arc::new(BuiltInLoader { device_group: device_group.clone() });
@@ -92,18 +93,15 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
     let seconds = args.seconds.unwrap_or(DEFAULT_SECONDS);
     if !args.json {
         println!("serving '{MODEL}' on {description}");
-        println!(
-            "  REST    http://{}/v2/models/{MODEL}",
-            serve_command::address_text(server.http_addr)
-        );
+        println!("  REST    http://{}/v2/models/{MODEL}", address_text(server.http_addr));
         println!("  gRPC    {grpc}");
-        println!("  metrics http://{}/metrics", serve_command::address_text(server.metrics_addr));
+        println!("  metrics http://{}/metrics", address_text(server.metrics_addr));
         println!("load for {seconds} s: real time alone, then beside best effort ...");
     }
     let load = Load::new(&format!("http://{grpc}"))?;
     let outcome = tokio::select! {
         outcome = load.run(Duration::from_secs(seconds)) => outcome?,
-        () = Stop::new()?.wait() => return finish(server).await,
+        () = ShutdownSignal::new()?.wait() => return finish(server).await,
     };
     let preemptions = preemptions(&service);
     let report = DemoReport { device: description, preemptions, ..outcome };
@@ -141,7 +139,7 @@ impl ModelLoader for BuiltInLoader {
         if name != MODEL {
             return Err(LoadError::NotFound(format!("the demo has one model, '{MODEL}'")));
         }
-        let plan = engine::compile_bytes(DIGITS_ONNX)
+        let plan = assembly::compile_bytes(DIGITS_ONNX)
             .map_err(|err| LoadError::Internal(err.to_string()))?;
         let placed = self
             .device_group

@@ -11,14 +11,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
+use assembly::{Failure, sample_inputs};
 use indicatif::{ProgressBar, ProgressStyle};
 
 pub(crate) use self::member::run_member;
 use self::member::{GO, MemberReport, READY};
 use self::table::{Point, Row, Table};
 use crate::args::ProfileArgs;
-use crate::failure::Failure;
-use crate::{engine, nvidia, profile_command};
+use crate::nvidia;
 
 /// Points of one grid.
 const POINTS_MAX: usize = 10_000;
@@ -74,9 +74,9 @@ fn points(args: &ProfileArgs) -> Result<Vec<Point>, Failure> {
         let all = args.compute_slices;
         return Err(Failure::usage(format!("--slices {slice} is more than the device's {all}")));
     }
-    let plan = engine::compile_file(&args.model)
+    let plan = assembly::compile_file(&args.model)
         .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
-    let batches = match profile_command::batch_symbol(&plan) {
+    let batches = match sample_inputs::batch_symbol(&plan) {
         Some(_) => args.batches.clone(),
         None => {
             tracing::warn!("the model's batch is fixed; it is taken as one request");

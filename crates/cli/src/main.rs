@@ -2,48 +2,33 @@
 
 mod apply_command;
 mod args;
-mod batching_command;
-mod bench_command;
-mod big_model;
-mod binding;
 mod check_command;
 mod cluster_args;
 mod cluster_command;
 mod conformance_command;
 mod demo_command;
-mod devices;
-mod disb_command;
-mod engine;
-mod failure;
-mod frontend_bench;
 mod grid;
-mod lane;
-mod loader;
-mod memory_arg;
+mod listen;
 mod models_command;
 mod npy;
 mod nvidia;
-mod padding_command;
 mod plan_command;
 mod popularity;
-mod preempt_command;
 mod profile_command;
 mod run_command;
 mod serve_command;
-mod server_bench;
+mod shutdown_signal;
 mod sim_command;
-mod soak;
-mod swap_command;
-mod testbed;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
+use assembly::Failure;
+use benchmarks::ServeSettings;
 use clap::{CommandFactory, Parser};
 use tracing_subscriber::EnvFilter;
 
 use crate::args::{Cli, Command};
-use crate::failure::Failure;
 
 fn main() -> ExitCode {
     cuda::tune_allocator();
@@ -78,10 +63,11 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Profile(args) => profile_command::run(&args),
         Command::Conformance(args) => conformance_command::run(&args),
         Command::Models(args) => models_command::run(&args),
+        Command::Serve(args) if args.cluster => cluster_command::serve_all(&args),
         Command::Serve(args) => serve_command::run(&args),
         Command::Demo(args) => demo_command::run(&args),
         Command::Sim(args) => sim_command::run(&args),
-        Command::Bench(args) => bench_command::run(&args),
+        Command::Bench(args) => benchmarks::run(&args, parse_serve_arguments),
         Command::Plan(args) => plan_command::run(&args),
         Command::Apply(args) => apply_command::run(&args),
         Command::Cluster(args) => cluster_command::run(&args.role),
@@ -89,6 +75,19 @@ fn run(command: Command) -> Result<(), Failure> {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())
         }
+    }
+}
+
+/// Parses arguments of `atoll serve`, for the benchmark that compares a server with its engine.
+fn parse_serve_arguments(arguments: &[String]) -> Result<ServeSettings, Failure> {
+    let command = std::iter::once("atoll".to_string()).chain(arguments.iter().cloned());
+    match Cli::try_parse_from(command).map_err(Failure::usage)?.command {
+        Command::Serve(args) if !args.cluster => Ok(ServeSettings {
+            node: serve_command::node_options(&args),
+            device: args.device,
+            gpu_memory: args.gpu_memory,
+        }),
+        _ => Err(Failure::usage("arguments after -- are those of one server, without --cluster")),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use assembly::Failure;
 use base::Bytes;
 use model::config::Class;
 use model::repository::Repository;
@@ -9,7 +10,6 @@ use model::store::Store;
 use serde::Serialize;
 
 use crate::args::ModelsArgs;
-use crate::failure::Failure;
 
 #[derive(Debug, Serialize)]
 struct Row {

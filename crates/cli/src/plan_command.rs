@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use assembly::{Failure, read_file, write_file};
 use base::MonotonicClock;
 use indicatif::ProgressBar;
 use planner::plan::GpuFile;
@@ -17,7 +18,6 @@ use planner::{
 use serde::{Deserialize, Serialize};
 
 use crate::args::PlanArgs;
-use crate::failure::Failure;
 
 /// Faults that are named one by one.
 const FAULTS_MAX: usize = 10;
@@ -90,10 +90,10 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
         }
     }
     if let Some(path) = &args.svg {
-        write(path, &render::svg(problem, plan))?;
+        write_file(path, &render::svg(problem, plan))?;
     }
     if let Some(path) = &args.mig_parted {
-        write(path, &render::mig_parted(problem, plan))?;
+        write_file(path, &render::mig_parted(problem, plan))?;
     }
     if args.json {
         return print_json(&outcome);
@@ -130,7 +130,7 @@ fn solve(args: &PlanArgs) -> Result<Outcome, Failure> {
 }
 
 fn services(path: &Path) -> Result<Vec<Service>, Failure> {
-    let file: ServicesFile = toml::from_str(&read(path)?)
+    let file: ServicesFile = toml::from_str(&read_file(path)?)
         .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
     if file.service.is_empty() {
         return Err(Failure::failed(format!(
@@ -152,7 +152,7 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
     }
     let gpu = GpuKind::find(&args.gpu).map_err(Failure::usage)?;
     let services = services(&args.services)?;
-    let text = read(&args.profiles)?;
+    let text = read_file(&args.profiles)?;
     let named = |error: String| Failure::failed(format!("{}: {error}", args.profiles.display()));
     let profiles = match args.profiles.extension().is_some_and(|name| name == "json") {
         true => serde_json::from_str(&text).map_err(|error| named(error.to_string()))?,
@@ -190,7 +190,7 @@ fn from_current(
     path: &Path,
     watch: &mut Watch<'_>,
 ) -> Result<(Answer, Vec<Step>), Failure> {
-    let file: PlanFile = serde_json::from_str(&read(path)?).map_err(|error| {
+    let file: PlanFile = serde_json::from_str(&read_file(path)?).map_err(|error| {
         let path = path.display();
         Failure::failed(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
     })?;
@@ -287,14 +287,4 @@ fn stop_on_interrupt() -> Arc<AtomicBool> {
         }
     });
     stop
-}
-
-fn read(path: &Path) -> Result<String, Failure> {
-    std::fs::read_to_string(path)
-        .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))
-}
-
-fn write(path: &Path, text: &str) -> Result<(), Failure> {
-    std::fs::write(path, text)
-        .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))
 }

@@ -1,14 +1,15 @@
 //! `atoll profile`: how long a model's steps take on a GPU, in every variant, and which to take.
 
+use assembly::{
+    Failure,
+    sample_inputs::{self, Bindings},
+};
 use cuda::{ClassTiming, CudaDevice, PlanProfile, ProfileOptions, StepProfile};
 use indicatif::{ProgressBar, ProgressStyle};
 use model::{Dim, LaunchPlan};
 use serde::Serialize;
 
 use crate::args::ProfileArgs;
-use crate::binding::{self, Bindings};
-use crate::engine;
-use crate::failure::Failure;
 
 /// Bytes a second and operations a second that bound a step, measured on an H200 (see `crates/compiler/kernels/README.md`).
 const H200: Limits = Limits { bytes_per_us: 4.3e6, flops_per_us: 790e6, launch_us: 1.6 };
@@ -104,12 +105,12 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
     if args.grid {
         return crate::grid::run(args);
     }
-    let device = engine::open_gpu(&args.device)?;
-    let bindings = binding::parse(&args.bind)?;
-    let plan = engine::compile_file(&args.model)
+    let device = assembly::open_gpu(&args.device)?;
+    let bindings = sample_inputs::parse_bindings(&args.bind)?;
+    let plan = assembly::compile_file(&args.model)
         .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
-    binding::check_known(&plan, &bindings)?;
-    let batch_symbol = batch_symbol(&plan);
+    sample_inputs::check_known(&plan, &bindings)?;
+    let batch_symbol = sample_inputs::batch_symbol(&plan);
     let batches = if batch_symbol.is_some() { args.batches.clone() } else { vec![1] };
     let sizes = batches.into_iter().map(|batch| {
         (batch, sizes_for(&plan, &bindings, batch_symbol.as_deref().map(|symbol| (symbol, batch))))
@@ -202,15 +203,6 @@ fn profile(
     let profiled = device.profile(plan, sizes, options, &progress).map_err(Failure::failed);
     bar.finish_and_clear();
     profiled
-}
-
-/// The symbol of the first input's first dimension.
-pub(crate) fn batch_symbol(plan: &LaunchPlan) -> Option<String> {
-    let shape = plan.value(*plan.inputs.first()?).shape.as_ref()?;
-    match shape.first()? {
-        Dim::Symbol(name) => Some(name.clone()),
-        _ => None,
-    }
 }
 
 /// The symbols of the inputs' dimensions.

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
+use assembly::{Failure, TaskRunner, sample_inputs};
 use base::{Histogram, Nanos, Random};
 use device::{Device, Outcome, Program};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -13,9 +14,7 @@ use model::{LaunchPlan, Tensor};
 use serde::Serialize;
 
 use crate::args::RunArgs;
-use crate::failure::Failure;
-use crate::lane::Lane;
-use crate::{binding, engine, npy};
+use crate::npy;
 
 /// What one invocation found out.
 #[derive(Debug, Serialize)]
@@ -55,12 +54,12 @@ struct StepReport {
 
 /// Runs the command.
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
-    let device = engine::open_device(&args.device)?;
-    let bindings = binding::parse(&args.bind)?;
-    let plan = engine::compile_file(&args.model)
+    let device = assembly::open_device(&args.device)?;
+    let bindings = sample_inputs::parse_bindings(&args.bind)?;
+    let plan = assembly::compile_file(&args.model)
         .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
     let plan = Arc::new(plan);
-    binding::check_known(&plan, &bindings)?;
+    sample_inputs::check_known(&plan, &bindings)?;
     let inputs = inputs(&plan, args, &bindings)?;
     let bench = Bench::open(device.as_ref(), plan.clone(), inputs, args.best_effort)?;
     let measured = bench.measure(args)?;
@@ -80,7 +79,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
 fn inputs(
     plan: &LaunchPlan,
     args: &RunArgs,
-    bindings: &binding::Bindings,
+    bindings: &sample_inputs::Bindings,
 ) -> Result<Vec<Tensor>, Failure> {
     let mut given: BTreeMap<&str, Tensor> = BTreeMap::new();
     for argument in &args.input {
@@ -95,7 +94,7 @@ fn inputs(
         let info = plan.value(*id);
         inputs.push(match given.remove(info.name.as_str()) {
             Some(tensor) => tensor,
-            None => binding::random_input(info, bindings, &mut random)?,
+            None => sample_inputs::random_input(info, bindings, &mut random)?,
         });
     }
     match given.keys().next() {
@@ -117,7 +116,7 @@ const STEP_RUNS_MAX: u32 = 20;
 /// A loaded model with a queue and inputs of its own.
 pub(crate) struct Bench {
     program: Arc<dyn Program>,
-    lane: Lane,
+    lane: TaskRunner,
     inputs: Vec<Tensor>,
 }
 
@@ -137,7 +136,7 @@ impl Bench {
         best_effort: bool,
     ) -> Result<Bench, Failure> {
         let program = device.load(plan).map_err(Failure::failed)?;
-        Ok(Bench { program, lane: Lane::open(device, best_effort)?, inputs })
+        Ok(Bench { program, lane: TaskRunner::open(device, best_effort)?, inputs })
     }
 
     fn measure(&self, args: &RunArgs) -> Result<Measured, Failure> {

@@ -1,29 +1,22 @@
 //! `atoll serve`: models on a device behind REST, gRPC and metrics.
 
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use api::InferenceService;
+use assembly::{DiskLoader, Failure, backend::address_text, device_group, tokio_runtime};
 use model::repository::Repository;
 use model::store::Store;
 use runtime::{DeviceGroup, NodeOptions};
-use server::{BoundServer, LocalNode, RunningServer, Server, ServerOptions};
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::oneshot;
+use server::LocalNode;
 
-use crate::args::{ListenArgs, ModelControlMode, ServeArgs};
-use crate::devices;
-use crate::failure::Failure;
-use crate::loader::DiskLoader;
+use crate::args::{ModelControlMode, ServeArgs};
+use crate::listen::listen;
 use crate::popularity::Popularity;
+use crate::shutdown_signal::ShutdownSignal;
 
 /// Runs the command until a signal stops it.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
-    if args.cluster {
-        return crate::cluster_command::serve_all(args);
-    }
     let repositories = args
         .model_repository
         .iter()
@@ -34,7 +27,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
     let device_group =
-        devices::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
+        device_group::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
     let loader = Arc::new(DiskLoader::new(device_group.clone(), repositories, registry));
     tokio_runtime()?.block_on(serve(args, device_group, loader))
 }
@@ -50,11 +43,6 @@ pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
         real_time_lanes: args.real_time_lanes as usize,
         ..NodeOptions::default()
     }
-}
-
-/// A runtime for sockets; the models' own threads belong to the device.
-pub(crate) fn tokio_runtime() -> Result<tokio::runtime::Runtime, Failure> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failure::failed)
 }
 
 /// The registry of the folder that was named, or of the user's own data folder. A folder that was
@@ -87,28 +75,6 @@ pub(crate) fn user_data_folder() -> Option<PathBuf> {
     Some(base.join("atoll"))
 }
 
-/// Listens where `args` say.
-pub(crate) async fn listen(
-    args: &ListenArgs,
-    max_body_bytes: usize,
-    service: Arc<dyn InferenceService>,
-) -> Result<RunningServer, Failure> {
-    bind(args, max_body_bytes).await?.serve(service).await.map_err(Failure::failed)
-}
-
-/// Takes the addresses in `args` for a service that is still to come.
-pub(crate) async fn bind(args: &ListenArgs, max_body_bytes: usize) -> Result<BoundServer, Failure> {
-    let address = |port| Some(SocketAddr::new(args.host, port));
-    let options = ServerOptions {
-        http: address(args.http_port),
-        grpc: address(args.grpc_port),
-        metrics: address(args.metrics_port),
-        max_body_bytes,
-        ..ServerOptions::default()
-    };
-    Server::bind(options).await.map_err(Failure::failed)
-}
-
 async fn serve(
     args: &ServeArgs,
     device_group: Arc<DeviceGroup>,
@@ -116,7 +82,8 @@ async fn serve(
 ) -> Result<(), Failure> {
     let started = Instant::now();
     // The signals are taken over before anything can be seen from outside.
-    let stop = if args.until_input_ends { Stop::with_input()? } else { Stop::new()? };
+    let stop =
+        if args.until_input_ends { ShutdownSignal::with_input()? } else { ShutdownSignal::new()? };
     let service = LocalNode::new(device_group.clone(), loader.clone());
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
@@ -130,7 +97,7 @@ async fn serve(
         http = address_text(server.http_addr),
         grpc = address_text(server.grpc_addr),
         metrics = address_text(server.metrics_addr),
-        device = devices::describe(&device_group),
+        device = device_group::describe(&device_group),
         policy = args.policy,
         started_ms = started.elapsed().as_millis() as u64,
         "ready"
@@ -166,7 +133,7 @@ fn preload(args: &ServeArgs, service: &LocalNode) -> Kept {
 }
 
 /// Waits for the signal to stop, and writes down now and then what is asked for.
-async fn stop_keeping(stop: Stop, service: &LocalNode, kept: Kept) {
+async fn stop_keeping(stop: ShutdownSignal, service: &LocalNode, kept: Kept) {
     let keep = || {
         if let Some((path, known)) = &kept
             && let Err(err) = known.after(service.inference_counts()).write(path)
@@ -179,10 +146,6 @@ async fn stop_keeping(stop: Stop, service: &LocalNode, kept: Kept) {
         keep();
     }
     keep();
-}
-
-pub(crate) fn address_text(address: Option<SocketAddr>) -> String {
-    address.map_or("off".to_string(), |address| address.to_string())
 }
 
 /// Loads what is to be there at the start. A model that fails is reported and left out, as its
@@ -229,53 +192,5 @@ async fn follow_changes(service: LocalNode, loader: Arc<DiskLoader>, period: Dur
             }
         }
         known = now;
-    }
-}
-
-/// SIGTERM and Ctrl-C, and the end of standard input for those who want it.
-pub(crate) struct Stop {
-    terminate: tokio::signal::unix::Signal,
-    interrupt: tokio::signal::unix::Signal,
-    input: Option<oneshot::Receiver<()>>,
-}
-
-impl Stop {
-    /// Takes the signals over.
-    pub(crate) fn new() -> Result<Stop, Failure> {
-        let take = |kind| signal(kind).map_err(Failure::failed);
-        Ok(Stop {
-            terminate: take(SignalKind::terminate())?,
-            interrupt: take(SignalKind::interrupt())?,
-            input: None,
-        })
-    }
-
-    /// The same, or when standard input ends.
-    pub(crate) fn with_input() -> Result<Stop, Failure> {
-        let (sender, ended) = oneshot::channel::<()>();
-        let read_to_the_end = move || {
-            // An error is an end as well, and the sender goes with the thread.
-            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
-            drop(sender);
-        };
-        let thread = std::thread::Builder::new().name("input".to_string());
-        thread.spawn(read_to_the_end).map_err(Failure::failed)?;
-        Ok(Stop { input: Some(ended), ..Stop::new()? })
-    }
-
-    /// Returns when one of them came.
-    pub(crate) async fn wait(mut self) {
-        let input = async {
-            match self.input.take() {
-                // Fires with an error when the thread drops its end, which is the message.
-                Some(ended) => drop(ended.await),
-                None => std::future::pending().await,
-            }
-        };
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-            () = input => {}
-        }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use assembly::{Failure, write_file};
 use base::Nanos;
 use bench::cluster_sim::scenario::{self as device_group, ClusterScenario};
 use bench::report::{Report, table};
@@ -9,8 +10,6 @@ use bench::scenario::Scenario;
 use bench::simulation::{self, Simulation, SimulationOptions};
 use bench::timeline;
 use clap::Args;
-
-use crate::failure::Failure;
 
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
@@ -76,11 +75,11 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
     let (outcome, gpu, real_time) = world.finish_with_gpu();
     let report = Report::new(&scenario.name, &scenario.policy, &outcome, &alone);
     if let Some(path) = &args.trace {
-        write(path, &outcome.trace)?;
+        write_file(path, &outcome.trace)?;
     }
     if let Some(path) = &args.timeline {
         let at = |ms: f64| Nanos((ms * 1e6) as u64);
-        write(path, &timeline::svg(&gpu, &real_time, at(args.from_ms)..at(args.to_ms)))?;
+        write_file(path, &timeline::svg(&gpu, &real_time, at(args.from_ms)..at(args.to_ms)))?;
     }
     if args.json {
         let answer = serde_json::json!({ "report": report, "violations": outcome.violations });
@@ -112,9 +111,4 @@ fn run_device_group(args: &SimArgs) -> Result<(), Failure> {
         None => Ok(()),
         Some(violation) => Err(Failure::failed(violation)),
     }
-}
-
-/// Writes a file a user asked for.
-pub(crate) fn write(path: &std::path::Path, text: &str) -> Result<(), Failure> {
-    std::fs::write(path, text).map_err(|err| Failure::failed(format!("{}: {err}", path.display())))
 }

@@ -2,10 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use assembly::Failure;
 use planner::apply::Change;
 use serde::{Deserialize, Serialize};
-
-use crate::failure::Failure;
 
 /// A change that was carried out, and what its undoing needs.
 #[derive(Clone, Debug, Serialize, Deserialize)]

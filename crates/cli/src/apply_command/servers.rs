@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use assembly::Failure;
 use planner::apply::ServerSpec;
 
 use crate::args::ApplyArgs;
-use crate::failure::Failure;
 
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// How long a server may take to end after it was asked to.

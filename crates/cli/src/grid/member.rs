@@ -4,13 +4,12 @@ use std::io::{BufRead, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use assembly::{Failure, sample_inputs};
 use base::{Histogram, Random};
 use serde::{Deserialize, Serialize};
 
 use crate::args::ProfileArgs;
-use crate::failure::Failure;
 use crate::run_command::Bench;
-use crate::{binding, engine, profile_command};
 
 /// Said when everything is loaded and warm.
 pub(crate) const READY: &str = "ready";
@@ -52,16 +51,16 @@ pub(crate) fn run_member(args: &ProfileArgs, batch: usize) -> Result<(), Failure
 }
 
 fn prepare(args: &ProfileArgs, batch: usize) -> Result<Bench, Failure> {
-    let device = engine::open_device(&args.device)?;
-    let mut bindings = binding::parse(&args.bind)?;
-    let plan = engine::compile_file(&args.model)
+    let device = assembly::open_device(&args.device)?;
+    let mut bindings = sample_inputs::parse_bindings(&args.bind)?;
+    let plan = assembly::compile_file(&args.model)
         .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
-    binding::check_known(&plan, &bindings)?;
-    if let Some(symbol) = profile_command::batch_symbol(&plan) {
+    sample_inputs::check_known(&plan, &bindings)?;
+    if let Some(symbol) = sample_inputs::batch_symbol(&plan) {
         bindings.insert(symbol, batch);
     }
     let mut random = Random::new(0);
-    let inputs = binding::random_inputs(&plan, &bindings, &mut random)?;
+    let inputs = sample_inputs::random_inputs(&plan, &bindings, &mut random)?;
     Bench::open(device.as_ref(), Arc::new(plan), inputs, false)
 }
 

@@ -1,0 +1,468 @@
+//! `atoll bench padding`: one network beside another on a GPU, by every way of running both.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use assembly::{DeviceArgs, DeviceSettings, Failure, write_file};
+use base::Random;
+use bench::disb;
+use bench::padding::{
+    FusedFacts, KernelFacts, MeasuredStep, PaddingReport, PairReport, Ratios, Round, RoundLimits,
+    Spread, WayReport, round, summaries, table,
+};
+use clap::Args;
+use cuda::{
+    CudaDevice, PaddingBench, PaddingLaunch, PaddingOptions, PaddingPair, PaddingSlice,
+    PaddingStep, PaddingTiming, PaddingWay, PairTiming,
+};
+use device::Device;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::{environment, models};
+
+/// Turns that the ways of a pair take.
+const TURNS: usize = 3;
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll bench padding --device cuda:0 --models models --json padding.json
+  atoll bench padding --device cuda:0 --models models --pairs vgg19+resnet152,distilbert+vgg19 --seconds 1
+  atoll bench padding --device cuda:0 --models models --ways alone,partition --partition-sms 8,24
+
+Of a pair the first network is real time, replayed without pause as one graph; the second is best effort. Ways:
+  alone   real time only; always there, since all others are compared with it
+  fused   launches of real time that also do tiles of best effort (REEF, section 5), as many as end in time by its rules
+  free    best effort without end in a stream of low priority
+  partition  the same on so many multiprocessors, one way for each of --partition-sms
+  apart   the same, and real time on all other multiprocessors only
+
+Ways take turns. Best effort is the same launches in all of them, without clusters and without leaving. What it gets done is
+a share of what it does alone in the same time. Outputs of both networks are compared bit by bit with those alone, and the
+command fails where they differ.")]
+pub(crate) struct PaddingArgs {
+    /// GPU: cuda:N
+    #[arg(long, default_value = "cuda:0")]
+    pub(crate) device: String,
+
+    /// Folder of the models
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) models: Option<PathBuf>,
+
+    /// Pairs like vgg19+resnet152, separated by commas, or ALL of the DISB networks
+    #[arg(long, default_value = "ALL")]
+    pub(crate) pairs: String,
+
+    /// Ways, separated by commas
+    #[arg(long, default_value = "alone,fused,free,partition,apart", value_delimiter = ',')]
+    pub(crate) ways: Vec<String>,
+
+    /// Multiprocessors of partitions, in eights, separated by commas
+    #[arg(long, alias = "corners", default_value = "8,16,32,64", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(8..=128))]
+    pub(crate) partition_sms: Vec<u32>,
+
+    /// Seconds of each way of a pair
+    #[arg(long, default_value_t = 0.2, value_parser = seconds)]
+    pub(crate) seconds: f64,
+
+    /// Graphs of the fused form, at most, until best effort begins anew
+    #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(crate) graphs: u16,
+
+    /// Kernels made of two for a pair, at most; steps that would need more are launched alone
+    #[arg(long, value_name = "COUNT", default_value_t = 150, value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub(crate) fused_kernels: u16,
+
+    /// Seed of inputs
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+
+    /// Print as JSON, or write it to a file
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    pub(crate) json: Option<Option<PathBuf>>,
+
+    #[command(flatten)]
+    pub(crate) settings: DeviceSettings,
+}
+
+/// Between a hundredth and ten minutes.
+fn seconds(text: &str) -> Result<f64, String> {
+    let seconds: f64 = text.parse().map_err(|_| format!("'{text}' is no number of seconds"))?;
+    match (0.01..=600.0).contains(&seconds) {
+        true => Ok(seconds),
+        false => Err("a way takes between 0.01 and 600 seconds".to_string()),
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
+    let (pairs, ways) = (pairs(&args.pairs)?, ways(&args.ways, &args.partition_sms)?);
+    let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
+    let device = assembly::open_gpu_with(&named, |options| options.partition_multiprocessors = 0)?;
+    let mut table = Table::load(args, &device, &pairs)?;
+    let fused = ways.contains(&PaddingWay::Fused);
+    let rounds: Vec<Round> = match fused {
+        true => pairs.iter().map(|pair| table.round(args, pair)).collect(),
+        false => vec![Round::default(); pairs.len()],
+    };
+    table.fuse(&rounds)?;
+    let mut report = PaddingReport {
+        device: device.info().description.clone(),
+        driver: environment::driver(&args.device),
+        date: environment::today(),
+        command: environment::command(),
+        seed: args.seed,
+        seconds: args.seconds,
+        compile_seconds: table.compile_seconds,
+        fused_kernels: table.fused_kernels,
+        summaries: Vec::new(),
+        pairs: Vec::new(),
+    };
+    let turn = Duration::from_secs_f64(args.seconds / TURNS as f64);
+    let options = PaddingOptions { ways, turns: TURNS, turn };
+    for (number, (pair, round)) in pairs.iter().zip(&rounds).enumerate() {
+        let measured = table.measure(pair, round, &options)?;
+        say(number + 1, pairs.len(), &measured);
+        report.pairs.push(measured);
+        report.summaries = summaries(&report.pairs);
+        // After every pair: a run that is cut short leaves what it has.
+        if let Some(Some(path)) = &args.json {
+            write_file(path, &to_json(&report)?)?;
+        }
+    }
+    finish(args, &report)
+}
+
+/// A real-time and a best-effort network.
+type Pair = (String, String);
+
+fn pairs(asked: &str) -> Result<Vec<Pair>, Failure> {
+    let all = disb::pairs();
+    let names: Vec<&str> = match asked {
+        "ALL" => all.iter().map(String::as_str).collect(),
+        list => list.split(',').map(str::trim).collect(),
+    };
+    let pair = |name: &&str| match name.split_once('+') {
+        Some((real_time, best_effort)) if !real_time.is_empty() && !best_effort.is_empty() => {
+            Ok((real_time.to_string(), best_effort.to_string()))
+        }
+        _ => Err(Failure::usage(format!(
+            "'{name}' is no pair: name real time and best effort, like vgg19+resnet152, or ALL"
+        ))),
+    };
+    names.iter().map(pair).collect()
+}
+
+/// The ways to measure, alone first, each partition one of its own.
+fn ways(asked: &[String], partitions: &[u32]) -> Result<Vec<PaddingWay>, Failure> {
+    let mut ways = vec![PaddingWay::Alone];
+    for name in asked {
+        match name.trim() {
+            "alone" => {}
+            "fused" => ways.push(PaddingWay::Fused),
+            "free" => ways.push(PaddingWay::Free),
+            "partition" | "corner" => {
+                ways.extend(partitions.iter().copied().map(PaddingWay::Partition))
+            }
+            "apart" => ways.extend(partitions.iter().copied().map(PaddingWay::Apart)),
+            other => {
+                return Err(Failure::usage(format!(
+                    "there is no way '{other}'; known: alone, fused, free, partition, apart"
+                )));
+            }
+        }
+    }
+    let twice = |(at, way): (usize, &PaddingWay)| ways[..at].contains(way);
+    match ways.iter().enumerate().any(twice) {
+        true => Err(Failure::usage("a way or a partition is named twice")),
+        false => Ok(ways),
+    }
+}
+
+/// The networks on the device, by name.
+struct Table {
+    bench: PaddingBench,
+    numbers: BTreeMap<String, usize>,
+    compile_seconds: f64,
+    fused_kernels: usize,
+}
+
+impl Table {
+    fn load(args: &PaddingArgs, device: &CudaDevice, pairs: &[Pair]) -> Result<Table, Failure> {
+        let names: BTreeSet<&String> = pairs.iter().flat_map(|(rt, be)| [rt, be]).collect();
+        let mut random = Random::new(args.seed);
+        let mut table = Table {
+            bench: device.padding_bench(),
+            numbers: BTreeMap::new(),
+            compile_seconds: 0.0,
+            fused_kernels: 0,
+        };
+        for name in names {
+            let (plan, inputs) = models::read(args.models.as_deref(), name, &mut random)?;
+            let (began, bar) = (Instant::now(), bar(name)?);
+            let number = table.bench.add(&plan, &inputs, &|done, all| advance(&bar, done, all));
+            let number = number.map_err(|err| Failure::failed(format!("{name}: {err}")))?;
+            bar.finish_and_clear();
+            let (steps, seconds) = (table.bench.steps(number).len(), began.elapsed().as_secs_f64());
+            eprintln!("{name}: {steps} steps measured in {seconds:.1} s");
+            table.numbers.insert(name.clone(), number);
+        }
+        Ok(table)
+    }
+
+    fn steps(&self, name: &str) -> &[PaddingStep] {
+        self.numbers.get(name).map_or(&[], |number| self.bench.steps(*number))
+    }
+
+    fn round(&self, args: &PaddingArgs, (real_time, best_effort): &Pair) -> Round {
+        let limits = RoundLimits {
+            multiprocessors: self.bench.multiprocessors(),
+            replays_most: usize::from(args.graphs),
+            kernels_most: usize::from(args.fused_kernels),
+        };
+        let side = |name: &str, of: fn(&PaddingStep) -> &PaddingLaunch| -> Vec<MeasuredStep> {
+            self.steps(name).iter().map(|step| measured_step(of(step))).collect()
+        };
+        let real_time = side(real_time, |step| &step.real_time);
+        round(&real_time, &side(best_effort, |step| &step.best_effort), limits)
+    }
+
+    /// Makes all kernels that `rounds` need.
+    fn fuse(&mut self, rounds: &[Round]) -> Result<(), Failure> {
+        let kernels: BTreeSet<(usize, usize)> =
+            rounds.iter().flat_map(|round| round.kernels.iter().copied()).collect();
+        let (began, bar) = (Instant::now(), bar("kernels of two")?);
+        self.bench
+            .fuse(&kernels, &|done, all| advance(&bar, done, all))
+            .map_err(Failure::failed)?;
+        bar.finish_and_clear();
+        self.compile_seconds = began.elapsed().as_secs_f64();
+        self.fused_kernels = kernels.len();
+        eprintln!("{} kernels of two made in {:.1} s", kernels.len(), self.compile_seconds);
+        Ok(())
+    }
+
+    fn measure(
+        &mut self,
+        (real_time, best_effort): &Pair,
+        round: &Round,
+        options: &PaddingOptions,
+    ) -> Result<PairReport, Failure> {
+        let number = |name: &str| self.numbers.get(name).copied().unwrap_or(usize::MAX);
+        let pair = PaddingPair {
+            real_time: number(real_time),
+            best_effort: number(best_effort),
+            replays: round.replays.iter().map(|replay| slices(replay)).collect(),
+            unfinished: round.unfinished.map(slice),
+            progress: round.progress.clone(),
+        };
+        let failed = |err| Failure::failed(format!("{real_time}+{best_effort}: {err}"));
+        let timed = self.bench.measure(&pair, options).map_err(failed)?;
+        let fused = options.ways.contains(&PaddingWay::Fused);
+        Ok(PairReport {
+            real_time: real_time.clone(),
+            best_effort: best_effort.clone(),
+            best_effort_alone: spread(&timed.best_effort_alone),
+            fused: fused.then(|| self.facts(real_time, best_effort, round)),
+            ways: way_reports(&timed),
+        })
+    }
+
+    /// How the pair was fused.
+    fn facts(&self, real_time: &str, best_effort: &str, round: &Round) -> FusedFacts {
+        let (hosts, guests) = (self.steps(real_time), self.steps(best_effort));
+        let mut kernels: BTreeMap<(usize, usize), KernelFacts> = BTreeMap::new();
+        let launches = || round.replays.iter().flat_map(|replay| hosts.iter().zip(replay));
+        for (host, slice) in launches().filter_map(|(host, slice)| Some((host, (*slice)?))) {
+            let (host, guest) = (&host.real_time, &guests[slice.step].best_effort);
+            let numbers = (host.kernel, guest.kernel);
+            let facts = kernels.entry(numbers).or_insert_with(|| self.kernel_facts(host, guest));
+            facts.launches += 1;
+        }
+        let kernels: Vec<KernelFacts> = kernels.into_values().collect();
+        let lower = |facts: &&KernelFacts| {
+            let [both, real_time, _] = facts.blocks_per_multiprocessor;
+            both < real_time
+        };
+        let count = |facts: &KernelFacts| facts.launches;
+        FusedFacts {
+            graphs: round.replays.len(),
+            launches: launches().count(),
+            fused_launches: kernels.iter().map(count).sum(),
+            launches_of_lower_occupancy: kernels.iter().filter(lower).map(count).sum(),
+            best_effort_runs: round.progress.iter().sum(),
+            finished_apart_from: round.unfinished.map(|slice| guests[slice.step].name.clone()),
+            kernels_refused: round.kernels_refused,
+            kernels,
+        }
+    }
+
+    fn kernel_facts(&self, host: &PaddingLaunch, guest: &PaddingLaunch) -> KernelFacts {
+        let both = self.bench.fused((host.kernel, guest.kernel));
+        let of = |get: fn(cuda::PaddingKernel) -> u32| both.map_or(0, get);
+        KernelFacts {
+            real_time: self.bench.kernel_name(host.kernel).to_string(),
+            best_effort: self.bench.kernel_name(guest.kernel).to_string(),
+            launches: 0,
+            registers: [of(|kernel| kernel.registers), host.registers, guest.registers],
+            spilled_bytes: of(|kernel| kernel.spilled_bytes),
+            blocks_per_multiprocessor: [
+                of(|kernel| kernel.blocks_per_multiprocessor),
+                host.blocks_per_multiprocessor,
+                guest.blocks_per_multiprocessor,
+            ],
+        }
+    }
+}
+
+fn bar(message: &str) -> Result<ProgressBar, Failure> {
+    let bar = ProgressBar::new(0);
+    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}, {elapsed}");
+    bar.set_style(style.map_err(Failure::failed)?);
+    bar.set_message(message.to_string());
+    Ok(bar)
+}
+
+fn advance(bar: &ProgressBar, done: usize, all: usize) {
+    bar.set_length(all as u64);
+    bar.set_position(done as u64);
+}
+
+fn measured_step(launch: &PaddingLaunch) -> MeasuredStep {
+    MeasuredStep {
+        kernel: launch.kernel,
+        tiles: launch.tiles,
+        cluster: launch.cluster,
+        us: launch.us,
+        blocks_per_multiprocessor: launch.blocks_per_multiprocessor,
+    }
+}
+
+fn slice(slice: bench::padding::Slice) -> PaddingSlice {
+    let bench::padding::Slice { step, first_tile, tiles } = slice;
+    PaddingSlice { step, first_tile, tiles }
+}
+
+fn slices(replay: &[Option<bench::padding::Slice>]) -> Vec<Option<PaddingSlice>> {
+    replay.iter().map(|one| one.map(slice)).collect()
+}
+
+fn spread(timing: &PaddingTiming) -> Spread {
+    let PaddingTiming { replays, median_us, mean_us, p99_us } = *timing;
+    Spread { replays, median_us, mean_us, p99_us }
+}
+
+fn way_name(way: PaddingWay) -> String {
+    match way {
+        PaddingWay::Alone => "alone".to_string(),
+        PaddingWay::Fused => "fused".to_string(),
+        PaddingWay::Free => "free".to_string(),
+        PaddingWay::Partition(count) => format!("partition {count}"),
+        PaddingWay::Apart(count) => format!("apart {count}"),
+    }
+}
+
+/// What was timed, against real time alone and against what best effort does alone in the same time.
+fn way_reports(timed: &PairTiming) -> Vec<WayReport> {
+    let alone = timed.ways.first().map(|way| spread(&way.real_time)).unwrap_or_default();
+    let run_seconds = timed.best_effort_alone.median_us / 1e6;
+    let report = |way: &cuda::WayTiming| {
+        let real_time = spread(&way.real_time);
+        let share = way.best_effort_runs * run_seconds / way.seconds.max(f64::MIN_POSITIVE);
+        WayReport {
+            way: way_name(way.way),
+            multiprocessors: way.multiprocessors,
+            real_time,
+            ratio: Ratios::of(&real_time, &alone),
+            best_effort_share: if way.seconds > 0.0 { share } else { 0.0 },
+            best_effort_runs: way.best_effort_runs,
+            wrong_real_time: way.wrong_real_time,
+            wrong_best_effort: way.wrong_best_effort,
+            checks: way.checks,
+        }
+    };
+    timed.ways.iter().map(report).collect()
+}
+
+/// One line on a pair that was measured.
+fn say(number: usize, of: usize, pair: &PairReport) {
+    let way = |way: &WayReport| {
+        let (more, share) = ((way.ratio.median - 1.0) * 100.0, way.best_effort_share * 100.0);
+        format!("{} {more:+.1} % for {share:.0} %", way.way)
+    };
+    let ways: Vec<String> = pair.ways.iter().skip(1).map(way).collect();
+    let (real_time, best_effort) = (&pair.real_time, &pair.best_effort);
+    eprintln!("{number}/{of} {real_time}+{best_effort}: {}", ways.join(", "));
+}
+
+fn to_json(report: &PaddingReport) -> Result<String, Failure> {
+    let text = serde_json::to_string_pretty(report).map_err(Failure::failed)?;
+    Ok(text + "\n")
+}
+
+fn finish(args: &PaddingArgs, report: &PaddingReport) -> Result<(), Failure> {
+    match &args.json {
+        Some(None) => print!("{}", to_json(report)?),
+        _ => print!("{}", table(&report.pairs, &report.summaries)),
+    }
+    match &report.wrong()[..] {
+        [] => Ok(()),
+        wrong => {
+            Err(Failure::failed(format!("outputs differ from those alone: {}", wrong.join(", "))))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cuda::WayTiming;
+
+    #[test]
+    fn pairs_are_two_names() {
+        assert_eq!(pairs("ALL").unwrap().len(), 25);
+        let one = ("vgg19".to_string(), "resnet50".to_string());
+        assert_eq!(pairs("vgg19+resnet50").unwrap(), [one]);
+        for refused in ["vgg19", "+vgg19", "vgg19+", ""] {
+            assert!(pairs(refused).is_err(), "{refused}");
+        }
+    }
+
+    #[test]
+    fn alone_is_first_and_every_partition_is_a_way() {
+        let named = |list: &str| -> Vec<String> { list.split(',').map(str::to_string).collect() };
+        let all = ways(&named("partition,fused,alone"), &[8, 16]).unwrap();
+        use PaddingWay::{Alone, Fused, Partition};
+        assert_eq!(all, [Alone, Partition(8), Partition(16), Fused]);
+        assert!(ways(&named("fused,nobody"), &[]).is_err());
+        assert!(ways(&named("fused,fused"), &[]).is_err());
+        assert!(ways(&named("partition"), &[8, 8]).is_err());
+        assert!(seconds("0").is_err() && seconds("x").is_err() && seconds("0.5") == Ok(0.5));
+    }
+
+    #[test]
+    fn shares_are_of_what_best_effort_does_alone() {
+        let timing = |median_us| PaddingTiming {
+            replays: 9,
+            median_us,
+            mean_us: median_us,
+            p99_us: median_us,
+        };
+        let way = |way, median_us, best_effort_runs| WayTiming {
+            way,
+            multiprocessors: None,
+            real_time: timing(median_us),
+            best_effort_runs,
+            seconds: 0.5,
+            checks: 3,
+            wrong_real_time: 0,
+            wrong_best_effort: 0,
+        };
+        let ways = vec![way(PaddingWay::Alone, 400.0, 0.0), way(PaddingWay::Free, 500.0, 50.0)];
+        let reports = way_reports(&PairTiming { best_effort_alone: timing(2000.0), ways });
+        assert_eq!((reports[0].ratio.median, reports[0].best_effort_share), (1.0, 0.0));
+        assert_eq!(reports[1].ratio.median, 1.25);
+        // Fifty runs of two milliseconds in half a second.
+        assert!((reports[1].best_effort_share - 0.2).abs() < 1e-9);
+    }
+}

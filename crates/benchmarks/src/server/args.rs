@@ -1,0 +1,100 @@
+//! Arguments of `atoll bench server`.
+
+use std::path::PathBuf;
+
+use assembly::DeviceArgs;
+use clap::{Args, ValueEnum};
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll bench server --model resnet50.onnx --device cuda:0 --json server.json
+  atoll bench server --models models --network resnet50 --clients 256 --connections 16 --seconds 5 --rounds 5
+  atoll bench server --model tiny.onnx --protocols grpc -- --real-time-lanes 4
+
+What follows -- goes to atoll serve, and holds for the engine alone as well.")]
+pub(crate) struct ServerBenchArgs {
+    /// The ONNX file; settings beside it hold, as for atoll serve
+    #[arg(long, value_name = "FILE.onnx", required_unless_present = "models")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Folder of models, with --network
+    #[arg(long, value_name = "FOLDER", conflicts_with = "model")]
+    pub(crate) models: Option<PathBuf>,
+
+    /// Network of the folder, by file name without .onnx
+    #[arg(long, default_value = "resnet50")]
+    pub(crate) network: String,
+
+    /// Size of a symbolic dimension of the inputs; 1 unless given
+    #[arg(long, value_name = "SYMBOL=SIZE")]
+    pub(crate) bind: Vec<String>,
+
+    /// Requests outstanding, over all connections
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub(crate) clients: u16,
+
+    /// Connections of gRPC, each with a thread of its own; REST has one connection for each request outstanding, on as many threads
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(crate) connections: u16,
+
+    /// Threads that ask the engine alone
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(crate) engine_threads: u16,
+
+    /// Seconds of one turn
+    #[arg(long, default_value_t = 3.0)]
+    pub(crate) seconds: f64,
+
+    /// Turns of each kind
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=1000))]
+    pub(crate) rounds: u16,
+
+    /// The most seconds of warming up of each kind, which ends when the rate stands
+    #[arg(long, default_value_t = 30)]
+    pub(crate) warm_secs: u64,
+
+    /// Wires to ask the server over, separated by commas
+    #[arg(long, value_enum, default_value = "grpc,rest", value_delimiter = ',')]
+    pub(crate) protocols: Vec<Protocol>,
+
+    /// Seconds the server may take until it is ready
+    #[arg(long, default_value_t = 300)]
+    pub(crate) start_timeout_secs: u64,
+
+    /// Another atoll binary to serve in turns with this one, for comparison
+    #[arg(long, value_name = "FILE")]
+    pub(crate) against: Option<PathBuf>,
+
+    /// Seed of the inputs
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+
+    /// Print as JSON, or write it to a file
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    pub(crate) json: Option<Option<PathBuf>>,
+
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
+
+    /// More settings of atoll serve
+    #[arg(last = true)]
+    pub(crate) serve: Vec<String>,
+}
+
+/// How the server is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Protocol {
+    /// Raw tensors in protobuf
+    Grpc,
+    /// Binary tensors behind JSON
+    Rest,
+}
+
+impl Protocol {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Protocol::Grpc => "gRPC",
+            Protocol::Rest => "REST",
+        }
+    }
+}

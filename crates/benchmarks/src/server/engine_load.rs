@@ -1,0 +1,164 @@
+//! The engine alone: the server's device_group in this process, asked by threads with tensors in memory.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::time::Instant;
+
+use assembly::{DeviceArgs, Failure, device_group, sample_inputs};
+use base::Bytes;
+use model::repository::Repository;
+use model::{LaunchPlan, Tensor};
+use runtime::device_group::router::GroupModelId;
+use runtime::{Asked, DeviceGroup, NodeOptions, Reply};
+
+use super::report::{Stretch, Tally, process_seconds};
+use super::test_model::Subject;
+use super::window::Window;
+
+/// One answer in so many is compared.
+const SAMPLE: usize = 16;
+
+/// What `atoll serve` does with its arguments, as far as the engine is concerned.
+pub struct ServeSettings {
+    /// The devices.
+    pub device: DeviceArgs,
+    /// GPU memory for weights, on each device.
+    pub gpu_memory: Option<Bytes>,
+    /// Options of each device's node.
+    pub node: NodeOptions,
+}
+
+/// Parses arguments of `atoll serve`, without the name of the binary.
+pub type ParseServeArguments = fn(&[String]) -> Result<ServeSettings, Failure>;
+
+/// A model on the devices that a server would open.
+pub(super) struct Engine {
+    pub(super) name: String,
+    device_group: Arc<DeviceGroup>,
+    key: GroupModelId,
+    plan: Arc<LaunchPlan>,
+}
+
+impl Engine {
+    /// Loads the model in `path` as `atoll serve` with `args` would.
+    pub(super) fn start(settings: &ServeSettings, path: &Path) -> Result<Engine, Failure> {
+        let repository = Repository::open(path).map_err(Failure::usage)?;
+        let entries = repository.list().map_err(Failure::usage)?;
+        let entry = entries.into_iter().next();
+        let entry = entry.ok_or_else(|| Failure::usage("there is no model in this file"))?;
+        let config = entry.config().map_err(Failure::usage)?;
+        let ServeSettings { device, gpu_memory, node } = settings;
+        let device_group = device_group::open_device_group(device, *gpu_memory, node)?;
+        let placed = assembly::load_file(&device_group, path).map_err(Failure::failed)?;
+        let plan = placed.program.plan().clone();
+        let key = device_group.add_model(placed, &config);
+        device_group.preload(key);
+        Ok(Engine { name: entry.name, device_group, key, plan })
+    }
+
+    pub(super) fn plan(&self) -> &LaunchPlan {
+        &self.plan
+    }
+
+    pub(super) fn description(&self) -> String {
+        device_group::describe(&self.device_group)
+    }
+
+    /// The same inputs where the server would put them.
+    pub(super) fn settled(&self, inputs: Vec<Tensor>) -> Vec<Tensor> {
+        sample_inputs::in_host_pool(self.device_group.host_pool(), inputs)
+    }
+
+    fn submit(&self, inputs: &[Tensor], reply: Box<dyn FnOnce(Reply) + Send>) {
+        let inputs = inputs.to_vec();
+        let asked = Asked { inputs, class: None, priority: None, timeout: None };
+        self.device_group.submit(self.key, asked, reply);
+    }
+
+    /// The outputs of one request on its own.
+    pub(super) fn once(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, Failure> {
+        let (sender, receiver) = channel();
+        // The receiver waits below.
+        self.submit(inputs, Box::new(move |reply| drop(sender.send(reply))));
+        receiver.recv().map_err(Failure::failed)?.result.map_err(Failure::failed)
+    }
+
+    /// Keeps `clients` requests under way from `threads` threads.
+    pub(super) fn run(
+        &self,
+        subject: &Subject,
+        window: Window,
+        clients: usize,
+        threads: usize,
+    ) -> Result<Stretch, Failure> {
+        let threads = threads.min(clients);
+        let start = Instant::now();
+        let share = |thread: usize| clients / threads + usize::from(thread < clients % threads);
+        std::thread::scope(|scope| {
+            let spawn = |thread| {
+                let most = share(thread);
+                scope.spawn(move || self.keep_busy(subject, (start, window), most, thread))
+            };
+            let asking: Vec<_> = (0..threads).map(spawn).collect();
+            std::thread::sleep(window.ramp);
+            let (used, began) = (process_seconds(None), Instant::now());
+            std::thread::sleep(window.counted);
+            let cores = (process_seconds(None) - used) / began.elapsed().as_secs_f64();
+            let mut tally = Tally::new(start, window);
+            for thread in asking {
+                let done = thread.join().map_err(|_| Failure::failed("a client panicked"))?;
+                tally.add(done?);
+            }
+            Ok(Stretch { server_cores: cores, ..tally.finish() })
+        })
+    }
+
+    fn keep_busy(
+        &self,
+        subject: &Subject,
+        (start, window): (Instant, Window),
+        most: usize,
+        first: usize,
+    ) -> Result<Tally, Failure> {
+        let end = start + window.ramp + window.counted;
+        let (sender, receiver) = channel();
+        let mut tally = Tally::new(start, window);
+        let (mut next, mut under_way) = (first, 0);
+        while under_way > 0 || Instant::now() < end {
+            while under_way < most && Instant::now() < end {
+                self.ask(subject, next % subject.inputs.len(), &sender);
+                (next, under_way) = (next + 1, under_way + 1);
+            }
+            let answer: Answer = receiver.recv().map_err(Failure::failed)?;
+            under_way -= 1;
+            let Answer { index, asked, answered, reply } = answer;
+            let outputs = reply.result.map_err(Failure::failed)?;
+            if reply.timing.first {
+                tally.batch(reply.timing.rows.max(1), answered);
+            }
+            let raw: Vec<&[u8]> =
+                outputs.iter().flat_map(|o| o.raw()).map(|raw| &raw[..]).collect();
+            let checked = tally.due_for_check(SAMPLE);
+            let right = !checked || subject.is_answer(index, &raw);
+            tally.answer(asked, answered, checked, right);
+        }
+        Ok(tally)
+    }
+
+    fn ask(&self, subject: &Subject, index: usize, sender: &Sender<Answer>) {
+        let (sender, asked) = (sender.clone(), Instant::now());
+        let reply = move |reply: Reply| {
+            // Nobody listens only when the run has failed.
+            let _ = sender.send(Answer { index, asked, answered: Instant::now(), reply });
+        };
+        self.submit(&subject.inputs[index], Box::new(reply));
+    }
+}
+
+struct Answer {
+    index: usize,
+    asked: Instant,
+    answered: Instant,
+    reply: Reply,
+}

@@ -1,0 +1,318 @@
+//! What turns came to, and what they come to together.
+
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::window::Window;
+
+/// Seconds of all cores that a process has used: that of `pid`, or this one.
+pub(super) fn process_seconds(pid: Option<u32>) -> f64 {
+    let name = pid.map_or("self".to_string(), |pid| pid.to_string());
+    let Ok(text) = std::fs::read_to_string(format!("/proc/{name}/stat")) else { return 0.0 };
+    let after_name = text.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let field = |index: usize| after_name.split_whitespace().nth(index)?.parse::<f64>().ok();
+    // The kernel counts in hundredths of a second for every architecture it tells user space about.
+    (field(11).unwrap_or(0.0) + field(12).unwrap_or(0.0)) / 100.0
+}
+
+/// What clients saw.
+#[derive(Debug)]
+pub(super) struct Tally {
+    begin: Instant,
+    counted: Duration,
+    latencies: Vec<Duration>,
+    answers: usize,
+    checked: u64,
+    wrong: u64,
+    batches: u64,
+    rows: u64,
+    rows_most: usize,
+}
+
+impl Tally {
+    /// Of a turn that began at `start`.
+    pub(super) fn new(start: Instant, window: Window) -> Tally {
+        Tally {
+            begin: start + window.ramp,
+            counted: window.counted,
+            latencies: Vec::new(),
+            answers: 0,
+            checked: 0,
+            wrong: 0,
+            batches: 0,
+            rows: 0,
+            rows_most: 0,
+        }
+    }
+
+    fn counts(&self, at: Instant) -> bool {
+        at.checked_duration_since(self.begin).is_some_and(|since| since < self.counted)
+    }
+
+    /// Whether the next answer is one in `sample`.
+    pub(super) fn due_for_check(&self, sample: usize) -> bool {
+        self.answers.is_multiple_of(sample)
+    }
+
+    /// An answer came.
+    pub(super) fn answer(&mut self, asked: Instant, answered: Instant, checked: bool, right: bool) {
+        self.answers += 1;
+        self.checked += u64::from(checked);
+        self.wrong += u64::from(!right);
+        if self.counts(answered) {
+            self.latencies.push(answered - asked);
+        }
+    }
+
+    /// A batch of `rows` was done.
+    pub(super) fn batch(&mut self, rows: usize, answered: Instant) {
+        if self.counts(answered) {
+            self.batches += 1;
+            self.rows += rows as u64;
+            self.rows_most = self.rows_most.max(rows);
+        }
+    }
+
+    /// Takes over what another saw.
+    pub(super) fn add(&mut self, mut other: Tally) {
+        self.latencies.append(&mut other.latencies);
+        self.answers += other.answers;
+        self.checked += other.checked;
+        self.wrong += other.wrong;
+        self.batches += other.batches;
+        self.rows += other.rows;
+        self.rows_most = self.rows_most.max(other.rows_most);
+    }
+
+    /// What it comes to.
+    pub(super) fn finish(mut self) -> Stretch {
+        self.latencies.sort_unstable();
+        let count = self.latencies.len();
+        let quantile = |share: f64| {
+            let at = ((count as f64 * share) as usize).min(count.saturating_sub(1));
+            self.latencies.get(at).map_or(0.0, |time| thousandth(time.as_secs_f64() * 1e3))
+        };
+        Stretch {
+            rps: tenth(count as f64 / self.counted.as_secs_f64()),
+            p50_ms: quantile(0.5),
+            p99_ms: quantile(0.99),
+            mean_batch: (self.batches > 0).then(|| tenth(self.rows as f64 / self.batches as f64)),
+            largest_batch: (self.batches > 0).then_some(self.rows_most),
+            checked: self.checked,
+            wrong: self.wrong,
+            ..Stretch::default()
+        }
+    }
+}
+
+pub(super) fn tenth(value: f64) -> f64 {
+    (value * 10.0).round() / 10.0
+}
+
+pub(super) fn thousandth(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}
+
+/// One turn.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Stretch {
+    /// Answers a second.
+    pub(super) rps: f64,
+    pub(super) p50_ms: f64,
+    pub(super) p99_ms: f64,
+    /// Cores that the server's process kept busy; for the engine alone this one's, clients included.
+    pub(super) server_cores: f64,
+    /// Cores that the clients' process kept busy.
+    pub(super) client_cores: f64,
+    /// Rows of a run on the device, on average.
+    pub(super) mean_batch: Option<f64>,
+    /// The most of them; only the engine alone tells.
+    pub(super) largest_batch: Option<usize>,
+    /// Bytes of one request and its answer, without the frames' own.
+    pub(super) request_bytes: usize,
+    pub(super) answer_bytes: usize,
+    /// Gigabytes a second through loopback, both ways.
+    pub(super) gb_per_second: f64,
+    /// Answers compared with the engine's on its own.
+    pub(super) checked: u64,
+    /// Those that were others.
+    pub(super) wrong: u64,
+}
+
+/// The engine alone, then every server.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Round {
+    pub(super) engine: Stretch,
+    pub(super) servers: Vec<Stretch>,
+}
+
+/// Medians of all rounds.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Summary {
+    pub(super) name: String,
+    pub(super) rps: f64,
+    /// Of the engine's rate in the same round, in percent.
+    pub(super) of_engine_pct: f64,
+    pub(super) p50_ms: f64,
+    pub(super) p99_ms: f64,
+    pub(super) server_cores: f64,
+    pub(super) client_cores: f64,
+    /// Answers a second for each core that the server keeps busy.
+    pub(super) rps_per_core: f64,
+    pub(super) mean_batch: Option<f64>,
+    pub(super) largest_batch: Option<usize>,
+    pub(super) gb_per_second: f64,
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    match values.len() {
+        0 => 0.0,
+        count if count % 2 == 1 => values[count / 2],
+        count => (values[count / 2 - 1] + values[count / 2]) / 2.0,
+    }
+}
+
+impl Summary {
+    /// Of the engine and of servers of these names.
+    pub(super) fn all<'a>(names: impl Iterator<Item = &'a str>, rounds: &[Round]) -> Vec<Summary> {
+        let engine = |round: &Round| round.engine.clone();
+        let mut all = vec![Summary::of("engine", rounds, engine)];
+        for (index, name) in names.enumerate() {
+            all.push(Summary::of(name, rounds, |round| round.servers[index].clone()));
+        }
+        all
+    }
+
+    fn of(name: &str, rounds: &[Round], pick: impl Fn(&Round) -> Stretch) -> Summary {
+        let of =
+            |value: fn(&Stretch) -> f64| median(rounds.iter().map(|round| value(&pick(round))));
+        let shares = rounds.iter().map(|round| pick(round).rps / round.engine.rps.max(1e-9));
+        let per_core = rounds.iter().map(&pick).map(|s| s.rps / s.server_cores.max(0.01));
+        let batches: Vec<f64> = rounds.iter().filter_map(|round| pick(round).mean_batch).collect();
+        Summary {
+            name: name.to_string(),
+            rps: tenth(of(|s| s.rps)),
+            of_engine_pct: tenth(median(shares) * 100.0),
+            p50_ms: thousandth(of(|s| s.p50_ms)),
+            p99_ms: thousandth(of(|s| s.p99_ms)),
+            server_cores: thousandth(of(|s| s.server_cores)),
+            client_cores: thousandth(of(|s| s.client_cores)),
+            rps_per_core: tenth(median(per_core)),
+            mean_batch: (!batches.is_empty()).then(|| tenth(median(batches.into_iter()))),
+            largest_batch: rounds.iter().filter_map(|round| pick(round).largest_batch).max(),
+            gb_per_second: thousandth(of(|s| s.gb_per_second)),
+        }
+    }
+}
+
+/// All of it.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct ServerReport {
+    pub(super) device: String,
+    pub(super) driver: Option<String>,
+    pub(super) date: String,
+    pub(super) command: String,
+    pub(super) cores: usize,
+    pub(super) model: String,
+    pub(super) inputs: Vec<String>,
+    pub(super) clients: u16,
+    pub(super) connections: u16,
+    pub(super) seconds: f64,
+    pub(super) summaries: Vec<Summary>,
+    pub(super) rounds: Vec<Round>,
+}
+
+impl ServerReport {
+    /// Answers that were not the engine's.
+    pub(super) fn wrong(&self) -> u64 {
+        let stretches =
+            self.rounds.iter().flat_map(|r| std::iter::once(&r.engine).chain(&r.servers));
+        stretches.map(|stretch| stretch.wrong).sum()
+    }
+}
+
+/// The medians, for people.
+pub(super) fn table(report: &ServerReport) -> String {
+    let mut text = format!(
+        "{} ({}) on {}\n{} requests outstanding, {} connections of gRPC, {} rounds of {} s; medians\n",
+        report.model,
+        report.inputs.join(", "),
+        report.device,
+        report.clients,
+        report.connections,
+        report.rounds.len(),
+        report.seconds
+    );
+    // Writing to a string does not fail.
+    let _ = writeln!(
+        text,
+        "{:<20}{:>10}{:>10}{:>9}{:>9}{:>8}{:>9}{:>9}{:>7}{:>6}{:>7}",
+        "",
+        "/s",
+        "% engine",
+        "p50 ms",
+        "p99 ms",
+        "cores",
+        "clients",
+        "/s core",
+        "batch",
+        "most",
+        "GB/s"
+    );
+    for s in &report.summaries {
+        let batch = s.mean_batch.map_or("-".to_string(), |batch| batch.to_string());
+        let most = s.largest_batch.map_or("-".to_string(), |most| most.to_string());
+        let _ = writeln!(
+            text,
+            "{:<20}{:>10}{:>10}{:>9}{:>9}{:>8.2}{:>9.2}{:>9}{:>7}{:>6}{:>7.2}",
+            s.name,
+            s.rps,
+            s.of_engine_pct,
+            s.p50_ms,
+            s.p99_ms,
+            s.server_cores,
+            s.client_cores,
+            s.rps_per_core,
+            batch,
+            most,
+            s.gb_per_second
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_answers_inside_the_window_count() {
+        let start = Instant::now();
+        let (ramp, counted) = (Duration::from_millis(100), Duration::from_millis(1000));
+        let mut tally = Tally::new(start, Window { ramp, counted });
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        for (asked, answered) in [(0, 50), (50, 150), (900, 1099), (1000, 1100)] {
+            tally.answer(at(asked), at(answered), true, answered != 50);
+        }
+        tally.batch(7, at(1100));
+        tally.batch(3, at(500));
+        let done = tally.finish();
+        assert_eq!((done.rps, done.checked, done.wrong), (2.0, 4, 1));
+        assert_eq!((done.p50_ms, done.p99_ms), (199.0, 199.0));
+        assert_eq!((done.mean_batch, done.largest_batch), (Some(3.0), Some(3)));
+    }
+
+    #[test]
+    fn shares_are_those_of_their_own_round() {
+        let stretch = |rps| Stretch { rps, ..Stretch::default() };
+        let round =
+            |engine, server| Round { engine: stretch(engine), servers: vec![stretch(server)] };
+        let rounds = [round(100.0, 90.0), round(200.0, 190.0), round(50.0, 10.0)];
+        let all = Summary::all(["gRPC"].into_iter(), &rounds);
+        assert_eq!((all[0].rps, all[1].rps, all[1].of_engine_pct), (100.0, 90.0, 90.0));
+    }
+}

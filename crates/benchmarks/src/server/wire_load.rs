@@ -1,0 +1,272 @@
+//! The server's clients: messages that were encoded once, sent again and again over loopback.
+//!
+//! A connection of gRPC is the `h2` crate's, so that a client costs little beside what it measures: who asks writes frames into the
+//! connection's own buffer, and the bytes of a message are never copied in this process.
+
+use std::io::{Error, ErrorKind};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use api::proto;
+use assembly::Failure;
+use bytes::{Bytes, BytesMut};
+use h2::client::SendRequest;
+use http::Request;
+use prost::Message;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::runtime::Runtime;
+use tokio::task::JoinSet;
+
+use super::args::{Protocol, ServerBenchArgs};
+use super::child::Child;
+use super::report::{Stretch, Tally, process_seconds, thousandth};
+use super::test_model::Subject;
+use super::window::Window;
+
+/// One answer in so many is compared.
+const SAMPLE: usize = 16;
+/// Bytes that the server may send ahead, of one answer and of all.
+const STREAM_WINDOW: u32 = 1 << 20;
+const CONNECTION_WINDOW: u32 = 16 << 20;
+/// The largest answer over REST.
+const ANSWER_MOST: usize = 64 << 20;
+
+const METHOD: &str = "/inference.GRPCInferenceService/ModelInfer";
+
+/// What a client sends, and what it holds the answers against.
+struct Script {
+    protocol: Protocol,
+    messages: Vec<Bytes>,
+    subject: Arc<Subject>,
+    address: SocketAddr,
+    /// Bytes of the latest answer.
+    answer_bytes: AtomicUsize,
+}
+
+/// Clients of one server over one wire.
+pub(super) struct Wires {
+    script: Arc<Script>,
+    clients: usize,
+    threads: usize,
+}
+
+impl Wires {
+    pub(super) fn new(
+        protocol: Protocol,
+        args: &ServerBenchArgs,
+        subject: &Arc<Subject>,
+        server: &Child,
+    ) -> Wires {
+        let (address, messages) = match protocol {
+            Protocol::Grpc => (server.grpc, subject.grpc_messages()),
+            Protocol::Rest => (server.http, subject.rest_messages()),
+        };
+        let clients = usize::from(args.clients);
+        let (subject, answer_bytes) = (subject.clone(), AtomicUsize::new(0));
+        let script = Arc::new(Script { protocol, messages, subject, address, answer_bytes });
+        Wires { script, clients, threads: usize::from(args.connections).min(clients) }
+    }
+
+    /// One turn against `server`.
+    pub(super) fn run(&self, window: Window, server: &Child) -> Result<Stretch, Failure> {
+        let (clients, threads) = (self.clients, self.threads);
+        let share = |thread: usize| clients / threads + usize::from(thread < clients % threads);
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            let spawn = |thread| {
+                let (script, count) = (self.script.clone(), share(thread));
+                scope.spawn(move || run_thread(script, (start, window), count, thread))
+            };
+            let asking: Vec<_> = (0..threads).map(spawn).collect();
+            std::thread::sleep(window.ramp);
+            let before =
+                (server.cpu_seconds(), process_seconds(None), server.counts(), Instant::now());
+            std::thread::sleep(window.counted);
+            let spent = before.3.elapsed().as_secs_f64();
+            let server_cores = thousandth((server.cpu_seconds() - before.0) / spent);
+            let client_cores = thousandth((process_seconds(None) - before.1) / spent);
+            let mut tally = Tally::new(start, window);
+            for thread in asking {
+                let done = thread.join().map_err(|_| Failure::failed("a client panicked"))?;
+                tally.add(done?);
+            }
+            let (counts, after) = (before.2?, server.counts()?);
+            let executions = after.executions - counts.executions;
+            let rows = (after.inferences - counts.inferences) / executions.max(1.0);
+            let stretch = tally.finish();
+            let request_bytes = self.script.messages.first().map_or(0, Bytes::len);
+            let answer_bytes = self.script.answer_bytes.load(Ordering::Relaxed);
+            Ok(Stretch {
+                server_cores,
+                client_cores,
+                mean_batch: (executions > 0.0).then(|| (rows * 10.0).round() / 10.0),
+                request_bytes,
+                answer_bytes,
+                gb_per_second: thousandth(
+                    stretch.rps * (request_bytes + answer_bytes) as f64 / 1e9,
+                ),
+                ..stretch
+            })
+        })
+    }
+}
+
+fn broken(why: impl std::fmt::Display) -> Failure {
+    Failure::failed(format!("a client: {why}"))
+}
+
+/// Keeps `count` requests under way on this thread.
+fn run_thread(
+    script: Arc<Script>,
+    (start, window): (Instant, Window),
+    count: usize,
+    thread: usize,
+) -> Result<Tally, Failure> {
+    let runtime: Runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(broken)?;
+    runtime.block_on(async {
+        let mut tasks = JoinSet::new();
+        let sender = match script.protocol {
+            Protocol::Grpc => Some(connect(script.address).await?),
+            Protocol::Rest => None,
+        };
+        for client in 0..count {
+            let (script, sender, first) = (script.clone(), sender.clone(), thread + client);
+            tasks.spawn(async move {
+                match sender {
+                    Some(sender) => ask_grpc(&script, sender, (start, window), first).await,
+                    None => ask_rest(&script, (start, window), first).await,
+                }
+            });
+        }
+        let mut tally = Tally::new(start, window);
+        while let Some(done) = tasks.join_next().await {
+            tally.add(done.map_err(broken)??);
+        }
+        Ok(tally)
+    })
+}
+
+async fn connect(address: SocketAddr) -> Result<SendRequest<Bytes>, Failure> {
+    let stream = TcpStream::connect(address).await.map_err(broken)?;
+    stream.set_nodelay(true).map_err(broken)?;
+    let mut builder = h2::client::Builder::new();
+    builder
+        .initial_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .enable_push(false);
+    let (sender, connection) = builder.handshake(stream).await.map_err(broken)?;
+    // Whoever uses it sees how it ends.
+    tokio::spawn(async move { drop(connection.await) });
+    Ok(sender)
+}
+
+async fn ask_grpc(
+    script: &Script,
+    mut sender: SendRequest<Bytes>,
+    (start, window): (Instant, Window),
+    first: usize,
+) -> Result<Tally, Failure> {
+    let uri = format!("http://{}{METHOD}", script.address);
+    let end = start + window.ramp + window.counted;
+    let (mut tally, mut next) = (Tally::new(start, window), first);
+    while Instant::now() < end {
+        let index = next % script.messages.len();
+        next += 1;
+        let head = Request::post(&uri).header("content-type", "application/grpc");
+        let head = head.header("te", "trailers").body(()).map_err(broken)?;
+        sender = sender.ready().await.map_err(broken)?;
+        let asked = Instant::now();
+        let (answer, mut stream) = sender.send_request(head, false).map_err(broken)?;
+        stream.send_data(script.messages[index].clone(), true).map_err(broken)?;
+        let body = grpc_answer(answer.await.map_err(broken)?).await?;
+        let answered = Instant::now();
+        script.answer_bytes.store(body.len(), Ordering::Relaxed);
+        let checked = tally.due_for_check(SAMPLE);
+        let right = !checked || is_right(script, index, body)?;
+        tally.answer(asked, answered, checked, right);
+    }
+    Ok(tally)
+}
+
+/// The answer's body, if the call went well.
+async fn grpc_answer(answer: http::Response<h2::RecvStream>) -> Result<Bytes, Failure> {
+    let (head, mut body) = answer.into_parts();
+    let mut got = BytesMut::new();
+    while let Some(data) = body.data().await {
+        let data = data.map_err(broken)?;
+        body.flow_control().release_capacity(data.len()).map_err(broken)?;
+        got.extend_from_slice(&data);
+    }
+    let trailers = body.trailers().await.map_err(broken)?.unwrap_or(head.headers);
+    let text = |name: &str| trailers.get(name).and_then(|value| value.to_str().ok()).unwrap_or("");
+    match text("grpc-status") {
+        "0" => Ok(got.freeze()),
+        code => Err(broken(format!("status {code}: {}", text("grpc-message")))),
+    }
+}
+
+fn is_right(script: &Script, index: usize, body: Bytes) -> Result<bool, Failure> {
+    // The message lies behind a flag and its length.
+    let message = body.get(5..).unwrap_or_default();
+    let message = proto::ModelInferResponse::decode(message).map_err(broken)?;
+    let outputs: Vec<&[u8]> = message.raw_output_contents.iter().map(|raw| &raw[..]).collect();
+    Ok(script.subject.is_answer(index, &outputs))
+}
+
+async fn ask_rest(
+    script: &Script,
+    (start, window): (Instant, Window),
+    first: usize,
+) -> Result<Tally, Failure> {
+    let mut stream = TcpStream::connect(script.address).await.map_err(broken)?;
+    stream.set_nodelay(true).map_err(broken)?;
+    let end = start + window.ramp + window.counted;
+    let (mut tally, mut next, mut buffer) = (Tally::new(start, window), first, BytesMut::new());
+    while Instant::now() < end {
+        let index = next % script.messages.len();
+        next += 1;
+        let asked = Instant::now();
+        stream.write_all(&script.messages[index]).await.map_err(broken)?;
+        let (json, body) = rest_answer(&mut stream, &mut buffer).await.map_err(broken)?;
+        let answered = Instant::now();
+        script.answer_bytes.store(body.len(), Ordering::Relaxed);
+        let checked = tally.due_for_check(SAMPLE);
+        let outputs = body.get(json..).unwrap_or_default();
+        let right = !checked || script.subject.is_answer(index, &[outputs]);
+        tally.answer(asked, answered, checked, right);
+    }
+    Ok(tally)
+}
+
+/// The body of the next answer, and where its binary part begins.
+async fn rest_answer(
+    stream: &mut TcpStream,
+    buffer: &mut BytesMut,
+) -> std::io::Result<(usize, BytesMut)> {
+    loop {
+        if stream.read_buf(buffer).await? == 0 {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
+        let Some(end) = buffer.windows(4).position(|part| part == b"\r\n\r\n") else { continue };
+        let head = String::from_utf8_lossy(&buffer[..end]).to_ascii_lowercase();
+        let number = |name: &str| -> usize {
+            let value = head.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+            value.and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+        };
+        let (length, json) = (number("content-length"), number("inference-header-content-length"));
+        if head.get(9..12) != Some("200") || length > ANSWER_MOST {
+            return Err(Error::other(format!(
+                "answered with {}",
+                head.lines().next().unwrap_or("")
+            )));
+        }
+        if buffer.len() >= end + 4 + length {
+            let mut answer = buffer.split_to(end + 4 + length);
+            return Ok((json, answer.split_off(end + 4)));
+        }
+    }
+}

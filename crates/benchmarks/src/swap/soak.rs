@@ -1,0 +1,403 @@
+//! `atoll bench swap --soak N`: a whole server under random orders, and whether everything comes back.
+//!
+//! Clients load, unload, register and ask at random. Whoever loads or registers waits until the model is in service, and most
+//! questions are for models that are; the others are for models that are not, and must be refused with the error that says so.
+//! After every round all is unloaded, and what the device holds then is put down by kind: what grows from one to the next is a
+//! leak.
+
+mod model_states;
+mod report;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use api::{
+    ApiError, ErrorKind, InferOptions, InferRequest, InferenceService, Inputs, ModelRef,
+    NamedTensor, RegisterRequest, RequestContext,
+};
+use assembly::demo_model::DIGITS_ONNX;
+use assembly::device_group::device_group_on;
+use assembly::{DiskLoader, Failure, tokio_runtime, write_file};
+use base::{Bytes, Nanos, Random};
+use bytes::Bytes as RawBytes;
+use device::Device;
+use model::Tensor;
+use model::repository::Repository;
+use model::store::Store;
+use runtime::NodeOptions;
+use server::LocalNode;
+
+use self::model_states::{Named, Origin, Roster};
+use self::report::{Due, Rest, SoakReport, Tally};
+use super::args::SwapArgs;
+use super::device::SwappingDevice;
+use crate::{environment, models};
+
+/// Clients at once.
+const CLIENTS: u64 = 64;
+
+/// Rounds after each of which everything is unloaded.
+const ROUNDS: u64 = 4;
+
+/// Of so many operations one is done before anything is compared: what is made only once is made then.
+const WARM_OF: u64 = 10;
+
+/// How long one order may take.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// How often a client that finds no model in service looks again.
+const WAIT: Duration = Duration::from_millis(1);
+
+/// How long memory may take to come back.
+const SETTLE: Duration = Duration::from_secs(10);
+
+/// A model and what it answers.
+struct Known {
+    inputs: Vec<NamedTensor>,
+    expected: Vec<Tensor>,
+}
+
+struct Soak {
+    service: LocalNode,
+    networks: Vec<Known>,
+    digits: Known,
+    roster: Roster,
+    left: AtomicU64,
+}
+
+/// Runs `operations` and says what became of them.
+pub(crate) fn run(
+    args: &SwapArgs,
+    opened: &SwappingDevice,
+    operations: u64,
+) -> Result<(), Failure> {
+    let start = rest(opened, "at the start");
+    let folder = tempfile::tempdir().map_err(Failure::failed)?;
+    let store = Store::open(folder.path()).map_err(Failure::failed)?;
+    let repository = Repository::open(&args.models).map_err(Failure::usage)?;
+    let device = opened.device.clone();
+    let room = args.room.first().copied().map_or(4, u64::from);
+    let budget = largest(args, &*device)? * room;
+    let options = NodeOptions { memory: Some(Bytes(budget)), ..NodeOptions::default() };
+    let device_group = device_group_on(device, options)?;
+    let loader = Arc::new(DiskLoader::new(device_group.clone(), vec![repository], Ok(store)));
+    let service = LocalNode::new(device_group, loader);
+    let mut report = SoakReport {
+        device: opened.device.info().description.clone(),
+        driver: environment::driver(&args.device),
+        date: environment::today(),
+        command: environment::command(),
+        operations,
+        clients: CLIENTS,
+        budget_bytes: budget,
+        rests: vec![start],
+        ..SoakReport::default()
+    };
+    tokio_runtime()?.block_on(soak(args, opened, service, &mut report))?;
+    let text = serde_json::to_string_pretty(&report).map_err(Failure::failed)? + "\n";
+    match &args.json {
+        Some(Some(path)) => write_file(path, &text)?,
+        _ => print!("{text}"),
+    }
+    report.verdict().map_err(Failure::failed)
+}
+
+/// Bytes of the largest model's weights.
+fn largest(args: &SwapArgs, device: &dyn Device) -> Result<u64, Failure> {
+    let mut most = 0;
+    for name in &args.network {
+        let path = args.models.join(format!("{name}.onnx"));
+        let failed = |err: String| Failure::failed(format!("{}: {err}", path.display()));
+        let plan = assembly::compile_file(&path).map_err(|err| failed(err.to_string()))?;
+        let program = device.load(Arc::new(plan)).map_err(|err| failed(err.to_string()))?;
+        most = most.max(program.residency().map_or(0, |weights| weights.bytes().0));
+    }
+    Ok(most)
+}
+
+async fn soak(
+    args: &SwapArgs,
+    opened: &SwappingDevice,
+    service: LocalNode,
+    report: &mut SoakReport,
+) -> Result<(), Failure> {
+    service.set_started();
+    let mut random = Random::new(args.seed);
+    let mut networks = Vec::new();
+    for name in &args.network {
+        let path = args.models.join(format!("{name}.onnx"));
+        let plan = assembly::compile_file(&path).map_err(Failure::failed)?;
+        service.load_model(name).await.map_err(Failure::failed)?;
+        networks.push(Known::of(&service, name, &plan, &mut random).await?);
+        service.unload_model(name).await.map_err(Failure::failed)?;
+    }
+    let plan = assembly::compile_bytes(DIGITS_ONNX).map_err(Failure::failed)?;
+    register(&service, "registered-0").await.map_err(Failure::failed)?;
+    let digits = Known::of(&service, "registered-0", &plan, &mut random).await?;
+    service.unload_model("registered-0").await.map_err(Failure::failed)?;
+    let roster = Roster::new(&args.network);
+    let soak = Arc::new(Soak { service, networks, digits, roster, left: AtomicU64::new(0) });
+    let mut all = Tally::default();
+    let began = Instant::now();
+    let warm = report.operations / WARM_OF;
+    for round in 0..=ROUNDS {
+        let done = warm + (report.operations - warm) * round / ROUNDS;
+        let before =
+            if round == 0 { 0 } else { warm + (report.operations - warm) * (round - 1) / ROUNDS };
+        all.merge(soak.clone().round(args.seed ^ (round << 16), done - before).await?);
+        let when = match round {
+            0 => format!("after {done} operations of warm-up"),
+            _ => format!("after {done} operations"),
+        };
+        report.rests.push(rest(opened, &when));
+        eprintln!("{when}: {:.0} s, {} wrong", began.elapsed().as_secs_f64(), all.wrong);
+    }
+    report.seconds = began.elapsed().as_secs_f64();
+    report.add(all);
+    let swaps = soak.service.device_group().nodes()[0].memory().swaps;
+    (report.loads, report.evictions) = (swaps.loads, swaps.evictions);
+    report.most_held_bytes = opened.device.memory_use().map_or(0, |used| used.most_weights.0);
+    report.most_registered = soak.roster.most_registered();
+    opened.trim()?;
+    report.rests.push(rest(opened, "after what was kept for later was given back"));
+    Ok(())
+}
+
+/// What is held now that nothing is in service: waits for memory to come back, since models are taken apart behind the last
+/// answer.
+fn rest(opened: &SwappingDevice, when: &str) -> Rest {
+    let used = || opened.device.memory_use().unwrap_or_default();
+    let since = Instant::now();
+    while used().weights > Bytes(0) && since.elapsed() < SETTLE {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // What was unmapped is released a moment later.
+    std::thread::sleep(Duration::from_millis(200));
+    Rest {
+        when: when.to_string(),
+        weights_bytes: used().weights.0,
+        system_bytes: used().system.map(|bytes| bytes.0),
+        process_bytes: environment::process_bytes(),
+        holdings: opened.holdings(),
+    }
+}
+
+/// How far an answer may be from that of the same model undisturbed, as a share of its size: requests that run together round
+/// differently. Another model's answer is far away.
+const ROUNDING: f64 = 0.05;
+
+fn is_close(got: &[Tensor], want: &[Tensor]) -> bool {
+    let numbers = |tensors: &[Tensor]| -> Vec<f32> {
+        tensors.iter().filter_map(Tensor::to_vec::<f32>).flatten().collect()
+    };
+    let (got, want) = (numbers(got), numbers(want));
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let pairs = got.iter().zip(&want);
+    let apart = norm(&mut pairs.map(|(got, want)| f64::from(*got) - f64::from(*want)));
+    let size = norm(&mut want.iter().map(|want| f64::from(*want)));
+    got.len() == want.len() && apart <= ROUNDING * size
+}
+
+impl Known {
+    /// What the model of this name, which is in service, answers.
+    async fn of(
+        service: &LocalNode,
+        name: &str,
+        plan: &model::LaunchPlan,
+        random: &mut Random,
+    ) -> Result<Known, Failure> {
+        let tensors = models::random_inputs(plan, random).map_err(Failure::failed)?;
+        let names = plan.inputs.iter().map(|id| plan.value(*id).name.as_str().into());
+        let inputs =
+            names.zip(tensors).map(|(name, tensor)| NamedTensor { name, tensor }).collect();
+        let mut known = Known { inputs, expected: Vec::new() };
+        known.expected = known.ask(service, name).await.map_err(Failure::failed)?;
+        Ok(known)
+    }
+
+    async fn ask(&self, service: &LocalNode, name: &str) -> Result<Vec<Tensor>, ApiError> {
+        let request = InferRequest {
+            id: String::new(),
+            options: InferOptions::default(),
+            inputs: Inputs::Named(self.inputs.clone()),
+            outputs: Vec::new(),
+        };
+        let model = ModelRef { name, version: None };
+        let response = service.infer(model, request, RequestContext::default()).await?;
+        Ok(response.outputs.into_iter().map(|output| output.tensor).collect())
+    }
+}
+
+async fn register(service: &LocalNode, name: &str) -> Result<(), ApiError> {
+    let request = RegisterRequest {
+        name: name.to_string(),
+        onnx: RawBytes::from_static(DIGITS_ONNX),
+        labels: Vec::new(),
+        preprocessing: None,
+        class: None,
+        slo_ms: None,
+    };
+    service.register(request).await.map(|_| ())
+}
+
+/// Does `order` within the limit, and says how long it took.
+async fn timed<T>(
+    order: impl Future<Output = Result<T, ApiError>>,
+) -> (Nanos, Result<T, ApiError>) {
+    let began = Instant::now();
+    let result = tokio::time::timeout(LIMIT, order).await.unwrap_or_else(|_| {
+        Err(ApiError::internal(format!("no answer in {} seconds", LIMIT.as_secs())))
+    });
+    (Nanos::from(began.elapsed()), result)
+}
+
+impl Soak {
+    /// So many operations from all clients, on top of loading every network; then everything is unloaded.
+    async fn round(self: Arc<Self>, seed: u64, operations: u64) -> Result<Tally, Failure> {
+        self.left.store(operations, Ordering::Release);
+        let mut all = Tally::default();
+        let mut random = Random::new(seed);
+        for _ in &self.networks {
+            self.load(&mut random, &mut all).await;
+        }
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|client| tokio::spawn(self.clone().client(seed ^ ((client + 1) << 32))))
+            .collect();
+        for client in clients {
+            all.merge(client.await.map_err(Failure::failed)?);
+        }
+        for model in self.roster.take_all() {
+            self.unload(&model, &mut all).await;
+        }
+        Ok(all)
+    }
+
+    async fn client(self: Arc<Self>, seed: u64) -> Tally {
+        let mut random = Random::new(seed);
+        let mut tally = Tally::default();
+        let take = |left: u64| left.checked_sub(1);
+        while self.left.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).is_ok() {
+            match random.below(100) {
+                0..85 => self.ask_loaded(&mut random, &mut tally).await,
+                85..94 => self.ask_absent(&mut random, &mut tally).await,
+                94..96 => self.load(&mut random, &mut tally).await,
+                96..98 => match self.roster.begin_unload(&mut random) {
+                    Some(model) => self.unload(&model, &mut tally).await,
+                    None => self.ask_loaded(&mut random, &mut tally).await,
+                },
+                _ => self.register(&mut random, &mut tally).await,
+            }
+        }
+        tally
+    }
+
+    fn known(&self, origin: Origin) -> &Known {
+        match origin {
+            Origin::Network(index) => &self.networks[index],
+            Origin::Registered => &self.digits,
+        }
+    }
+
+    /// A question for a model in service; somebody may unload it on the way.
+    async fn ask_loaded(&self, random: &mut Random, tally: &mut Tally) {
+        let began = Instant::now();
+        let model = loop {
+            if let Some(model) = self.roster.loaded(random) {
+                break model;
+            }
+            if began.elapsed() > LIMIT {
+                let none = ApiError::internal("no model came into service");
+                return tally.note("wait", Due::Done, began.elapsed().into(), Err(none));
+            }
+            tokio::time::sleep(WAIT).await;
+        };
+        let known = self.known(model.origin);
+        let (took, answer) = timed(known.ask(&self.service, &model.name)).await;
+        tally.wrong += u64::from(answer.as_ref().is_ok_and(|got| !is_close(got, &known.expected)));
+        tally.note("infer of a loaded model", Due::Done, took, answer.map(|_| ()));
+    }
+
+    /// A question that must be refused.
+    async fn ask_absent(&self, random: &mut Random, tally: &mut Tally) {
+        let (name, never) = self.roster.absent(random);
+        let (what, kind) = match never {
+            true => ("infer of a model that never was", ErrorKind::NotFound),
+            false => ("infer of an unloaded model", ErrorKind::Unavailable),
+        };
+        let (took, answer) = timed(self.digits.ask(&self.service, &name)).await;
+        tally.note(what, Due::Refused(kind), took, answer.map(|_| ()));
+    }
+
+    /// Loads a network that is not in service, or else one that is once more; returns when it is ready.
+    async fn load(&self, random: &mut Random, tally: &mut Tally) {
+        let Some((model, fresh)) = self.roster.begin_load(random) else {
+            // All of them are on their way.
+            return self.ask_loaded(random, tally).await;
+        };
+        let (took, result) = timed(self.service.load_model(&model.name)).await;
+        if fresh {
+            self.roster.finish(&model, result.is_ok());
+        }
+        tally.note("load", Due::Done, took, result.map(|_| ()));
+    }
+
+    /// Unloads a model and waits until its last request is answered and its memory is back.
+    async fn unload(&self, model: &Named, tally: &mut Tally) {
+        let (took, result) = timed(self.service.unload_model(&model.name)).await;
+        self.roster.finish(model, false);
+        tally.note("unload", Due::Done, took, result);
+    }
+
+    /// Registers a model under a new name, after another has made room where there are as many as may be.
+    async fn register(&self, random: &mut Random, tally: &mut Tally) {
+        let model = match self.roster.begin_register() {
+            Ok(model) => model,
+            Err(Some(oldest)) => return self.unload(&oldest, tally).await,
+            Err(None) => return self.ask_loaded(random, tally).await,
+        };
+        let (took, result) = timed(register(&self.service, &model.name)).await;
+        self.roster.finish(&model, result.is_ok());
+        tally.note("register", Due::Done, took, result);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        swap: SwapArgs,
+    }
+
+    #[test]
+    fn a_small_server_takes_every_kind_of_order_and_gives_all_memory_back() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["one", "other"] {
+            std::fs::write(folder.path().join(format!("{name}.onnx")), DIGITS_ONNX).unwrap();
+        }
+        let (models, json) = (folder.path(), folder.path().join("soak.json"));
+        let (models, json) = (models.to_str().unwrap(), json.to_str().unwrap());
+        let line = ["swap", "--models", models, "--network", "one,other", "--room", "1"];
+        let line = line.into_iter().chain(["--threads", "1", "--json", json]);
+        let args = Line::parse_from(line).swap;
+        let opened = SwappingDevice::open(&args).unwrap_or_else(|err| panic!("{}", err.message()));
+        run(&args, &opened, 1_000).unwrap_or_else(|err| panic!("{}", err.message()));
+        let report: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(json).unwrap()).unwrap();
+        let kinds = report["kinds"].as_object().unwrap();
+        let done = |what: &str| kinds[what]["done"].as_u64().unwrap();
+        let asked = |what: &str| kinds[what]["asked"].as_u64().unwrap();
+        assert!(done("infer of a loaded model") > 500, "{report:#}");
+        for what in ["load", "unload", "register"] {
+            assert!(done(what) > 0 && done(what) == asked(what), "{report:#}");
+        }
+        for what in ["infer of an unloaded model", "infer of a model that never was"] {
+            assert!(asked(what) > 0 && done(what) == 0, "{report:#}");
+        }
+        assert_eq!(report["rests"].as_array().unwrap().len(), 7, "{report:#}");
+    }
+}
