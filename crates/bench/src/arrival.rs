@@ -53,7 +53,7 @@ pub enum Arrival {
 
 /// Draws the times of one client.
 #[derive(Clone, Debug)]
-pub struct Clockwork {
+pub struct ArrivalTimes {
     arrival: Arrival,
     random: Random,
     sent: u64,
@@ -61,10 +61,10 @@ pub struct Clockwork {
     last: f64,
 }
 
-impl Clockwork {
+impl ArrivalTimes {
     /// Times that follow from the process and the seed alone.
-    pub fn new(arrival: Arrival, seed: u64) -> Clockwork {
-        Clockwork { arrival, random: Random::new(seed), sent: 0, last: 0.0 }
+    pub fn new(arrival: Arrival, seed: u64) -> ArrivalTimes {
+        ArrivalTimes { arrival, random: Random::new(seed), sent: 0, last: 0.0 }
     }
 
     /// Whether the next request waits for the answer to the last.
@@ -119,9 +119,9 @@ mod tests {
     use super::*;
 
     fn count(arrival: Arrival, seconds: u64) -> usize {
-        let mut clockwork = Clockwork::new(arrival, 3);
+        let mut arrivals = ArrivalTimes::new(arrival, 3);
         let end = Nanos::from_millis(seconds * 1_000);
-        std::iter::from_fn(|| clockwork.next(Nanos::ZERO)).take_while(|at| *at < end).count()
+        std::iter::from_fn(|| arrivals.next(Nanos::ZERO)).take_while(|at| *at < end).count()
     }
 
     #[test]

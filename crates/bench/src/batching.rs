@@ -32,7 +32,7 @@ pub fn simulate(
     arrivals: &[Nanos],
     objective: Nanos,
 ) -> BatchOutcome {
-    let mut bench = BatchBench {
+    let mut bench = BatchSimulation {
         workers: worker_batches.iter().map(|batch| Worker { batch: *batch, busy: false }).collect(),
         ends: vec![None; worker_batches.len()],
         waiting: VecDeque::new(),
@@ -63,7 +63,7 @@ pub fn simulate(
     bench.outcome
 }
 
-struct BatchBench {
+struct BatchSimulation {
     workers: Vec<Worker>,
     ends: Vec<Option<(Nanos, Vec<Waiting>)>>,
     waiting: VecDeque<Waiting>,
@@ -71,7 +71,7 @@ struct BatchBench {
     outcome: BatchOutcome,
 }
 
-impl BatchBench {
+impl BatchSimulation {
     fn finish_batches(&mut self, now: Nanos) {
         for (worker, slot) in self.ends.iter_mut().enumerate() {
             let Some((_, batch)) = slot.take_if(|(at, _)| *at <= now) else { continue };

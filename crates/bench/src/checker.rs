@@ -16,11 +16,11 @@ use crate::scenario::Scenario;
 const STARVED: Nanos = Nanos::from_millis(2_000);
 
 /// Requests that ended which are remembered, to tell one that ends twice from one that never came.
-const ENDED_KEPT: usize = 1 << 16;
+const ENDED_MAX: usize = 1 << 16;
 
 /// What the promises come to on this device, under this policy.
 #[derive(Clone, Debug)]
-pub struct Limits {
+pub struct CheckerLimits {
     /// Longest wait of real time for best effort; `None` where there is no promise.
     pub wait: Option<Nanos>,
     /// How long best effort may hold what real time needs; `None` where there is no promise.
@@ -41,7 +41,7 @@ pub struct Limits {
     pub needs: Vec<Vec<u32>>,
 }
 
-impl Limits {
+impl CheckerLimits {
     /// The promises of a scenario.
     pub fn new(
         scenario: &Scenario,
@@ -50,7 +50,7 @@ impl Limits {
         rt_streams: Range<usize>,
         streams: usize,
         watchdog: Nanos,
-    ) -> Limits {
+    ) -> CheckerLimits {
         let gpu = &set.gpu;
         let slow = scenario.faults.iter().map(|fault| match fault.kind {
             FaultKind::SlowKernel { factor } => factor,
@@ -86,7 +86,7 @@ impl Limits {
         let silence = if silent { watchdog } else { Nanos::ZERO };
         let split = rules.streams == Streams::Split && rules.best_effort;
         let promised = left.filter(|_| split && scenario.best_effort_share_percent == 0);
-        Limits {
+        CheckerLimits {
             wait: promised.map(|left| left + queues + silence + Nanos(gpu.launch_ns + 1_000)),
             grace: left.filter(|_| split && rules.co_run != CoRun::All),
             memory: gpu.memory_bytes,
@@ -102,7 +102,7 @@ impl Limits {
 }
 
 #[derive(Clone, Debug)]
-struct Seen {
+struct TrackedRequest {
     model: usize,
     class: Class,
     key: (u32, u64, u64),
@@ -116,8 +116,8 @@ struct Seen {
 /// The checkers and what they found.
 #[derive(Debug)]
 pub struct Checker {
-    limits: Limits,
-    open: BTreeMap<u64, Seen>,
+    limits: CheckerLimits,
+    open: BTreeMap<u64, TrackedRequest>,
     /// Those that ended last.
     ended: BTreeSet<u64>,
     loaded: Vec<bool>,
@@ -130,8 +130,8 @@ pub struct Checker {
 }
 
 impl Checker {
-    /// Nothing seen so far.
-    pub fn new(limits: Limits, models: usize, managed: bool) -> Checker {
+    /// Nothing tracked so far.
+    pub fn new(limits: CheckerLimits, models: usize, managed: bool) -> Checker {
         Checker {
             limits,
             open: BTreeMap::new(),
@@ -162,7 +162,7 @@ impl Checker {
     ) {
         let late = if self.limits.earliest_deadline_first { deadline.0 } else { 0 };
         let key = (priority, late, request.order());
-        let seen = Seen {
+        let tracked = TrackedRequest {
             model,
             class,
             key,
@@ -171,31 +171,34 @@ impl Checker {
             launched: false,
             clear_since: None,
         };
-        if self.open.insert(request.order(), seen).is_some() {
+        if self.open.insert(request.order(), tracked).is_some() {
             self.report(now, format!("request {} came twice", request.order()));
         }
     }
 
-    fn ready(&self, seen: &Seen) -> bool {
-        seen.class == Class::RealTime && seen.copied && !seen.launched && self.loaded[seen.model]
+    fn ready(&self, tracked: &TrackedRequest) -> bool {
+        tracked.class == Class::RealTime
+            && tracked.copied
+            && !tracked.launched
+            && self.loaded[tracked.model]
     }
 
     /// A request's inputs are on the device.
     pub fn input_ready(&mut self, now: Nanos, request: RequestId) {
-        if let Some(seen) = self.open.get_mut(&request.order()) {
-            seen.copied = true;
+        if let Some(tracked) = self.open.get_mut(&request.order()) {
+            tracked.copied = true;
         }
         self.mark_clear(now, request.order());
     }
 
     /// Notes from when on a real-time request has only best effort before it.
     fn mark_clear(&mut self, now: Nanos, order: u64) {
-        let Some(seen) = self.open.get(&order) else { return };
-        let alone = self.ready(seen)
+        let Some(tracked) = self.open.get(&order) else { return };
+        let alone = self.ready(tracked)
             && self.running_rt.is_none()
-            && self.open.iter().all(|(other, seen)| *other == order || !self.ready(seen));
-        if alone && let Some(seen) = self.open.get_mut(&order) {
-            seen.clear_since = Some(now);
+            && self.open.iter().all(|(other, tracked)| *other == order || !self.ready(tracked));
+        if alone && let Some(tracked) = self.open.get_mut(&order) {
+            tracked.clear_since = Some(now);
         }
     }
 
@@ -207,8 +210,8 @@ impl Checker {
     /// A model's weights are gone.
     pub fn evicted(&mut self, model: usize) {
         self.loaded[model] = false;
-        for seen in self.open.values_mut().filter(|seen| seen.model == model) {
-            seen.clear_since = None;
+        for tracked in self.open.values_mut().filter(|tracked| tracked.model == model) {
+            tracked.clear_since = None;
         }
     }
 
@@ -217,44 +220,47 @@ impl Checker {
         self.loaded.fill(!self.managed);
         self.running_rt = None;
         self.over_since = None;
-        for seen in self.open.values_mut() {
-            (seen.copied, seen.launched, seen.clear_since) = (false, false, None);
+        for tracked in self.open.values_mut() {
+            (tracked.copied, tracked.launched, tracked.clear_since) = (false, false, None);
         }
     }
 
     /// A request is handed to the device.
     pub fn launched(&mut self, now: Nanos, request: RequestId) {
         let order = request.order();
-        let Some(seen) = self.open.get(&order).cloned() else {
+        let Some(tracked) = self.open.get(&order).cloned() else {
             return self.report(now, format!("request {order} launched after its end"));
         };
-        if !self.loaded[seen.model] {
+        if !self.loaded[tracked.model] {
             self.report(now, format!("request {order} launched without its weights"));
         }
-        if seen.class == Class::RealTime {
+        if tracked.class == Class::RealTime {
             let first = self.open.values().filter(|other| self.ready(other)).map(|o| o.key).min();
-            if first.is_some_and(|first| first < seen.key) {
+            if first.is_some_and(|first| first < tracked.key) {
                 self.report(now, format!("real-time request {order} overtook {first:?}"));
             }
-            self.running_rt = Some((order, seen.model));
+            self.running_rt = Some((order, tracked.model));
             // Whoever still waits now waits for this one.
             let others = self.open.iter_mut().filter(|(other, _)| **other != order);
             others.for_each(|(_, other)| other.clear_since = None);
         } else if let Some(limit) = self.limits.starvation
-            && !seen.launched
-            && now > seen.asked + limit
+            && !tracked.launched
+            && now > tracked.asked + limit
         {
-            self.report(now, format!("best-effort request {order} starved since {}", seen.asked));
+            self.report(
+                now,
+                format!("best-effort request {order} starved since {}", tracked.asked),
+            );
         }
-        if let Some(seen) = self.open.get_mut(&order) {
-            seen.launched = true;
+        if let Some(tracked) = self.open.get_mut(&order) {
+            tracked.launched = true;
         }
     }
 
     /// The first block of a request runs.
     pub fn started(&mut self, now: Nanos, request: RequestId) {
-        let Some(seen) = self.open.get_mut(&request.order()) else { return };
-        let Some(since) = seen.clear_since.take() else { return };
+        let Some(tracked) = self.open.get_mut(&request.order()) else { return };
+        let Some(since) = tracked.clear_since.take() else { return };
         if let Some(limit) = self.limits.wait
             && now > since + limit
         {
@@ -272,7 +278,7 @@ impl Checker {
             self.report(now, format!("request {order} ended {twice}"));
         }
         self.ended.insert(order);
-        if self.ended.len() > ENDED_KEPT {
+        if self.ended.len() > ENDED_MAX {
             self.ended.pop_first();
         }
         if self.running_rt.is_some_and(|(running, _)| running == order) {

@@ -25,40 +25,40 @@ pub struct ClusterSession {
     pub feeds: Vec<(usize, f64)>,
 }
 
-/// A request for one session; several belong to one question of a client.
+/// A request for one session; several belong to one query of a client.
 #[derive(Clone, Copy, Debug)]
-struct Task {
-    question: u32,
+struct SessionRequest {
+    query: u32,
     /// Who sends it.
     frontend: usize,
 }
 
 /// What a client asked.
 #[derive(Clone, Copy, Debug)]
-struct Question {
+struct ClientQuery {
     at: Nanos,
     open: u32,
     failed: bool,
 }
 
 /// A session on a GPU.
-struct Slot {
+struct SessionQueue {
     session: usize,
     batch: usize,
     /// Requests that a turn begins with before the first one has to go.
     least: usize,
     /// It is to go once all that wait are answered.
-    leaving: bool,
+    draining: bool,
     waiting: VecDeque<Waiting>,
-    tasks: VecDeque<Task>,
+    tasks: VecDeque<SessionRequest>,
 }
 
 /// A GPU: its sessions take turns, a batch at a time.
 #[derive(Default)]
 struct Gpu {
-    slots: Vec<Slot>,
+    slots: Vec<SessionQueue>,
     next: usize,
-    running: Option<(usize, Vec<(Waiting, Task)>)>,
+    running: Option<(usize, Vec<(Waiting, SessionRequest)>)>,
     /// Counts runs, so that the end of one that a fault cut short means nothing.
     run: u64,
 }
@@ -89,7 +89,7 @@ struct Route {
 
 /// One of those a session's requests go to.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Target {
+pub struct RouteTarget {
     /// The GPU.
     pub gpu: usize,
     /// Its part; 0 for one that only helps out.
@@ -100,7 +100,7 @@ pub struct Target {
 
 /// Who asks: at a rate, for some sessions at once.
 #[derive(Clone, Debug)]
-pub struct Source {
+pub struct QuerySource {
     /// Questions a second.
     pub rate: f64,
     /// Sessions asked, with the number of requests for each.
@@ -111,7 +111,7 @@ pub struct Source {
 
 /// What came of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct SecondCounts {
     /// Questions asked.
     pub asked: u64,
     /// Questions not answered in time, or not at all.
@@ -123,19 +123,19 @@ pub struct ClusterSim {
     sessions: Vec<ClusterSession>,
     gpus: Vec<Gpu>,
     routes: Vec<Route>,
-    sources: Vec<Source>,
-    questions: Vec<Question>,
+    sources: Vec<QuerySource>,
+    queries: Vec<ClientQuery>,
     free: Vec<u32>,
     events: BinaryHeap<Reverse<(Nanos, u64, Event)>>,
     sequence: u64,
     random: Random,
     now: Nanos,
     lazy: bool,
-    /// Frontends that questions come to by turns; each sees only what it sent itself.
+    /// Frontends that queries come to by turns; each sees only what it sent itself.
     frontends: usize,
     asked: usize,
     /// By second.
-    tallies: Vec<Tally>,
+    seconds: Vec<SecondCounts>,
     /// Requests that came, by session.
     arrived: Vec<u64>,
 }
@@ -145,16 +145,16 @@ impl ClusterSim {
     pub fn new(
         sessions: Vec<ClusterSession>,
         gpus: usize,
-        sources: Vec<Source>,
+        sources: Vec<QuerySource>,
         seed: u64,
         lazy: bool,
     ) -> ClusterSim {
-        let mut fleet = ClusterSim {
+        let mut cluster = ClusterSim {
             gpus: (0..gpus).map(|_| Gpu::default()).collect(),
             routes: sessions.iter().map(|_| Route::default()).collect(),
             arrived: vec![0; sessions.len()],
             sessions,
-            questions: Vec::new(),
+            queries: Vec::new(),
             free: Vec::new(),
             events: BinaryHeap::new(),
             sequence: 0,
@@ -163,16 +163,16 @@ impl ClusterSim {
             lazy,
             frontends: 1,
             asked: 0,
-            tallies: Vec::new(),
+            seconds: Vec::new(),
             sources,
         };
-        for source in 0..fleet.sources.len() {
+        for source in 0..cluster.sources.len() {
             // Equal gaps begin anywhere, or all sources would ask at once.
-            let gap = 1e9 / fleet.sources[source].rate.max(1e-9);
-            let first = Nanos((fleet.random.unit_f64() * gap) as u64);
-            fleet.schedule(first, Event::Arrive { source });
+            let gap = 1e9 / cluster.sources[source].rate.max(1e-9);
+            let first = Nanos((cluster.random.unit_f64() * gap) as u64);
+            cluster.schedule(first, Event::Arrive { source });
         }
-        fleet
+        cluster
     }
 
     /// Several frontends instead of one; before routes are given.
@@ -185,9 +185,9 @@ impl ClusterSim {
         &self.arrived
     }
 
-    /// What came of questions, by the second they were asked in.
-    pub fn tallies(&self) -> &[Tally] {
-        &self.tallies
+    /// What came of queries, by the second they were asked in.
+    pub fn seconds(&self) -> &[SecondCounts] {
+        &self.seconds
     }
 
     /// Changes how often a source asks.
@@ -221,13 +221,13 @@ impl ClusterSim {
             }
             match old.iter().position(|slot| slot.session == session) {
                 Some(index) => {
-                    slots.push(Slot { batch, leaving: false, ..old.swap_remove(index) });
+                    slots.push(SessionQueue { batch, draining: false, ..old.swap_remove(index) });
                 }
-                None => slots.push(Slot {
+                None => slots.push(SessionQueue {
                     session,
                     batch,
                     least: 0,
-                    leaving: false,
+                    draining: false,
                     waiting: VecDeque::new(),
                     tasks: VecDeque::new(),
                 }),
@@ -235,7 +235,7 @@ impl ClusterSim {
         }
         // A backend answers what it has before it lets a model go; new requests go elsewhere.
         old.retain(|slot| !slot.waiting.is_empty());
-        slots.extend(old.into_iter().map(|slot| Slot { leaving: true, least: 0, ..slot }));
+        slots.extend(old.into_iter().map(|slot| SessionQueue { draining: true, least: 0, ..slot }));
         let gpu = &mut self.gpus[gpu];
         gpu.slots = slots;
         gpu.next = 0;
@@ -253,7 +253,7 @@ impl ClusterSim {
             let session = slot.session;
             slot.waiting.into_iter().zip(slot.tasks).map(move |(w, t)| (session, w, t))
         });
-        let all: Vec<(usize, Waiting, Task)> = running.chain(waiting).collect();
+        let all: Vec<(usize, Waiting, SessionRequest)> = running.chain(waiting).collect();
         for route in &mut self.routes {
             if let Some(&place) = route.place.get(&gpu) {
                 route.candidates.iter_mut().for_each(|candidates| candidates[place].down = true);
@@ -261,13 +261,13 @@ impl ClusterSim {
         }
         // The frontend sees the connection break and tries one more backend.
         for (session, waiting, task) in all {
-            self.settle_out(session, gpu, task, false);
+            self.record_exit(session, gpu, task, false);
             self.send(session, task, waiting.deadline);
         }
     }
 
     /// Where requests of a session go.
-    pub fn route(&mut self, session: usize, targets: &[Target]) {
+    pub fn route(&mut self, session: usize, targets: &[RouteTarget]) {
         let old = std::mem::take(&mut self.routes[session]);
         let mut route = Route {
             gpus: targets.iter().map(|target| target.gpu).collect(),
@@ -275,7 +275,7 @@ impl ClusterSim {
             candidates: Vec::with_capacity(self.frontends),
         };
         for frontend in 0..self.frontends {
-            let candidate = |target: &Target| {
+            let candidate = |target: &RouteTarget| {
                 let place = old.place.get(&target.gpu);
                 let before = place.map(|&place| old.candidates[frontend][place]);
                 let slots = &self.gpus[target.gpu].slots;
@@ -329,16 +329,16 @@ impl ClusterSim {
     }
 
     fn arrive(&mut self, source: usize) {
-        let Source { rate, poisson, .. } = self.sources[source];
+        let QuerySource { rate, poisson, .. } = self.sources[source];
         let gap = 1e9 / rate.max(1e-9);
         let gap = if poisson { self.random.exponential(gap) } else { gap };
         let next = self.now + Nanos((gap as u64).max(1));
         self.schedule(next, Event::Arrive { source });
         let asks = self.sources[source].asks.clone();
         let open: u32 = asks.iter().map(|(_, count)| *count).sum();
-        let question = self.ask(open);
+        let query = self.ask(open);
         self.asked += 1;
-        let task = Task { question, frontend: self.asked % self.frontends };
+        let task = SessionRequest { query, frontend: self.asked % self.frontends };
         for (session, count) in asks {
             for _ in 0..count {
                 self.arrived[session] += 1;
@@ -350,37 +350,37 @@ impl ClusterSim {
 
     fn ask(&mut self, open: u32) -> u32 {
         let second = (self.now.0 / 1_000_000_000) as usize;
-        if self.tallies.len() <= second {
-            self.tallies.resize(second + 1, Tally::default());
+        if self.seconds.len() <= second {
+            self.seconds.resize(second + 1, SecondCounts::default());
         }
-        self.tallies[second].asked += 1;
-        let question = Question { at: self.now, open, failed: false };
+        self.seconds[second].asked += 1;
+        let query = ClientQuery { at: self.now, open, failed: false };
         match self.free.pop() {
             Some(index) => {
-                self.questions[index as usize] = question;
+                self.queries[index as usize] = query;
                 index
             }
             None => {
-                self.questions.push(question);
-                (self.questions.len() - 1) as u32
+                self.queries.push(query);
+                (self.queries.len() - 1) as u32
             }
         }
     }
 
-    /// One request of a question is over.
-    fn close(&mut self, task: Task, good: bool) {
-        let question = &mut self.questions[task.question as usize];
-        question.open -= 1;
-        if !good && !question.failed {
-            question.failed = true;
-            self.tallies[(question.at.0 / 1_000_000_000) as usize].bad += 1;
+    /// One request of a query is over.
+    fn close(&mut self, task: SessionRequest, good: bool) {
+        let query = &mut self.queries[task.query as usize];
+        query.open -= 1;
+        if !good && !query.failed {
+            query.failed = true;
+            self.seconds[(query.at.0 / 1_000_000_000) as usize].bad += 1;
         }
-        if question.open == 0 {
-            self.free.push(task.question);
+        if query.open == 0 {
+            self.free.push(task.query);
         }
     }
 
-    fn send(&mut self, session: usize, task: Task, deadline: Nanos) {
+    fn send(&mut self, session: usize, task: SessionRequest, deadline: Nanos) {
         let route = &mut self.routes[session];
         let busy = |index: usize| self.gpus[route.gpus[index]].requests();
         let candidates = route.candidates.get_mut(task.frontend).map_or(&mut [][..], |list| list);
@@ -399,7 +399,7 @@ impl ClusterSim {
     }
 
     /// A request has left a GPU: answered, or given up before its turn.
-    fn settle_out(&mut self, session: usize, gpu: usize, task: Task, given_up: bool) {
+    fn record_exit(&mut self, session: usize, gpu: usize, task: SessionRequest, given_up: bool) {
         let route = &mut self.routes[session];
         let Some(&place) = route.place.get(&gpu) else { return };
         let candidate = &mut route.candidates[task.frontend][place];
@@ -453,17 +453,23 @@ impl ClusterSim {
         let slot = &mut self.gpus[gpu].slots[index];
         let session = slot.session;
         let waiting: Vec<Waiting> = slot.waiting.drain(..count).collect();
-        let dropped: Vec<Task> = slot.tasks.drain(..count).collect();
+        let dropped: Vec<SessionRequest> = slot.tasks.drain(..count).collect();
         for (waiting, task) in waiting.into_iter().zip(dropped) {
-            self.settle_out(session, gpu, task, true);
-            if !self.second_chance(session, gpu, task, waiting) {
+            self.record_exit(session, gpu, task, true);
+            if !self.retry_elsewhere(session, gpu, task, waiting) {
                 self.close(task, false);
             }
         }
     }
 
     /// Sends what a GPU gave up in time to one without anything to do, as a frontend does; whether there is one.
-    fn second_chance(&mut self, session: usize, from: usize, task: Task, waiting: Waiting) -> bool {
+    fn retry_elsewhere(
+        &mut self,
+        session: usize,
+        from: usize,
+        task: SessionRequest,
+        waiting: Waiting,
+    ) -> bool {
         let least = self.sessions[session].profile.latency(1);
         if self.lazy || self.now + least > waiting.deadline {
             return false;
@@ -506,26 +512,26 @@ impl ClusterSim {
         }
         let Some((session, batch)) = self.gpus[gpu].running.take() else { return };
         for (waiting, task) in batch {
-            self.settle_out(session, gpu, task, false);
+            self.record_exit(session, gpu, task, false);
             let good = self.now <= waiting.deadline;
             if good {
                 self.feed(session, task, waiting.deadline);
             }
             self.close(task, good);
         }
-        self.gpus[gpu].slots.retain(|slot| !slot.leaving || !slot.waiting.is_empty());
+        self.gpus[gpu].slots.retain(|slot| !slot.draining || !slot.waiting.is_empty());
         self.start(gpu);
     }
 
     /// Sends what an answer yields to the sessions it feeds; their budgets begin where this one's ends, so what was
     /// saved here is theirs.
-    fn feed(&mut self, session: usize, task: Task, deadline: Nanos) {
+    fn feed(&mut self, session: usize, task: SessionRequest, deadline: Nanos) {
         for index in 0..self.sessions[session].feeds.len() {
             let (next, mean) = self.sessions[session].feeds[index];
             let whole = mean.floor();
             let extra = u32::from(self.random.unit_f64() < mean - whole);
             for _ in 0..whole as u32 + extra {
-                self.questions[task.question as usize].open += 1;
+                self.queries[task.query as usize].open += 1;
                 self.arrived[next] += 1;
                 let budget = self.sessions[next].budget;
                 self.send(next, task, deadline + budget);
@@ -545,23 +551,23 @@ fn sent(candidate: &mut Candidate, now: Nanos) {
 mod tests {
     use super::*;
 
-    fn fleet(rate: f64, lazy: bool) -> ClusterSim {
+    fn cluster(rate: f64, lazy: bool) -> ClusterSim {
         let session = ClusterSession {
             profile: BatchProfile::linear(Nanos::from_millis(1), Nanos::from_millis(10), 32),
             budget: Nanos::from_millis(100),
             feeds: Vec::new(),
         };
-        let source = Source { rate, asks: vec![(0, 1)], poisson: true };
-        let mut fleet = ClusterSim::new(vec![session], 2, vec![source], 1, lazy);
-        fleet.hold(0, &[(0, 32)]);
-        fleet.hold(1, &[(0, 32)]);
-        let target = |gpu| Target { gpu, weight: 1.0, least: 0 };
-        fleet.route(0, &[target(0), target(1)]);
-        fleet
+        let source = QuerySource { rate, asks: vec![(0, 1)], poisson: true };
+        let mut cluster = ClusterSim::new(vec![session], 2, vec![source], 1, lazy);
+        cluster.hold(0, &[(0, 32)]);
+        cluster.hold(1, &[(0, 32)]);
+        let target = |gpu| RouteTarget { gpu, weight: 1.0, least: 0 };
+        cluster.route(0, &[target(0), target(1)]);
+        cluster
     }
 
-    fn bad(fleet: &ClusterSim) -> f64 {
-        let sum = fleet.tallies().iter().fold((0, 0), |(a, b), t| (a + t.asked, b + t.bad));
+    fn bad(cluster: &ClusterSim) -> f64 {
+        let sum = cluster.seconds().iter().fold((0, 0), |(a, b), t| (a + t.asked, b + t.bad));
         sum.1 as f64 / sum.0 as f64
     }
 
@@ -569,28 +575,28 @@ mod tests {
     fn a_light_load_is_answered_and_a_heavy_one_is_not() {
         // Two GPUs do at most 2 x 32 / 42 ms = 1523 requests a second.
         for (rate, good) in [(900.0, true), (3000.0, false)] {
-            let mut fleet = fleet(rate, false);
-            fleet.run_until(Nanos::from_millis(10_000));
-            assert_eq!(bad(&fleet) < 0.001, good, "{rate}: {}", bad(&fleet));
+            let mut cluster = cluster(rate, false);
+            cluster.run_until(Nanos::from_millis(10_000));
+            assert_eq!(bad(&cluster) < 0.001, good, "{rate}: {}", bad(&cluster));
         }
     }
 
     #[test]
     fn a_lost_gpu_loses_no_request_that_another_has_time_for() {
-        let mut fleet = fleet(300.0, false);
-        fleet.run_until(Nanos::from_millis(2000));
-        fleet.lose(0);
-        fleet.run_until(Nanos::from_millis(6000));
-        assert!(bad(&fleet) < 0.002, "{}", bad(&fleet));
+        let mut cluster = cluster(300.0, false);
+        cluster.run_until(Nanos::from_millis(2000));
+        cluster.lose(0);
+        cluster.run_until(Nanos::from_millis(6000));
+        assert!(bad(&cluster) < 0.002, "{}", bad(&cluster));
     }
 
     #[test]
     fn every_question_ends_once() {
-        let mut fleet = fleet(2000.0, true);
-        fleet.run_until(Nanos::from_millis(3000));
-        fleet.set_rate(0, 1e-6);
-        fleet.run_until(Nanos::from_millis(10_000));
-        assert_eq!(fleet.free.len(), fleet.questions.len());
-        assert!(fleet.tallies().iter().all(|tally| tally.bad <= tally.asked));
+        let mut cluster = cluster(2000.0, true);
+        cluster.run_until(Nanos::from_millis(3000));
+        cluster.set_rate(0, 1e-6);
+        cluster.run_until(Nanos::from_millis(10_000));
+        assert_eq!(cluster.free.len(), cluster.queries.len());
+        assert!(cluster.seconds().iter().all(|counts| counts.bad <= counts.asked));
     }
 }

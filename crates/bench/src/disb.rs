@@ -7,7 +7,7 @@ use model::config::Class;
 use serde::Deserialize;
 
 use crate::arrival::Arrival;
-use crate::report::Report;
+use crate::report::SimulationReport;
 use crate::scenario::{Client, Scenario, ScenarioError};
 use crate::simulation::{self, SimulationOptions};
 
@@ -260,14 +260,14 @@ pub fn compare(
     workload: &str,
     scenario: &Scenario,
     policies: &[String],
-) -> Result<Vec<Report>, ScenarioError> {
+) -> Result<Vec<SimulationReport>, ScenarioError> {
     let options = SimulationOptions::default();
     let alone = simulation::run(&scenario.real_time_alone(), options)?;
     let run = |policy: &String| {
         let mut scenario = scenario.clone();
         scenario.policy.clone_from(policy);
         let outcome = simulation::run(&scenario, options)?;
-        Ok(Report::new(workload, policy, &outcome, &alone))
+        Ok(SimulationReport::new(workload, policy, &outcome, &alone))
     };
     policies.iter().map(run).collect()
 }

@@ -17,7 +17,7 @@ use runtime::{Node, NodeOptions};
 
 use self::generator::{Generator, Phase};
 use self::report::idle_pct;
-pub use self::report::{Contender, LoadReport, Network, PhaseResult, charts, table};
+pub use self::report::{LoadReport, NetworkReport, PhaseResult, PolicyResult, charts, table};
 use crate::live::LiveError;
 
 /// How long requests may take to end after a phase.
@@ -55,7 +55,7 @@ pub struct LoadOptions {
 
 /// A policy to compare.
 #[derive(Clone, Debug)]
-pub struct Setting {
+pub struct BatchingSetting {
     /// Its name in reports.
     pub name: String,
     /// Its settings.
@@ -63,9 +63,9 @@ pub struct Setting {
 }
 
 /// Policies by the names users give: `window` is one with each of several waits, as it has to be tuned.
-pub fn settings(name: &str, waits_us: &[u64]) -> Option<Vec<Setting>> {
+pub fn settings(name: &str, waits_us: &[u64]) -> Option<Vec<BatchingSetting>> {
     let of = |policy| Batching { policy, ..Batching::default() };
-    let one = |batching| vec![Setting { name: name.to_string(), batching }];
+    let one = |batching| vec![BatchingSetting { name: name.to_string(), batching }];
     Some(match name {
         "auto" => one(of(BatchingPolicy::Auto)),
         "elastic" => one(of(BatchingPolicy::Elastic)),
@@ -73,7 +73,7 @@ pub fn settings(name: &str, waits_us: &[u64]) -> Option<Vec<Setting>> {
         "none" => one(of(BatchingPolicy::None)),
         "auto_late" => one(Batching { copy: CopyTime::Late, ..of(BatchingPolicy::Auto) }),
         "window" => {
-            let window = |wait: &u64| Setting {
+            let window = |wait: &u64| BatchingSetting {
                 name: format!("window {wait} us"),
                 batching: Batching {
                     max_wait_us: *wait,
@@ -91,7 +91,7 @@ pub fn settings(name: &str, waits_us: &[u64]) -> Option<Vec<Setting>> {
 pub const NAMES: [&str; 6] = ["window", "elastic", "adaptive", "auto", "auto_late", "none"];
 
 /// Tells when runs began and ended on the device, in microseconds.
-pub struct Timeline {
+pub struct DeviceTimeline {
     /// From now on.
     pub begin: Box<dyn Fn() -> bool>,
     /// Until now.
@@ -102,22 +102,30 @@ pub struct Timeline {
 pub struct Load {
     device: Arc<dyn Device>,
     options: LoadOptions,
-    timeline: Option<Timeline>,
+    timeline: Option<DeviceTimeline>,
 }
 
 /// A node with one model.
-struct Stage<'a> {
+struct TestNode<'a> {
     node: Node,
     generator: Generator<'a>,
 }
 
 impl Load {
     /// On `device`, whose `timeline` tells how long it is idle between batches.
-    pub fn new(device: Arc<dyn Device>, options: LoadOptions, timeline: Option<Timeline>) -> Load {
+    pub fn new(
+        device: Arc<dyn Device>,
+        options: LoadOptions,
+        timeline: Option<DeviceTimeline>,
+    ) -> Load {
         Load { device, options, timeline }
     }
 
-    fn stage<'a>(&self, model: &'a LoadModel, batching: &Batching) -> Result<Stage<'a>, LiveError> {
+    fn stage<'a>(
+        &self,
+        model: &'a LoadModel,
+        batching: &Batching,
+    ) -> Result<TestNode<'a>, LiveError> {
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
         let options = NodeOptions { real_time_lanes: self.options.lanes, ..NodeOptions::default() };
         let node = Node::start(self.device.clone(), options, clock.clone())?;
@@ -129,16 +137,16 @@ impl Load {
         };
         let key = node.add_model(model.program.clone(), &config);
         let generator = Generator::new(&node, key, model, clock)?;
-        Ok(Stage { node, generator })
+        Ok(TestNode { node, generator })
     }
 
     /// All policies on one model, the report's comparisons included.
     pub fn run(
         &self,
         model: &LoadModel,
-        settings: &[Setting],
-        mut told: impl FnMut(&Contender),
-    ) -> Result<Network, LiveError> {
+        settings: &[BatchingSetting],
+        mut report: impl FnMut(&PolicyResult),
+    ) -> Result<NetworkReport, LiveError> {
         let failed = |why| LiveError::Broken { model: model.name.clone(), why };
         // What every policy needs is made before any of them is timed.
         let sizes = [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32];
@@ -149,7 +157,7 @@ impl Load {
         let capacity_rps = stage.generator.capacity(&stage.node, self.options.seconds)?;
         drop(stage);
         let slo_ms = self.options.slo_ms.unwrap_or(full.0 as f64 / 1e6 * 3.0);
-        let mut network = Network {
+        let mut network = NetworkReport {
             model: model.name.clone(),
             alone_us: alone.0 as f64 / 1e3,
             batch_32_us: full.0 as f64 / 1e3,
@@ -157,23 +165,23 @@ impl Load {
             capacity_rps: capacity_rps.round(),
             low_rps: (capacity_rps * self.options.shares.0).round(),
             high_rps: (capacity_rps * self.options.shares.1).round(),
-            ..Network::default()
+            ..NetworkReport::default()
         };
         for setting in settings {
-            let contender = self.contender(model, setting, &network)?;
-            told(&contender);
-            network.contenders.push(contender);
+            let result = self.result(model, setting, &network)?;
+            report(&result);
+            network.results.push(result);
         }
         network.compare();
         Ok(network)
     }
 
-    fn contender(
+    fn result(
         &self,
         model: &LoadModel,
-        setting: &Setting,
-        network: &Network,
-    ) -> Result<Contender, LiveError> {
+        setting: &BatchingSetting,
+        network: &NetworkReport,
+    ) -> Result<PolicyResult, LiveError> {
         let stage = self.stage(model, &setting.batching)?;
         let mut seed = self.options.seed;
         let mut phase = |rate: f64, seconds: f64| {
@@ -204,7 +212,7 @@ impl Load {
             }
             next = (good + bad) / 2.0;
         }
-        Ok(Contender {
+        Ok(PolicyResult {
             idle_pct: idle_pct(runs.clone()),
             timeline_us: runs.iter().skip(runs.len() / 2).take(48).copied().collect(),
             policy: setting.name.clone(),
@@ -212,12 +220,12 @@ impl Load {
             high,
             best_rps: good,
             best,
-            ..Contender::default()
+            ..PolicyResult::default()
         })
     }
 }
 
-impl Stage<'_> {
+impl TestNode<'_> {
     fn phase(&self, policy: &str, phase: Phase) -> Result<PhaseResult, LiveError> {
         let result = self.generator.run(&self.node, phase);
         let until = self.node.clock().now() + Nanos::from(DRAIN);

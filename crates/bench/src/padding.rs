@@ -12,8 +12,8 @@ use device::sim::KernelProfile;
 use runtime::policy::padding::{Candidate, Host, PaddingRules, Room, Slowdowns, select};
 
 pub use report::{
-    FusedFacts, KernelFacts, PaddingReport, PairReport, Ratios, Spread, Summary, WayReport,
-    summaries, table,
+    FusedKernelReport, FusionReport, MethodReport, MethodSummary, PaddingReport, PairReport,
+    SlowdownRatios, TimingSummary, summaries, table,
 };
 
 /// One launch of a network's step, as it was measured.
@@ -33,7 +33,7 @@ pub struct MeasuredStep {
 
 /// Tiles of a best-effort step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Slice {
+pub struct TileRange {
     /// The step.
     pub step: usize,
     /// The first of them.
@@ -44,22 +44,22 @@ pub struct Slice {
 
 /// How much is prepared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RoundLimits {
+pub struct FusedRoundLimits {
     /// Multiprocessors of the GPU.
     pub multiprocessors: u32,
     /// Replays of the real-time network before best effort begins anew.
-    pub replays_most: usize,
+    pub replays_max: usize,
     /// Kernels made of two; steps that would need another are launched alone.
-    pub kernels_most: usize,
+    pub kernels_max: usize,
 }
 
 /// Replays of the real-time network with best effort going on from each to the next.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Round {
+pub struct FusedRound {
     /// For every replay and each step of it, what is launched with it.
-    pub replays: Vec<Vec<Option<Slice>>>,
+    pub replays: Vec<Vec<Option<TileRange>>>,
     /// The first tile that is missing behind the last replay, unless a run has just ended.
-    pub unfinished: Option<Slice>,
+    pub unfinished: Option<TileRange>,
     /// Best effort of each replay in runs of the network, steps weighted by their time alone.
     pub progress: Vec<f64>,
     /// Kernels that are made of two: real time's and best effort's.
@@ -83,19 +83,19 @@ const START: Position = Position { step: 0, tile: 0 };
 pub fn round(
     real_time: &[MeasuredStep],
     best_effort: &[MeasuredStep],
-    limits: RoundLimits,
-) -> Round {
+    limits: FusedRoundLimits,
+) -> FusedRound {
     let mut padder = Padder {
         hosts: real_time.iter().map(|step| profile(step, step.tiles, limits)).collect(),
         real_time,
         best_effort,
         limits,
         at: START,
-        round: Round::default(),
+        round: FusedRound::default(),
     };
     loop {
         let before = padder.at;
-        let replay: Vec<Option<Slice>> =
+        let replay: Vec<Option<TileRange>> =
             (0..real_time.len()).map(|step| padder.pad(step)).collect();
         let stuck = replay.iter().all(Option::is_none);
         if !stuck || padder.round.replays.is_empty() {
@@ -103,7 +103,7 @@ pub fn round(
             padder.round.replays.push(replay);
         }
         debug_assert!(!stuck || before == padder.at, "nothing was chosen");
-        let enough = padder.round.replays.len() >= limits.replays_most.max(1);
+        let enough = padder.round.replays.len() >= limits.replays_max.max(1);
         if stuck || enough || padder.at == START {
             return padder.end();
         }
@@ -114,14 +114,14 @@ struct Padder<'a> {
     real_time: &'a [MeasuredStep],
     hosts: Vec<KernelProfile>,
     best_effort: &'a [MeasuredStep],
-    limits: RoundLimits,
+    limits: FusedRoundLimits,
     at: Position,
-    round: Round,
+    round: FusedRound,
 }
 
 impl Padder<'_> {
     /// What goes with step `step` of real time.
-    fn pad(&mut self, step: usize) -> Option<Slice> {
+    fn pad(&mut self, step: usize) -> Option<TileRange> {
         let host = &self.real_time[step];
         let guest = self.best_effort.get(self.at.step)?;
         // Blocks of a cluster are launched together, and so would best effort's be.
@@ -134,13 +134,13 @@ impl Padder<'_> {
             return None;
         }
         let kernels = (host.kernel, guest.kernel);
-        let room = self.round.kernels.len() < self.limits.kernels_most;
+        let room = self.round.kernels.len() < self.limits.kernels_max;
         if !room && !self.round.kernels.contains(&kernels) {
             self.round.kernels_refused += 1;
             return None;
         }
         self.round.kernels.insert(kernels);
-        let slice = Slice { step: self.at.step, first_tile: self.at.tile, tiles };
+        let slice = TileRange { step: self.at.step, first_tile: self.at.tile, tiles };
         self.at.tile += tiles;
         if self.at.tile == guest.tiles {
             let next = self.at.step + 1;
@@ -162,18 +162,18 @@ impl Padder<'_> {
         grants.first().map_or(0, |grant| grant.blocks)
     }
 
-    fn end(mut self) -> Round {
+    fn end(mut self) -> FusedRound {
         if self.at != START {
             let Position { step, tile } = self.at;
             let tiles = self.best_effort[step].tiles - tile;
-            self.round.unfinished = Some(Slice { step, first_tile: tile, tiles });
+            self.round.unfinished = Some(TileRange { step, first_tile: tile, tiles });
         }
         self.round
     }
 }
 
 /// `left` tiles of `step` as the policy sees them. A step's time is that of as many blocks in a row as a multiprocessor has to do.
-fn profile(step: &MeasuredStep, left: u32, limits: RoundLimits) -> KernelProfile {
+fn profile(step: &MeasuredStep, left: u32, limits: FusedRoundLimits) -> KernelProfile {
     let occupancy = step.blocks_per_multiprocessor.max(1);
     let at_once = limits.multiprocessors.max(1).saturating_mul(occupancy);
     let waves = step.tiles.div_ceil(at_once).max(1);
@@ -187,9 +187,9 @@ fn profile(step: &MeasuredStep, left: u32, limits: RoundLimits) -> KernelProfile
 }
 
 /// How much of a run of `best_effort` the slices are.
-fn progress(slices: &[Option<Slice>], best_effort: &[MeasuredStep]) -> f64 {
+fn progress(slices: &[Option<TileRange>], best_effort: &[MeasuredStep]) -> f64 {
     let whole: f64 = best_effort.iter().map(|step| step.us).sum();
-    let of = |slice: &Slice| {
+    let of = |slice: &TileRange| {
         let step = &best_effort[slice.step];
         step.us * f64::from(slice.tiles) / f64::from(step.tiles.max(1))
     };

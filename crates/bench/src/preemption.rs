@@ -10,7 +10,7 @@ use crate::simulation::{Simulation, SimulationOptions};
 
 /// A measured point. Latencies are mean microseconds from the word to leave to the first real-time block.
 #[derive(Clone, Debug, Serialize)]
-pub struct Point {
+pub struct PreemptionLatency {
     /// What was preempted.
     pub preempted: String,
     /// Atoll's epoch.
@@ -24,13 +24,13 @@ pub struct Point {
 }
 
 /// One best-effort task of each model, preempted at random times (figure 12 b).
-pub fn by_model() -> Result<Vec<Point>, ScenarioError> {
+pub fn by_model() -> Result<Vec<PreemptionLatency>, ScenarioError> {
     let set = builtin::mi50();
     set.models.iter().map(|model| point(&set, &model.name.clone(), model.clone())).collect()
 }
 
 /// Best effort of equal kernels: their number at 100 us each, and their length at 100 of them (figure 13).
-pub fn by_shape() -> Result<Vec<Point>, ScenarioError> {
+pub fn by_shape() -> Result<Vec<PreemptionLatency>, ScenarioError> {
     let set = builtin::mi50();
     let counts = [25, 50, 100, 200, 400].map(|count| (count, 100));
     let lengths = [25, 50, 200, 400].map(|length| (100, length));
@@ -55,7 +55,11 @@ pub fn by_shape() -> Result<Vec<Point>, ScenarioError> {
         .collect()
 }
 
-fn point(set: &ProfileSet, name: &str, best_effort: ModelProfile) -> Result<Point, ScenarioError> {
+fn point(
+    set: &ProfileSet,
+    name: &str,
+    best_effort: ModelProfile,
+) -> Result<PreemptionLatency, ScenarioError> {
     let mut real_time = set.models[2].clone();
     real_time.name = "rt".to_string();
     let be_name = best_effort.name.clone();
@@ -87,7 +91,7 @@ fn point(set: &ProfileSet, name: &str, best_effort: ModelProfile) -> Result<Poin
             Simulation::with_profiles(&scenario, set, SimulationOptions::default())?.finish();
         Ok((outcome.preempt_latency.mean().0 as f64 / 100.0).round() / 10.0)
     };
-    Ok(Point {
+    Ok(PreemptionLatency {
         preempted: name.to_string(),
         atoll_us: measure(&set, "atoll")?,
         reef_us: measure(&set, "reef")?,

@@ -8,7 +8,7 @@ use crate::simulation::Outcome;
 
 /// What a policy came to on a workload. Latencies are microseconds.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct SimulationReport {
     /// The workload.
     pub workload: String,
     /// The execution policy.
@@ -39,9 +39,14 @@ pub struct Report {
     pub dropped: u64,
 }
 
-impl Report {
+impl SimulationReport {
     /// The report of `outcome` beside a run of real time alone.
-    pub fn new(workload: &str, policy: &str, outcome: &Outcome, alone: &Outcome) -> Report {
+    pub fn new(
+        workload: &str,
+        policy: &str,
+        outcome: &Outcome,
+        alone: &Outcome,
+    ) -> SimulationReport {
         let mean =
             |outcome: &Outcome| outcome.rt_latency_sum as f64 / outcome.rt_done.max(1) as f64 / 1e3;
         let us = |quantile: base::Nanos| quantile.0 as f64 / 1e3;
@@ -52,7 +57,7 @@ impl Report {
         let (used, redone) = outcome.be_work;
         let (rt_mean_us, rt_alone_mean_us) = (mean(outcome), mean(alone));
         let increase = (rt_mean_us / rt_alone_mean_us.max(1e-9) - 1.0) * 100.0;
-        Report {
+        SimulationReport {
             workload: workload.to_string(),
             policy: policy.to_string(),
             rt_alone_mean_us: round(rt_alone_mean_us),
@@ -79,7 +84,7 @@ fn round(value: f64) -> f64 {
 }
 
 /// The reports as a table.
-pub fn table(reports: &[Report]) -> String {
+pub fn table(reports: &[SimulationReport]) -> String {
     let mut text = format!(
         "{:<14} {:<18}{:>10}{:>10}{:>10}{:>9}{:>10}{:>9}{:>9}{:>9}{:>9}{:>8}{:>8}\n",
         "workload",

@@ -11,7 +11,7 @@ use runtime::core::{Action, Core, End, Event, ModelId, RequestId};
 use runtime::policy::{CoRun, Policy, PreemptionPoint, Progress, Rules};
 use std::sync::Arc;
 
-use crate::arrival::Clockwork;
+use crate::arrival::ArrivalTimes;
 use crate::checker::Checker;
 use crate::scenario::{Scenario, ScenarioError};
 
@@ -46,7 +46,7 @@ pub enum PlantedBug {
 
 /// One request under way.
 #[derive(Clone, Debug)]
-struct Live {
+struct LiveRequest {
     id: RequestId,
     client: usize,
     model: usize,
@@ -58,7 +58,7 @@ struct Live {
 
 #[derive(Clone, Debug)]
 struct ClientState {
-    clockwork: Clockwork,
+    arrivals: ArrivalTimes,
     next: Option<Nanos>,
     outstanding: usize,
     skipped: u64,
@@ -109,7 +109,7 @@ pub struct Simulation {
     scenario: Scenario,
     options: SimulationOptions,
     clients: Vec<ClientState>,
-    live: Vec<Option<Live>>,
+    live: Vec<Option<LiveRequest>>,
     cancels: Vec<(Nanos, RequestId)>,
     checker: Option<Checker>,
     now: Nanos,
@@ -247,7 +247,7 @@ impl Simulation {
         (Simulation::token(live.id) == token).then_some(live.id)
     }
 
-    fn live_of(&self, token: u64) -> Option<&Live> {
+    fn live_of(&self, token: u64) -> Option<&LiveRequest> {
         let id = self.request_of(token)?;
         self.live[id.slot()].as_ref()
     }
@@ -393,10 +393,10 @@ impl Simulation {
         }
         let client = &mut self.clients[live.client];
         client.outstanding -= 1;
-        if client.clockwork.is_closed() {
+        if client.arrivals.is_closed() {
             // A refusal at the very moment of asking must not become a loop without time passing.
             let pause = if end == End::Done { Nanos::ZERO } else { Nanos::from_micros(100) };
-            client.next = client.clockwork.next(now + pause);
+            client.next = client.arrivals.next(now + pause);
         }
     }
 
@@ -421,7 +421,7 @@ impl Simulation {
             {
                 let state = &mut self.clients[client];
                 state.next =
-                    if state.clockwork.is_closed() { None } else { state.clockwork.next(at) };
+                    if state.arrivals.is_closed() { None } else { state.arrivals.next(at) };
                 if self.scenario.clients[client].one_outstanding && state.outstanding > 0 {
                     // Of several times that passed only the newest counts.
                     state.skipped += u64::from(state.late);
@@ -463,8 +463,15 @@ impl Simulation {
             self.live.resize(request.slot() + 1, None);
         }
         self.rt_waiting += usize::from(class == Class::RealTime);
-        let live =
-            Live { id: request, client, model, class, arrived: now, task: None, launched: false };
+        let live = LiveRequest {
+            id: request,
+            client,
+            model,
+            class,
+            arrived: now,
+            task: None,
+            launched: false,
+        };
         self.live[request.slot()] = Some(live);
         if let Some(checker) = &mut self.checker {
             checker.arrived(now, request, model, class, priority, deadline);

@@ -3,7 +3,7 @@
 //! Models are copies of a few networks, each with weights of its own, so that an answer computed with another copy's weights is
 //! noticed. A request is cold when its model's weights are not all on the device as it is asked.
 
-mod beside;
+mod co_located;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,8 +19,8 @@ use thiserror::Error;
 
 use crate::live::Latency;
 
-pub use self::beside::{Beside, Noise};
-pub use self::report::{Row, SwapReport, table};
+pub use self::co_located::{BackgroundLoad, CoLocatedReport};
+pub use self::report::{SwapReport, SwapRow, table};
 
 /// How long requests may take to end after a case.
 const DRAIN: Duration = Duration::from_secs(60);
@@ -44,7 +44,7 @@ pub struct SwapModel {
 
 /// In which order models are asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum AccessPattern {
     /// One after another, round and round.
     Sequential,
     /// Any, each as likely.
@@ -53,34 +53,35 @@ pub enum Access {
     Zipf,
 }
 
-impl Access {
+impl AccessPattern {
     /// All of them.
-    pub const ALL: [Access; 3] = [Access::Sequential, Access::Uniform, Access::Zipf];
+    pub const ALL: [AccessPattern; 3] =
+        [AccessPattern::Sequential, AccessPattern::Uniform, AccessPattern::Zipf];
 
     /// Its name in reports and on the command line.
     pub fn name(self) -> &'static str {
         match self {
-            Access::Sequential => "sequential",
-            Access::Uniform => "uniform",
-            Access::Zipf => "zipf",
+            AccessPattern::Sequential => "sequential",
+            AccessPattern::Uniform => "uniform",
+            AccessPattern::Zipf => "zipf",
         }
     }
 
     /// The one of this name.
-    pub fn parse(name: &str) -> Option<Access> {
-        Access::ALL.into_iter().find(|access| access.name() == name)
+    pub fn parse(name: &str) -> Option<AccessPattern> {
+        AccessPattern::ALL.into_iter().find(|access| access.name() == name)
     }
 }
 
 /// One experiment.
 #[derive(Clone, Copy, Debug)]
-pub struct Case {
+pub struct SwapCase {
     /// How many models are asked for.
     pub count: usize,
     /// How many of them have room.
     pub room: usize,
     /// In which order.
-    pub access: Access,
+    pub access: AccessPattern,
     /// Requests outstanding.
     pub concurrency: usize,
 }
@@ -142,7 +143,7 @@ pub struct Swap {
 }
 
 /// Copy number `copy` of `plan`: the same but for one vector of weights, so that its answers are its own.
-pub fn vary(plan: &LaunchPlan, copy: usize) -> LaunchPlan {
+pub fn with_distinct_weights(plan: &LaunchPlan, copy: usize) -> LaunchPlan {
     let mut varied = plan.clone();
     let vectors = |tensor: &Tensor| tensor.dtype() == DataType::F32 && tensor.shape().len() == 1;
     let read_by =
@@ -164,7 +165,7 @@ pub fn vary(plan: &LaunchPlan, copy: usize) -> LaunchPlan {
 }
 
 /// A node with some of the models.
-struct Stage<'a> {
+struct TestNode<'a> {
     node: Arc<Node>,
     clock: Arc<dyn Clock>,
     keys: Vec<ModelKey>,
@@ -215,7 +216,7 @@ impl Swap {
     }
 
     fn measure_warm(&self) -> Result<(Vec<Vec<Tensor>>, Latency), SwapError> {
-        let stage = self.stage(self.models.len(), self.room_for(self.models.len()), None)?;
+        let stage = self.stage(self.models.len(), self.memory_for(self.models.len()), None)?;
         let (mut expected, mut samples) = (Vec::new(), Vec::new());
         for (index, model) in self.models.iter().enumerate() {
             let broken = |why| SwapError::Broken { model: model.name.clone(), why };
@@ -235,7 +236,7 @@ impl Swap {
     }
 
     /// Memory that so many models need.
-    fn room_for(&self, models: usize) -> Bytes {
+    fn memory_for(&self, models: usize) -> Bytes {
         Bytes(self.bytes * models as u64)
     }
 
@@ -244,7 +245,7 @@ impl Swap {
         count: usize,
         memory: Bytes,
         pinned: Option<usize>,
-    ) -> Result<Stage<'_>, SwapError> {
+    ) -> Result<TestNode<'_>, SwapError> {
         if count > self.models.len() {
             return Err(SwapError::TooFew(count, self.models.len()));
         }
@@ -259,16 +260,16 @@ impl Swap {
             node.add_model(model.program.clone(), &config)
         });
         let keys = keys.collect();
-        Ok(Stage { node, clock, keys, swap: self })
+        Ok(TestNode { node, clock, keys, swap: self })
     }
 
     /// Runs one case.
-    pub fn run(&self, case: Case) -> Result<Row, SwapError> {
-        let stage = self.stage(case.count, self.room_for(case.room), None)?;
-        let plan = Plan::new(case, self.options.seed);
+    pub fn run(&self, case: SwapCase) -> Result<SwapRow, SwapError> {
+        let stage = self.stage(case.count, self.memory_for(case.room), None)?;
+        let plan = AccessSequence::new(case, self.options.seed);
         let end = stage.clock.now() + Nanos((self.options.seconds * 1e9) as u64);
         let began = Instant::now();
-        let tallies = std::thread::scope(|scope| {
+        let clients_samples = std::thread::scope(|scope| {
             let clients: Vec<_> = (0..case.concurrency)
                 .map(|client| {
                     let (stage, plan) = (&stage, &plan);
@@ -280,30 +281,30 @@ impl Swap {
         let seconds = began.elapsed().as_secs_f64();
         let memory = stage.node.memory();
         stage.end()?;
-        Ok(self.row(case, seconds, tallies, &memory))
+        Ok(self.row(case, seconds, clients_samples, &memory))
     }
 
     fn row(
         &self,
-        case: Case,
+        case: SwapCase,
         seconds: f64,
-        tallies: Vec<Tally>,
+        clients_samples: Vec<ClientSamples>,
         memory: &runtime::NodeMemory,
-    ) -> Row {
-        let mut all = Tally::default();
-        for tally in tallies {
-            all.warm.extend(tally.warm);
-            all.cold.extend(tally.cold);
-            all.errors += tally.errors;
-            all.wrong += tally.wrong;
-            all.first_error = all.first_error.or(tally.first_error);
+    ) -> SwapRow {
+        let mut all = ClientSamples::default();
+        for samples in clients_samples {
+            all.warm.extend(samples.warm);
+            all.cold.extend(samples.cold);
+            all.errors += samples.errors;
+            all.wrong += samples.wrong;
+            all.first_error = all.first_error.or(samples.first_error);
         }
         let answered = all.warm.len() + all.cold.len();
         let transfer_us = self.bytes as f64 / self.options.bytes_per_second * 1e6;
         let bound_us = transfer_us * 1.1 + self.warm.p50_us;
         let within = all.cold.iter().filter(|cold| cold.0 as f64 / 1e3 <= bound_us).count();
         let percent = |part: usize, of: usize| part as f64 / of.max(1) as f64 * 100.0;
-        Row {
+        SwapRow {
             models: case.count,
             room: case.room,
             access: case.access.name().to_string(),
@@ -329,18 +330,18 @@ impl Swap {
 }
 
 /// Which model is asked for next.
-struct Plan {
-    case: Case,
+struct AccessSequence {
+    case: SwapCase,
     seed: u64,
     turn: AtomicU64,
     /// Ends of the models' shares of one, by rank.
     ends: Vec<f64>,
 }
 
-impl Plan {
-    fn new(case: Case, seed: u64) -> Plan {
+impl AccessSequence {
+    fn new(case: SwapCase, seed: u64) -> AccessSequence {
         let weight = |rank: usize| match case.access {
-            Access::Zipf => (rank as f64 + 1.0).powf(-1.1),
+            AccessPattern::Zipf => (rank as f64 + 1.0).powf(-1.1),
             _ => 1.0,
         };
         let total: f64 = (0..case.count).map(weight).sum();
@@ -349,11 +350,11 @@ impl Plan {
             sum += weight(rank) / total;
             sum
         });
-        Plan { case, seed, turn: AtomicU64::new(0), ends: ends.collect() }
+        AccessSequence { case, seed, turn: AtomicU64::new(0), ends: ends.collect() }
     }
 
     fn next(&self, random: &mut Random) -> usize {
-        if self.case.access == Access::Sequential {
+        if self.case.access == AccessPattern::Sequential {
             return (self.turn.fetch_add(1, Ordering::Relaxed) % self.case.count as u64) as usize;
         }
         let at = random.unit_f64();
@@ -363,7 +364,7 @@ impl Plan {
 
 /// What a client saw.
 #[derive(Default)]
-struct Tally {
+struct ClientSamples {
     warm: Vec<Nanos>,
     cold: Vec<Nanos>,
     errors: u64,
@@ -371,15 +372,15 @@ struct Tally {
     first_error: Option<String>,
 }
 
-struct Answer {
+struct TimedReply {
     latency: Nanos,
     cold: bool,
     outputs: Vec<Tensor>,
 }
 
-impl Stage<'_> {
+impl TestNode<'_> {
     /// Asks `model` once and waits; looks without pause when `spin`.
-    fn ask(&self, model: usize, class: Class, spin: bool) -> Result<Answer, Rejection> {
+    fn ask(&self, model: usize, class: Class, spin: bool) -> Result<TimedReply, Rejection> {
         let key = self.keys[model];
         let cold = !self.node.is_resident(key);
         let request = Request {
@@ -392,27 +393,27 @@ impl Stage<'_> {
         let asked = self.clock.now();
         let reply = submit(&self.node, request, spin);
         let latency = self.clock.now() - asked;
-        reply.result.map(|outputs| Answer { latency, cold, outputs })
+        reply.result.map(|outputs| TimedReply { latency, cold, outputs })
     }
 
-    fn client(&self, plan: &Plan, client: usize, end: Nanos) -> Tally {
+    fn client(&self, plan: &AccessSequence, client: usize, end: Nanos) -> ClientSamples {
         let mut random = Random::new(plan.seed ^ ((client as u64 + 1) << 32));
-        let mut tally = Tally::default();
+        let mut samples = ClientSamples::default();
         while self.clock.now() < end {
             let model = plan.next(&mut random);
             match self.ask(model, self.swap.options.class, plan.case.concurrency <= 2) {
                 Ok(answer) => {
-                    tally.wrong += u64::from(answer.outputs != self.swap.expected[model]);
-                    let kind = if answer.cold { &mut tally.cold } else { &mut tally.warm };
+                    samples.wrong += u64::from(answer.outputs != self.swap.expected[model]);
+                    let kind = if answer.cold { &mut samples.cold } else { &mut samples.warm };
                     kind.push(answer.latency);
                 }
                 Err(why) => {
-                    tally.errors += 1;
-                    tally.first_error.get_or_insert_with(|| why.to_string());
+                    samples.errors += 1;
+                    samples.first_error.get_or_insert_with(|| why.to_string());
                 }
             }
         }
-        tally
+        samples
     }
 
     /// Waits for everything and leaves the device as it was found.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bench::arrival::Arrival;
 use bench::disb;
 use bench::live::{
-    Cell, Live, LiveError, LiveModel, LiveOptions, Rates, SoakOptions, SoakReport, Workload,
+    CellReport, Live, LiveError, LiveModel, LiveOptions, Rates, SoakOptions, SoakReport, Workload,
     charts, table,
 };
 use cpu::{CpuDevice, CpuOptions};
@@ -46,7 +46,7 @@ fn workload(name: &str) -> Workload {
 const ATTEMPTS: usize = 5;
 
 /// A cell in which real time was answered; nobody was answered wrongly in those before it.
-fn answered(live: &Live, name: &str, rates: Rates, policy: &str) -> Cell {
+fn answered(live: &Live, name: &str, rates: Rates, policy: &str) -> CellReport {
     for _ in 0..ATTEMPTS {
         let cell = live.run(&workload(name), rates, policy).unwrap();
         assert_eq!((cell.errors, cell.wrong_outputs), (0, 0), "{cell:?}");

@@ -175,13 +175,13 @@ fn policies_are_compared_under_load() {
         shares: (0.05, 0.3),
         lanes: 1,
     };
-    let contenders: Vec<_> =
+    let results: Vec<_> =
         ["window", "elastic", "auto"].iter().flat_map(|n| settings(n, &[500]).unwrap()).collect();
     let load = Load::new(device, options, None);
     let mut told = 0;
-    let network = load.run(&model, &contenders, |_| told += 1).unwrap();
-    assert_eq!((told, network.contenders.len()), (3, 3));
-    for c in &network.contenders {
+    let network = load.run(&model, &results, |_| told += 1).unwrap();
+    assert_eq!((told, network.results.len()), (3, 3));
+    for c in &network.results {
         let wrong = [&c.low, &c.high, &c.best].map(|phase| phase.wrong + phase.errors);
         assert_eq!(wrong, [0; 3], "{}", c.policy);
         // On a machine that stood still while its rate was measured, a load can be of no request at all.

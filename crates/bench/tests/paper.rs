@@ -4,7 +4,7 @@ use std::path::Path;
 
 use bench::disb::{self, DisbOptions};
 use bench::preemption;
-use bench::report::{Report, table};
+use bench::report::{SimulationReport, table};
 use bench::scenario::Scenario;
 
 /// Every workload there is; REAL where its file is at hand.
@@ -16,14 +16,14 @@ fn workloads() -> Vec<(&'static str, Scenario)> {
     disb::WORKLOADS.into_iter().map(named).chain(real).collect()
 }
 
-fn compare(workload: &str, scenario: &Scenario) -> Vec<Report> {
+fn compare(workload: &str, scenario: &Scenario) -> Vec<SimulationReport> {
     let policies = runtime::policy::NAMES.map(str::to_string);
     let reports = disb::compare(workload, scenario, &policies).unwrap();
     print!("{}", table(&reports));
     reports
 }
 
-fn of<'a>(reports: &'a [Report], policy: &str) -> &'a Report {
+fn of<'a>(reports: &'a [SimulationReport], policy: &str) -> &'a SimulationReport {
     reports.iter().find(|report| report.policy == policy).unwrap()
 }
 

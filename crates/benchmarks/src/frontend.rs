@@ -54,15 +54,15 @@ pub(crate) struct FrontendBenchArgs {
 
 const MODEL: &str = "digits";
 /// Requests before anything is measured.
-const WARM: u32 = 200;
+const WARMUP_REQUESTS: u32 = 200;
 /// Longest wait for the cluster to be ready.
-const START: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Values of one input of the demo model.
 const PIXELS: usize = 64;
 
 /// Microseconds, directly and through the frontend.
 #[derive(Clone, Debug, Serialize)]
-struct Row {
+struct ProtocolRow {
     protocol: &'static str,
     direct_p50_us: f64,
     direct_p99_us: f64,
@@ -74,7 +74,7 @@ struct Row {
 }
 
 /// A cluster in this process.
-struct Testbed {
+struct LocalCluster {
     backend: Option<RunningBackend>,
     frontend: Option<RunningServer>,
     direct: (SocketAddr, SocketAddr),
@@ -97,8 +97,8 @@ fn addresses(server: &RunningServer) -> Result<(SocketAddr, SocketAddr), Failure
         .ok_or_else(|| Failure::failed("a server listens nowhere"))
 }
 
-impl Testbed {
-    fn start(device: &DeviceArgs) -> Result<Testbed, Failure> {
+impl LocalCluster {
+    fn start(device: &DeviceArgs) -> Result<LocalCluster, Failure> {
         let device = assembly::open_device(device)?;
         let folder = std::env::temp_dir().join(format!("atoll-frontend-{}", std::process::id()));
         std::fs::create_dir_all(&folder).map_err(Failure::failed)?;
@@ -157,7 +157,7 @@ impl Testbed {
             Ok::<RunningServer, Failure>(server)
         })?;
         let (direct, through) = (addresses(&backend.server)?, addresses(&frontend)?);
-        Ok(Testbed {
+        Ok(LocalCluster {
             backend: Some(backend),
             frontend: Some(frontend),
             direct,
@@ -170,7 +170,7 @@ impl Testbed {
     }
 }
 
-impl Drop for Testbed {
+impl Drop for LocalCluster {
     fn drop(&mut self) {
         let limit = Duration::from_secs(5);
         if let Some(server) = self.frontend.take() {
@@ -184,14 +184,14 @@ impl Drop for Testbed {
 }
 
 /// A client of REST on one connection, with nothing between it and the socket.
-struct Rest {
+struct RestClient {
     stream: TcpStream,
     request: Vec<u8>,
     answer: Vec<u8>,
 }
 
-impl Rest {
-    fn connect(address: SocketAddr, binary: bool) -> std::io::Result<Rest> {
+impl RestClient {
+    fn connect(address: SocketAddr, binary: bool) -> std::io::Result<RestClient> {
         let stream = TcpStream::connect(address)?;
         stream.set_nodelay(true)?;
         let input = "\"name\":\"image\",\"shape\":[1,1,8,8],\"datatype\":\"FP32\"";
@@ -217,7 +217,7 @@ impl Rest {
             json.len() + raw.len()
         );
         let request = [head.into_bytes(), json.into_bytes(), raw].concat();
-        Ok(Rest { stream, request, answer: vec![0; 1 << 16] })
+        Ok(RestClient { stream, request, answer: vec![0; 1 << 16] })
     }
 
     /// One request; the status that came back.
@@ -246,14 +246,14 @@ impl Rest {
 }
 
 /// A client of gRPC on a thread of its own.
-struct Grpc {
+struct GrpcClient {
     runtime: Runtime,
     client: GrpcInferenceServiceClient<Channel>,
     message: proto::ModelInferRequest,
 }
 
-impl Grpc {
-    fn connect(address: SocketAddr) -> Result<Grpc, Failure> {
+impl GrpcClient {
+    fn connect(address: SocketAddr) -> Result<GrpcClient, Failure> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(Failure::failed)?;
         let client = runtime
@@ -272,7 +272,7 @@ impl Grpc {
             raw_input_contents: vec![raw.into()],
             ..Default::default()
         };
-        Ok(Grpc { runtime, client, message })
+        Ok(GrpcClient { runtime, client, message })
     }
 
     fn ask(&mut self) -> Result<(), Failure> {
@@ -281,23 +281,23 @@ impl Grpc {
     }
 }
 
-type Ask = Box<dyn FnMut() -> Result<(), Failure>>;
+type RequestFn = Box<dyn FnMut() -> Result<(), Failure>>;
 
-fn rest(address: SocketAddr, binary: bool) -> Result<Ask, Failure> {
-    let mut client = Rest::connect(address, binary).map_err(Failure::failed)?;
+fn rest(address: SocketAddr, binary: bool) -> Result<RequestFn, Failure> {
+    let mut client = RestClient::connect(address, binary).map_err(Failure::failed)?;
     Ok(Box::new(move || match client.ask().map_err(Failure::failed)? {
         200 => Ok(()),
         status => Err(Failure::failed(format!("a request was answered with {status}"))),
     }))
 }
 
-fn grpc(address: SocketAddr) -> Result<Ask, Failure> {
-    let mut client = Grpc::connect(address)?;
+fn grpc(address: SocketAddr) -> Result<RequestFn, Failure> {
+    let mut client = GrpcClient::connect(address)?;
     Ok(Box::new(move || client.ask()))
 }
 
 /// Microseconds of each of `count` requests, appended to `times`.
-fn turn(ask: &mut Ask, count: u32, times: &mut Vec<f64>) -> Result<(), Failure> {
+fn turn(ask: &mut RequestFn, count: u32, times: &mut Vec<f64>) -> Result<(), Failure> {
     for _ in 0..count {
         let started = Instant::now();
         ask()?;
@@ -315,12 +315,12 @@ fn quantile(times: &mut [f64], share: f64) -> f64 {
 fn compare(
     protocol: &'static str,
     args: &FrontendBenchArgs,
-    mut direct: Ask,
-    mut through: Ask,
-) -> Result<Row, Failure> {
+    mut direct: RequestFn,
+    mut through: RequestFn,
+) -> Result<ProtocolRow, Failure> {
     let mut warm = Vec::new();
-    turn(&mut direct, WARM, &mut warm)?;
-    turn(&mut through, WARM, &mut warm)?;
+    turn(&mut direct, WARMUP_REQUESTS, &mut warm)?;
+    turn(&mut through, WARMUP_REQUESTS, &mut warm)?;
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for _ in 0..args.rounds {
         turn(&mut direct, args.requests, &mut without)?;
@@ -329,7 +329,7 @@ fn compare(
     let tenth = |value: f64| (value * 10.0).round() / 10.0;
     let of = |times: &mut [f64]| (tenth(quantile(times, 0.5)), tenth(quantile(times, 0.99)));
     let ((direct_p50, direct_p99), (through_p50, through_p99)) = (of(&mut without), of(&mut with));
-    Ok(Row {
+    Ok(ProtocolRow {
         protocol,
         direct_p50_us: direct_p50,
         direct_p99_us: direct_p99,
@@ -343,8 +343,8 @@ fn compare(
 
 fn wait_until_ready(address: SocketAddr) -> Result<(), Failure> {
     let started = Instant::now();
-    while started.elapsed() < START {
-        if let Ok(mut client) = Rest::connect(address, false)
+    while started.elapsed() < START_TIMEOUT {
+        if let Ok(mut client) = RestClient::connect(address, false)
             && client.ask().is_ok_and(|status| status == 200)
         {
             // The backend measures the model when it is new; that is not to be measured with.
@@ -358,7 +358,7 @@ fn wait_until_ready(address: SocketAddr) -> Result<(), Failure> {
 
 /// Runs the command.
 pub(crate) fn run(args: &FrontendBenchArgs) -> Result<(), Failure> {
-    let bed = Testbed::start(&args.device)?;
+    let bed = LocalCluster::start(&args.device)?;
     wait_until_ready(bed.through.0)?;
     let rows = [
         compare("REST, JSON", args, rest(bed.direct.0, false)?, rest(bed.through.0, false)?)?,

@@ -8,8 +8,8 @@ use assembly::{DeviceArgs, DeviceSettings, Failure, write_file};
 use base::Random;
 use bench::disb;
 use bench::padding::{
-    FusedFacts, KernelFacts, MeasuredStep, PaddingReport, PairReport, Ratios, Round, RoundLimits,
-    Spread, WayReport, round, summaries, table,
+    FusedKernelReport, FusedRound, FusedRoundLimits, FusionReport, MeasuredStep, MethodReport,
+    PaddingReport, PairReport, SlowdownRatios, TimingSummary, round, summaries, table,
 };
 use clap::Args;
 use cuda::{
@@ -99,11 +99,11 @@ pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
     let (pairs, ways) = (pairs(&args.pairs)?, ways(&args.ways, &args.partition_sms)?);
     let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
     let device = assembly::open_gpu_with(&named, |options| options.partition_multiprocessors = 0)?;
-    let mut table = Table::load(args, &device, &pairs)?;
+    let mut table = NetworkTable::load(args, &device, &pairs)?;
     let fused = ways.contains(&PaddingWay::Fused);
-    let rounds: Vec<Round> = match fused {
+    let rounds: Vec<FusedRound> = match fused {
         true => pairs.iter().map(|pair| table.round(args, pair)).collect(),
-        false => vec![Round::default(); pairs.len()],
+        false => vec![FusedRound::default(); pairs.len()],
     };
     table.fuse(&rounds)?;
     let mut report = PaddingReport {
@@ -180,18 +180,22 @@ fn ways(asked: &[String], partitions: &[u32]) -> Result<Vec<PaddingWay>, Failure
 }
 
 /// The networks on the device, by name.
-struct Table {
+struct NetworkTable {
     bench: PaddingBench,
     numbers: BTreeMap<String, usize>,
     compile_seconds: f64,
     fused_kernels: usize,
 }
 
-impl Table {
-    fn load(args: &PaddingArgs, device: &CudaDevice, pairs: &[Pair]) -> Result<Table, Failure> {
+impl NetworkTable {
+    fn load(
+        args: &PaddingArgs,
+        device: &CudaDevice,
+        pairs: &[Pair],
+    ) -> Result<NetworkTable, Failure> {
         let names: BTreeSet<&String> = pairs.iter().flat_map(|(rt, be)| [rt, be]).collect();
         let mut random = Random::new(args.seed);
-        let mut table = Table {
+        let mut table = NetworkTable {
             bench: device.padding_bench(),
             numbers: BTreeMap::new(),
             compile_seconds: 0.0,
@@ -214,11 +218,11 @@ impl Table {
         self.numbers.get(name).map_or(&[], |number| self.bench.steps(*number))
     }
 
-    fn round(&self, args: &PaddingArgs, (real_time, best_effort): &Pair) -> Round {
-        let limits = RoundLimits {
+    fn round(&self, args: &PaddingArgs, (real_time, best_effort): &Pair) -> FusedRound {
+        let limits = FusedRoundLimits {
             multiprocessors: self.bench.multiprocessors(),
-            replays_most: usize::from(args.graphs),
-            kernels_most: usize::from(args.fused_kernels),
+            replays_max: usize::from(args.graphs),
+            kernels_max: usize::from(args.fused_kernels),
         };
         let side = |name: &str, of: fn(&PaddingStep) -> &PaddingLaunch| -> Vec<MeasuredStep> {
             self.steps(name).iter().map(|step| measured_step(of(step))).collect()
@@ -228,7 +232,7 @@ impl Table {
     }
 
     /// Makes all kernels that `rounds` need.
-    fn fuse(&mut self, rounds: &[Round]) -> Result<(), Failure> {
+    fn fuse(&mut self, rounds: &[FusedRound]) -> Result<(), Failure> {
         let kernels: BTreeSet<(usize, usize)> =
             rounds.iter().flat_map(|round| round.kernels.iter().copied()).collect();
         let (began, bar) = (Instant::now(), bar("kernels of two")?);
@@ -245,7 +249,7 @@ impl Table {
     fn measure(
         &mut self,
         (real_time, best_effort): &Pair,
-        round: &Round,
+        round: &FusedRound,
         options: &PaddingOptions,
     ) -> Result<PairReport, Failure> {
         let number = |name: &str| self.numbers.get(name).copied().unwrap_or(usize::MAX);
@@ -264,14 +268,14 @@ impl Table {
             best_effort: best_effort.clone(),
             best_effort_alone: spread(&timed.best_effort_alone),
             fused: fused.then(|| self.facts(real_time, best_effort, round)),
-            ways: way_reports(&timed),
+            ways: method_reports(&timed),
         })
     }
 
     /// How the pair was fused.
-    fn facts(&self, real_time: &str, best_effort: &str, round: &Round) -> FusedFacts {
+    fn facts(&self, real_time: &str, best_effort: &str, round: &FusedRound) -> FusionReport {
         let (hosts, guests) = (self.steps(real_time), self.steps(best_effort));
-        let mut kernels: BTreeMap<(usize, usize), KernelFacts> = BTreeMap::new();
+        let mut kernels: BTreeMap<(usize, usize), FusedKernelReport> = BTreeMap::new();
         let launches = || round.replays.iter().flat_map(|replay| hosts.iter().zip(replay));
         for (host, slice) in launches().filter_map(|(host, slice)| Some((host, (*slice)?))) {
             let (host, guest) = (&host.real_time, &guests[slice.step].best_effort);
@@ -279,13 +283,13 @@ impl Table {
             let facts = kernels.entry(numbers).or_insert_with(|| self.kernel_facts(host, guest));
             facts.launches += 1;
         }
-        let kernels: Vec<KernelFacts> = kernels.into_values().collect();
-        let lower = |facts: &&KernelFacts| {
+        let kernels: Vec<FusedKernelReport> = kernels.into_values().collect();
+        let lower = |facts: &&FusedKernelReport| {
             let [both, real_time, _] = facts.blocks_per_multiprocessor;
             both < real_time
         };
-        let count = |facts: &KernelFacts| facts.launches;
-        FusedFacts {
+        let count = |facts: &FusedKernelReport| facts.launches;
+        FusionReport {
             graphs: round.replays.len(),
             launches: launches().count(),
             fused_launches: kernels.iter().map(count).sum(),
@@ -297,10 +301,10 @@ impl Table {
         }
     }
 
-    fn kernel_facts(&self, host: &PaddingLaunch, guest: &PaddingLaunch) -> KernelFacts {
+    fn kernel_facts(&self, host: &PaddingLaunch, guest: &PaddingLaunch) -> FusedKernelReport {
         let both = self.bench.fused((host.kernel, guest.kernel));
         let of = |get: fn(cuda::PaddingKernel) -> u32| both.map_or(0, get);
-        KernelFacts {
+        FusedKernelReport {
             real_time: self.bench.kernel_name(host.kernel).to_string(),
             best_effort: self.bench.kernel_name(guest.kernel).to_string(),
             launches: 0,
@@ -338,21 +342,21 @@ fn measured_step(launch: &PaddingLaunch) -> MeasuredStep {
     }
 }
 
-fn slice(slice: bench::padding::Slice) -> PaddingSlice {
-    let bench::padding::Slice { step, first_tile, tiles } = slice;
+fn slice(slice: bench::padding::TileRange) -> PaddingSlice {
+    let bench::padding::TileRange { step, first_tile, tiles } = slice;
     PaddingSlice { step, first_tile, tiles }
 }
 
-fn slices(replay: &[Option<bench::padding::Slice>]) -> Vec<Option<PaddingSlice>> {
+fn slices(replay: &[Option<bench::padding::TileRange>]) -> Vec<Option<PaddingSlice>> {
     replay.iter().map(|one| one.map(slice)).collect()
 }
 
-fn spread(timing: &PaddingTiming) -> Spread {
+fn spread(timing: &PaddingTiming) -> TimingSummary {
     let PaddingTiming { replays, median_us, mean_us, p99_us } = *timing;
-    Spread { replays, median_us, mean_us, p99_us }
+    TimingSummary { replays, median_us, mean_us, p99_us }
 }
 
-fn way_name(way: PaddingWay) -> String {
+fn method_name(way: PaddingWay) -> String {
     match way {
         PaddingWay::Alone => "alone".to_string(),
         PaddingWay::Fused => "fused".to_string(),
@@ -363,17 +367,17 @@ fn way_name(way: PaddingWay) -> String {
 }
 
 /// What was timed, against real time alone and against what best effort does alone in the same time.
-fn way_reports(timed: &PairTiming) -> Vec<WayReport> {
+fn method_reports(timed: &PairTiming) -> Vec<MethodReport> {
     let alone = timed.ways.first().map(|way| spread(&way.real_time)).unwrap_or_default();
     let run_seconds = timed.best_effort_alone.median_us / 1e6;
     let report = |way: &cuda::WayTiming| {
         let real_time = spread(&way.real_time);
         let share = way.best_effort_runs * run_seconds / way.seconds.max(f64::MIN_POSITIVE);
-        WayReport {
-            way: way_name(way.way),
+        MethodReport {
+            way: method_name(way.way),
             multiprocessors: way.multiprocessors,
             real_time,
-            ratio: Ratios::of(&real_time, &alone),
+            ratio: SlowdownRatios::of(&real_time, &alone),
             best_effort_share: if way.seconds > 0.0 { share } else { 0.0 },
             best_effort_runs: way.best_effort_runs,
             wrong_real_time: way.wrong_real_time,
@@ -386,7 +390,7 @@ fn way_reports(timed: &PairTiming) -> Vec<WayReport> {
 
 /// One line on a pair that was measured.
 fn say(number: usize, of: usize, pair: &PairReport) {
-    let way = |way: &WayReport| {
+    let way = |way: &MethodReport| {
         let (more, share) = ((way.ratio.median - 1.0) * 100.0, way.best_effort_share * 100.0);
         format!("{} {more:+.1} % for {share:.0} %", way.way)
     };
@@ -459,7 +463,7 @@ mod tests {
             wrong_best_effort: 0,
         };
         let ways = vec![way(PaddingWay::Alone, 400.0, 0.0), way(PaddingWay::Free, 500.0, 50.0)];
-        let reports = way_reports(&PairTiming { best_effort_alone: timing(2000.0), ways });
+        let reports = method_reports(&PairTiming { best_effort_alone: timing(2000.0), ways });
         assert_eq!((reports[0].ratio.median, reports[0].best_effort_share), (1.0, 0.0));
         assert_eq!(reports[1].ratio.median, 1.25);
         // Fifty runs of two milliseconds in half a second.

@@ -19,23 +19,23 @@ use std::time::Duration;
 use assembly::{Failure, write_file};
 
 pub(crate) use self::args::ServerBenchArgs;
-use self::child::Child;
+use self::child::ServerProcess;
 use self::engine_load::Engine;
 pub use self::engine_load::{ParseServeArguments, ServeSettings};
-use self::report::{Round, ServerReport, Stretch, Summary, table};
-use self::test_model::Subject;
-use self::window::Window;
-use self::wire_load::Wires;
+use self::report::{Measurement, Round, ServerReport, Summary, table};
+use self::test_model::TestModel;
+use self::window::MeasuredWindow;
+use self::wire_load::ProtocolClients;
 use crate::environment;
 
 /// Two turns that differ by less than this in a row end it.
 const WARM_CHANGE: f64 = 0.05;
 
-/// The settings that the server gets, as words.
-fn serve_words(args: &ServerBenchArgs, model: &Path) -> Vec<String> {
+/// The settings that the server gets, as arguments.
+fn serve_arguments(args: &ServerBenchArgs, model: &Path) -> Vec<String> {
     let settings = &args.device.settings;
-    let mut words = vec!["serve".to_string()];
-    let mut add = |flag: &str, value: String| words.extend([flag.to_string(), value]);
+    let mut arguments = vec!["serve".to_string()];
+    let mut add = |flag: &str, value: String| arguments.extend([flag.to_string(), value]);
     add("--model-repository", model.display().to_string());
     add("--host", "127.0.0.1".to_string());
     for flag in ["--http-port", "--grpc-port", "--metrics-port"] {
@@ -52,8 +52,8 @@ fn serve_words(args: &ServerBenchArgs, model: &Path) -> Vec<String> {
     if let Some(folder) = &settings.cuda_toolkit {
         add("--cuda-toolkit", folder.display().to_string());
     }
-    words.extend(args.serve.iter().cloned());
-    words
+    arguments.extend(args.serve.iter().cloned());
+    arguments
 }
 
 fn model_file(args: &ServerBenchArgs) -> Result<PathBuf, Failure> {
@@ -71,7 +71,7 @@ fn model_file(args: &ServerBenchArgs) -> Result<PathBuf, Failure> {
 /// Asks until the rate stands.
 fn warm(
     limit: Duration,
-    mut turn: impl FnMut() -> Result<Stretch, Failure>,
+    mut turn: impl FnMut() -> Result<Measurement, Failure>,
 ) -> Result<(), Failure> {
     let began = std::time::Instant::now();
     let mut before = 0.0;
@@ -89,15 +89,15 @@ fn warm(
 }
 
 /// A server and how it is asked.
-struct Contestant {
+struct ServerUnderTest {
     name: String,
-    server: Arc<Child>,
-    wires: Wires,
+    server: Arc<ServerProcess>,
+    clients: ProtocolClients,
 }
 
-impl Contestant {
-    fn turn(&self, window: Window) -> Result<Stretch, Failure> {
-        self.wires.run(window, &self.server)
+impl ServerUnderTest {
+    fn measure(&self, window: MeasuredWindow) -> Result<Measurement, Failure> {
+        self.clients.run(window, &self.server)
     }
 }
 
@@ -108,32 +108,32 @@ pub(crate) fn run(args: &ServerBenchArgs, parse_serve: ParseServeArguments) -> R
     }
     let path = model_file(args)?;
     let folder = tempfile::tempdir().map_err(Failure::failed)?;
-    let words = serve_words(args, &path);
-    let engine = Engine::start(&parse_serve(&words)?, &path)?;
-    let subject = Arc::new(Subject::new(&engine, &args.bind, args.seed)?);
-    let contestants = contestants(args, &words, folder.path(), &subject)?;
-    let window = Window::of(args.seconds);
-    let ask_engine = |window| {
-        engine.run(&subject, window, usize::from(args.clients), usize::from(args.engine_threads))
+    let arguments = serve_arguments(args, &path);
+    let engine = Engine::start(&parse_serve(&arguments)?, &path)?;
+    let test_model = Arc::new(TestModel::new(&engine, &args.bind, args.seed)?);
+    let servers = start_servers(args, &arguments, folder.path(), &test_model)?;
+    let window = MeasuredWindow::of(args.seconds);
+    let measure_engine = |window| {
+        engine.run(&test_model, window, usize::from(args.clients), usize::from(args.engine_threads))
     };
-    let short = Window::of(args.seconds.min(1.0));
+    let short = MeasuredWindow::of(args.seconds.min(1.0));
     let limit = Duration::from_secs(args.warm_secs);
-    warm(limit, || ask_engine(short))?;
-    contestants.iter().try_for_each(|one| warm(limit, || one.turn(short)))?;
+    warm(limit, || measure_engine(short))?;
+    servers.iter().try_for_each(|one| warm(limit, || one.measure(short)))?;
     let mut rounds = Vec::new();
     for number in 1..=args.rounds {
-        let engine = ask_engine(window)?;
+        let engine = measure_engine(window)?;
         eprintln!("round {number}: engine {:.0}/s", engine.rps);
-        let mut servers = Vec::new();
-        for one in &contestants {
-            let stretch = one.turn(window)?;
+        let mut measurements = Vec::new();
+        for one in &servers {
+            let measurement = one.measure(window)?;
             eprintln!(
                 "round {number}: {} {:.0}/s, server {:.2} cores, clients {:.2}",
-                one.name, stretch.rps, stretch.server_cores, stretch.client_cores
+                one.name, measurement.rps, measurement.server_cores, measurement.client_cores
             );
-            servers.push(stretch);
+            measurements.push(measurement);
         }
-        rounds.push(Round { engine, servers });
+        rounds.push(Round { engine, servers: measurements });
     }
     let report = ServerReport {
         device: engine.description(),
@@ -141,29 +141,29 @@ pub(crate) fn run(args: &ServerBenchArgs, parse_serve: ParseServeArguments) -> R
         date: environment::today(),
         command: environment::command(),
         cores: std::thread::available_parallelism().map_or(0, usize::from),
-        model: subject.name.clone(),
-        inputs: subject.shapes(),
+        model: test_model.name.clone(),
+        inputs: test_model.shapes(),
         clients: args.clients,
         connections: args.connections,
         seconds: args.seconds,
-        summaries: Summary::all(contestants.iter().map(|one| one.name.as_str()), &rounds),
+        summaries: Summary::all(servers.iter().map(|one| one.name.as_str()), &rounds),
         rounds,
     };
-    drop(contestants);
+    drop(servers);
     finish(args, &report)
 }
 
-fn contestants(
+fn start_servers(
     args: &ServerBenchArgs,
-    words: &[String],
+    arguments: &[String],
     folder: &Path,
-    subject: &Arc<Subject>,
-) -> Result<Vec<Contestant>, Failure> {
+    test_model: &Arc<TestModel>,
+) -> Result<Vec<ServerUnderTest>, Failure> {
     let own = std::env::current_exe().map_err(Failure::failed)?;
     let limit = Duration::from_secs(args.start_timeout_secs);
     // Each has a registry of its own: two servers cannot share one.
     let start = |binary: &Path, data: &str| {
-        Child::start(binary, words, &folder.join(data), limit).map(Arc::new)
+        ServerProcess::start(binary, arguments, &folder.join(data), limit).map(Arc::new)
     };
     let mut servers = vec![("", start(&own, "data")?)];
     if let Some(other) = &args.against {
@@ -172,9 +172,9 @@ fn contestants(
     let mut all = Vec::new();
     for protocol in &args.protocols {
         for (suffix, server) in &servers {
-            let wires = Wires::new(*protocol, args, subject, server);
+            let clients = ProtocolClients::new(*protocol, args, test_model, server);
             let name = format!("{}{suffix}", protocol.name());
-            all.push(Contestant { name, server: server.clone(), wires });
+            all.push(ServerUnderTest { name, server: server.clone(), clients });
         }
     }
     Ok(all)

@@ -10,12 +10,15 @@ use std::sync::Arc;
 use ::device::Device;
 use assembly::{Failure, sample_inputs, write_file};
 use base::Random;
-use bench::swap::{Access, Case, Noise, Swap, SwapModel, SwapOptions, SwapReport, table, vary};
+use bench::swap::{
+    AccessPattern, BackgroundLoad, Swap, SwapCase, SwapModel, SwapOptions, SwapReport, table,
+    with_distinct_weights,
+};
 use model::config::Class;
 
 pub(crate) use self::args::SwapArgs;
 use self::device::SwappingDevice;
-use self::large_model::{BigModel, BigRound};
+use self::large_model::{LargeModel, LargeModelRound};
 use crate::{environment, models};
 
 /// Runs the command.
@@ -67,7 +70,7 @@ pub(crate) fn run(args: &SwapArgs) -> Result<(), Failure> {
         keep(args, &report)?;
     }
     if args.beside || only_big {
-        run_beside(args, &opened, &swap, &mut report)?;
+        run_co_located(args, &opened, &swap, &mut report)?;
     }
     report.copy_bytes_per_second[1] = opened.speed()?;
     finish(args, &report)
@@ -78,21 +81,26 @@ fn class(name: &str) -> Result<Class, Failure> {
         .ok_or_else(|| Failure::usage(format!("there is no class '{name}'; there are: rt, be")))
 }
 
-fn cases(args: &SwapArgs) -> Result<Vec<Case>, Failure> {
+fn cases(args: &SwapArgs) -> Result<Vec<SwapCase>, Failure> {
     if args.count.len() != args.room.len() {
         return Err(Failure::usage("--count and --room need equally many numbers"));
     }
     let mut cases = Vec::new();
     for (count, room) in args.count.iter().zip(&args.room) {
         for access in &args.access {
-            let access = Access::parse(access.trim()).ok_or_else(|| {
+            let access = AccessPattern::parse(access.trim()).ok_or_else(|| {
                 Failure::usage(format!(
                     "there is no access '{access}'; there are: sequential, uniform, zipf"
                 ))
             })?;
             for concurrency in &args.concurrency {
                 let (count, room) = (usize::from(*count), usize::from(*room));
-                cases.push(Case { count, room, access, concurrency: usize::from(*concurrency) });
+                cases.push(SwapCase {
+                    count,
+                    room,
+                    access,
+                    concurrency: usize::from(*concurrency),
+                });
             }
         }
     }
@@ -120,14 +128,14 @@ fn load(args: &SwapArgs, device: &dyn Device) -> Result<Vec<SwapModel>, Failure>
     for copy in 0..count {
         let (name, plan, inputs) = &networks[copy % networks.len()];
         let failed = |err| Failure::failed(format!("{name}: {err}"));
-        let program = device.load(Arc::new(vary(plan, copy))).map_err(failed)?;
+        let program = device.load(Arc::new(with_distinct_weights(plan, copy))).map_err(failed)?;
         models.push(SwapModel { name: format!("{name}#{copy}"), program, inputs: inputs.clone() });
     }
     eprintln!("{count} models are packed");
     Ok(models)
 }
 
-fn run_beside(
+fn run_co_located(
     args: &SwapArgs,
     opened: &SwappingDevice,
     swap: &Swap,
@@ -135,24 +143,32 @@ fn run_beside(
 ) -> Result<(), Failure> {
     let count = args.count.iter().copied().max().map_or(1, usize::from);
     let room = args.room.iter().copied().max().map_or(1, usize::from).min(count);
-    let big = args.big.as_ref().map(|file| BigModel::open(args, opened, file.as_deref()));
+    let big = args.big.as_ref().map(|file| LargeModel::open(args, opened, file.as_deref()));
     let big = big.transpose()?;
     report.big_bytes = big.as_ref().map(|big| big.bytes);
-    let bring = |_: &runtime::Node| big.as_ref().map_or(Ok(0), BigModel::bring);
+    let bring = |_: &runtime::Node| big.as_ref().map_or(Ok(0), LargeModel::bring);
     let load = |node: &runtime::Node| big.as_ref().map_or(Ok(0), |big| big.load(node));
-    let mut noises = Vec::new();
+    let mut backgrounds = Vec::new();
     if args.beside {
-        noises.push(Noise::Serving { count: room, clients: 2 });
-        noises.push(Noise::Swapping { count, room: room.min(count - 1).max(1), clients: 2 });
+        backgrounds.push(BackgroundLoad::Serving { count: room, clients: 2 });
+        backgrounds.push(BackgroundLoad::Swapping {
+            count,
+            room: room.min(count - 1).max(1),
+            clients: 2,
+        });
     }
-    if let Some(BigModel { name, bytes, .. }) = &big {
-        let (bring, load): (&BigRound<'_>, &BigRound<'_>) = (&bring, &load);
+    if let Some(LargeModel { name, bytes, .. }) = &big {
+        let (bring, load): (&LargeModelRound<'_>, &LargeModelRound<'_>) = (&bring, &load);
         for (what, round) in [("loaded and evicted", bring), ("prepared, loaded and removed", load)]
         {
-            noises.push(Noise::Other { name: format!("{name} being {what}"), round, room: *bytes });
+            backgrounds.push(BackgroundLoad::Other {
+                name: format!("{name} being {what}"),
+                round,
+                room: *bytes,
+            });
         }
     }
-    for noise in noises {
+    for noise in backgrounds {
         let beside = swap.beside(&noise, 50.0, args.seconds * 3.0).map_err(Failure::failed)?;
         eprintln!(
             "beside {}: p99 {} us, {:+.2} %, {} rounds, {} GB/s, {} errors {:?}",

@@ -9,8 +9,8 @@ use assembly::Failure;
 use planner::GpuKind;
 use planner::apply::{Change, Partition, changes, check_changes};
 
-use self::journal::{Done, Journal};
-use self::servers::{Launch, start_server, stop_server};
+use self::journal::{AppliedChange, Journal};
+use self::servers::{ServerLaunch, start_server, stop_server};
 use crate::args::ApplyArgs;
 use crate::nvidia::{Machine, Tools};
 use crate::plan_command::PlanFile;
@@ -37,14 +37,14 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
     let tools = Tools;
     let machine = inspect(args, &tools, kind, &list)?;
     let mut journal = Journal::create(&state)?;
-    let mut hand = Hand { args, tools, machine, state: &state, port: args.first_port };
+    let mut executor = PlanExecutor { args, tools, machine, state: &state, port: args.first_port };
     for change in &list {
-        let done = journal.begin(change).and_then(|()| hand.carry_out(change));
+        let done = journal.begin(change).and_then(|()| executor.apply(change));
         match done {
             Ok(done) => journal.finish(done)?,
             Err(failure) => {
                 tracing::error!("{}; undoing what was done", failure.message());
-                take_back(&hand.tools, &state, journal)?;
+                undo_all(&executor.tools, &state, journal)?;
                 return Err(failure);
             }
         }
@@ -98,7 +98,7 @@ fn inspect(
 }
 
 /// What is done with the tools and their answers.
-struct Hand<'a> {
+struct PlanExecutor<'a> {
     args: &'a ApplyArgs,
     tools: Tools,
     machine: Machine,
@@ -106,8 +106,8 @@ struct Hand<'a> {
     port: u16,
 }
 
-impl Hand<'_> {
-    fn carry_out(&mut self, change: &Change) -> Result<Done, Failure> {
+impl PlanExecutor<'_> {
+    fn apply(&mut self, change: &Change) -> Result<AppliedChange, Failure> {
         let change = change.clone();
         match &change {
             Change::EnableMig { gpu } => {
@@ -115,22 +115,26 @@ impl Hand<'_> {
                 if !was_on {
                     self.tools.enable_mig(*gpu).map_err(Failure::failed)?;
                 }
-                Ok(Done { untouched: was_on, ..Done::new(change) })
+                Ok(AppliedChange { untouched: was_on, ..AppliedChange::new(change) })
             }
             Change::CreateSlice { place, profile_id, start } => {
                 let made = self.tools.create_slice(place.gpu, *profile_id, *start);
                 let (instance, uuid) = made.map_err(Failure::failed)?;
                 self.machine.uuids.insert(place.to_string(), uuid.clone());
-                Ok(Done { instance: Some(instance), uuid: Some(uuid), ..Done::new(change) })
+                Ok(AppliedChange {
+                    instance: Some(instance),
+                    uuid: Some(uuid),
+                    ..AppliedChange::new(change)
+                })
             }
             Change::StartDaemon { place } => {
                 let uuid = self.machine.uuid_of(*place).map_err(Failure::failed)?;
                 let folder = mps_folder(self.state, &place.to_string());
                 self.tools.start_daemon(&uuid, &folder).map_err(Failure::failed)?;
-                Ok(Done { uuid: Some(uuid), ..Done::new(change) })
+                Ok(AppliedChange { uuid: Some(uuid), ..AppliedChange::new(change) })
             }
             Change::StartServer(spec) => {
-                let launch = Launch {
+                let launch = ServerLaunch {
                     args: self.args,
                     state: self.state,
                     folder: &mps_folder(self.state, &spec.place.to_string()),
@@ -140,7 +144,7 @@ impl Hand<'_> {
                 let pid = start_server(&launch, spec)?;
                 let port = self.port;
                 self.port = port.checked_add(3).ok_or_else(|| Failure::failed("no ports left"))?;
-                Ok(Done { pid: Some(pid), port: Some(port), ..Done::new(change) })
+                Ok(AppliedChange { pid: Some(pid), port: Some(port), ..AppliedChange::new(change) })
             }
         }
     }
@@ -152,7 +156,7 @@ fn mps_folder(state: &Path, place: &str) -> PathBuf {
 }
 
 /// Undoes what the journal has, from the end; what cannot be undone stays in it.
-fn take_back(tools: &Tools, state: &Path, mut journal: Journal) -> Result<(), Failure> {
+fn undo_all(tools: &Tools, state: &Path, mut journal: Journal) -> Result<(), Failure> {
     while let Some(done) = journal.last().cloned() {
         let undone = match &done.change {
             _ if done.untouched => Ok(()),
@@ -184,7 +188,7 @@ fn undo(args: &ApplyArgs, state: &Path) -> Result<(), Failure> {
         }
         return Ok(());
     }
-    take_back(&Tools, state, journal)
+    undo_all(&Tools, state, journal)
 }
 
 /// Says what would be done. Where the tools are there, also whether the GPUs may be touched.

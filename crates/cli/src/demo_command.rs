@@ -98,7 +98,7 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
         println!("  metrics http://{}/metrics", address_text(server.metrics_addr));
         println!("load for {seconds} s: real time alone, then beside best effort ...");
     }
-    let load = Load::new(&format!("http://{grpc}"))?;
+    let load = DemoClients::new(&format!("http://{grpc}"))?;
     let outcome = tokio::select! {
         outcome = load.run(Duration::from_secs(seconds)) => outcome?,
         () = ShutdownSignal::new()?.wait() => return finish(server).await,
@@ -167,24 +167,24 @@ impl ModelLoader for BuiltInLoader {
 type Client = GrpcInferenceServiceClient<Channel>;
 
 /// Clients of both classes, each with a connection of its own as clients on other machines would have.
-struct Load {
+struct DemoClients {
     address: String,
     samples: Arc<Samples>,
 }
 
 /// What one kind of client saw.
 #[derive(Default)]
-struct Seen {
+struct ClientStats {
     latency: Histogram,
     images: u64,
     correct: u64,
     errors: u64,
 }
 
-impl Load {
-    fn new(address: &str) -> Result<Load, Failure> {
+impl DemoClients {
+    fn new(address: &str) -> Result<DemoClients, Failure> {
         let samples: Samples = serde_json::from_str(SAMPLES_JSON).map_err(Failure::failed)?;
-        Ok(Load { address: address.to_string(), samples: Arc::new(samples) })
+        Ok(DemoClients { address: address.to_string(), samples: Arc::new(samples) })
     }
 
     async fn client(&self) -> Result<Client, Failure> {
@@ -209,7 +209,7 @@ impl Load {
         }
         let beside = self.real_time(half).await?;
         stop.store(true, Ordering::Relaxed);
-        let mut rest = Seen::default();
+        let mut rest = ClientStats::default();
         for client in best_effort {
             rest.add(client.await.map_err(Failure::failed)?);
         }
@@ -227,9 +227,9 @@ impl Load {
     }
 
     /// One image at a time, at a fixed distance.
-    async fn real_time(&self, span: Duration) -> Result<Seen, Failure> {
+    async fn real_time(&self, span: Duration) -> Result<ClientStats, Failure> {
         let mut client = self.client().await?;
-        let mut seen = Seen::default();
+        let mut stats = ClientStats::default();
         let mut ticks = tokio::time::interval(REAL_TIME_PERIOD);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Skip);
         let end = Instant::now() + span;
@@ -237,25 +237,29 @@ impl Load {
         while Instant::now() < end {
             ticks.tick().await;
             let asked = request(&self.samples, next, 1, Class::RealTime);
-            seen.ask(&mut client, asked, &self.samples, next, 1).await;
+            stats.ask(&mut client, asked, &self.samples, next, 1).await;
             next += 1;
         }
-        Ok(seen)
+        Ok(stats)
     }
 }
 
 /// Large batches, the next one as soon as the last is answered.
-async fn ask_in_batches(mut client: Client, samples: Arc<Samples>, stop: Arc<AtomicBool>) -> Seen {
-    let mut seen = Seen::default();
+async fn ask_in_batches(
+    mut client: Client,
+    samples: Arc<Samples>,
+    stop: Arc<AtomicBool>,
+) -> ClientStats {
+    let mut stats = ClientStats::default();
     // Made once: what a client does before it asks is no work of the server's.
     let asked = request(&samples, 0, BEST_EFFORT_BATCH, Class::BestEffort);
     while !stop.load(Ordering::Relaxed) {
-        seen.ask(&mut client, asked.clone(), &samples, 0, BEST_EFFORT_BATCH).await;
+        stats.ask(&mut client, asked.clone(), &samples, 0, BEST_EFFORT_BATCH).await;
     }
-    seen
+    stats
 }
 
-impl Seen {
+impl ClientStats {
     async fn ask(
         &mut self,
         client: &mut Client,
@@ -275,7 +279,7 @@ impl Seen {
         }
     }
 
-    fn add(&mut self, other: Seen) {
+    fn add(&mut self, other: ClientStats) {
         self.latency.merge(&other.latency);
         self.images += other.images;
         self.correct += other.correct;

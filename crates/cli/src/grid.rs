@@ -23,13 +23,13 @@ use crate::nvidia;
 /// Points of one grid.
 const POINTS_MAX: usize = 10_000;
 /// How long beyond the measured time a process may take to report.
-const REPORT_WITHIN: Duration = Duration::from_secs(60);
+const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
 
 /// Runs the command.
 pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
     let points = points(args)?;
-    let shares = Shares::new(args)?;
+    let shares = SliceShares::new(args)?;
     let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} points, {eta} left");
     let bar = ProgressBar::new(points.len() as u64).with_style(style.map_err(Failure::failed)?);
     let name = match &args.name {
@@ -104,20 +104,20 @@ fn points(args: &ProfileArgs) -> Result<Vec<Point>, Failure> {
 }
 
 /// What a slice is on this device.
-enum Shares {
+enum SliceShares {
     /// Threads of so many cores.
     Cores { cores: usize, of: u8 },
     /// A percentage of the GPU's threads, through MPS; the GPU as nvidia-smi names it.
     Gpu { gpu: String, of: u8, mps: bool },
 }
 
-impl Shares {
-    fn new(args: &ProfileArgs) -> Result<Shares, Failure> {
+impl SliceShares {
+    fn new(args: &ProfileArgs) -> Result<SliceShares, Failure> {
         let of = args.compute_slices;
         let Some(number) = args.device.device.strip_prefix("cuda:") else {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             tracing::info!("on the CPU a slice is its share of {cores} cores, as threads");
-            return Ok(Shares::Cores { cores, of });
+            return Ok(SliceShares::Cores { cores, of });
         };
         let alone = args.slices.iter().all(|slice| *slice == of) && args.processes == [1];
         let mps = nvidia::daemon_answers();
@@ -135,23 +135,23 @@ impl Shares {
         let named = place.and_then(|place| visible.split(',').nth(place)).map(str::trim);
         let gpu = named.filter(|name| !name.is_empty()).unwrap_or(number).to_string();
         nvidia::memory_used_mib(&gpu).map_err(Failure::failed)?;
-        Ok(Shares::Gpu { gpu, of, mps: mps.is_ok() })
+        Ok(SliceShares::Gpu { gpu, of, mps: mps.is_ok() })
     }
 
     /// Share of the device in percent.
     fn percent(&self, slice: u8) -> u32 {
-        let (Shares::Cores { of, .. } | Shares::Gpu { of, .. }) = self;
+        let (SliceShares::Cores { of, .. } | SliceShares::Gpu { of, .. }) = self;
         100 * u32::from(slice) / u32::from(*of)
     }
 
     fn set(&self, command: &mut Command, args: &ProfileArgs, point: Point) {
         match self {
-            Shares::Cores { cores, of } => {
+            SliceShares::Cores { cores, of } => {
                 let all = cores * usize::from(point.slice) / usize::from(*of);
                 let threads = (all / point.processes as usize).max(1);
                 command.arg("--threads").arg(threads.to_string());
             }
-            Shares::Gpu { mps, .. } => {
+            SliceShares::Gpu { mps, .. } => {
                 if *mps {
                     // All processes of a slice share all of its threads.
                     let percent = self.percent(point.slice).max(1).to_string();
@@ -165,15 +165,15 @@ impl Shares {
     /// Memory in use before any process is there; on the CPU processes count their own.
     fn memory_before(&self) -> Result<u64, Failure> {
         match self {
-            Shares::Cores { .. } => Ok(0),
-            Shares::Gpu { gpu, .. } => nvidia::memory_used_mib(gpu).map_err(Failure::failed),
+            SliceShares::Cores { .. } => Ok(0),
+            SliceShares::Gpu { gpu, .. } => nvidia::memory_used_mib(gpu).map_err(Failure::failed),
         }
     }
 
     fn memory_bytes(&self, before: u64, reports: &[MemberReport]) -> Result<u64, Failure> {
         match self {
-            Shares::Cores { .. } => Ok(reports.iter().map(|one| one.peak_bytes).sum()),
-            Shares::Gpu { gpu, .. } => {
+            SliceShares::Cores { .. } => Ok(reports.iter().map(|one| one.peak_bytes).sum()),
+            SliceShares::Gpu { gpu, .. } => {
                 let now = nvidia::memory_used_mib(gpu).map_err(Failure::failed)?;
                 Ok(now.saturating_sub(before) * MIB)
             }
@@ -182,13 +182,17 @@ impl Shares {
 }
 
 /// A process of a point.
-struct Member {
+struct GridProcess {
     child: Child,
     lines: Receiver<String>,
 }
 
-impl Member {
-    fn start(args: &ProfileArgs, shares: &Shares, point: Point) -> Result<Member, Failure> {
+impl GridProcess {
+    fn start(
+        args: &ProfileArgs,
+        shares: &SliceShares,
+        point: Point,
+    ) -> Result<GridProcess, Failure> {
         let program = std::env::current_exe().map_err(Failure::failed)?;
         let mut command = Command::new(program);
         command.args(["--log", "warn", "profile"]).arg(&args.model);
@@ -217,7 +221,7 @@ impl Member {
                 }
             }
         });
-        Ok(Member { child, lines })
+        Ok(GridProcess { child, lines })
     }
 
     fn line(&mut self, within: Duration) -> Result<String, Failure> {
@@ -238,7 +242,7 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for GridProcess {
     fn drop(&mut self) {
         // Ended already, or no longer wanted.
         let _ = self.child.kill();
@@ -246,21 +250,22 @@ impl Drop for Member {
     }
 }
 
-fn measure(args: &ProfileArgs, shares: &Shares, point: Point) -> Result<Row, Failure> {
+fn measure(args: &ProfileArgs, shares: &SliceShares, point: Point) -> Result<Row, Failure> {
     let before = shares.memory_before()?;
-    let start = |_| Member::start(args, shares, point);
-    let mut members: Vec<Member> = (0..point.processes).map(start).collect::<Result<_, _>>()?;
+    let start = |_| GridProcess::start(args, shares, point);
+    let mut processes: Vec<GridProcess> =
+        (0..point.processes).map(start).collect::<Result<_, _>>()?;
     let ready_within = Duration::from_secs(args.start_timeout_secs);
-    for member in &mut members {
+    for member in &mut processes {
         let line = member.line(ready_within)?;
         if line != READY {
             return Err(Failure::failed(format!("a process said '{line}' before it was ready")));
         }
     }
-    members.iter_mut().try_for_each(Member::go)?;
-    let within = Duration::from_secs_f64(args.seconds) + REPORT_WITHIN;
+    processes.iter_mut().try_for_each(GridProcess::go)?;
+    let within = Duration::from_secs_f64(args.seconds) + REPORT_TIMEOUT;
     let mut reports = Vec::new();
-    for member in &mut members {
+    for member in &mut processes {
         let line = member.line(within)?;
         let report: MemberReport = serde_json::from_str(&line).map_err(Failure::failed)?;
         reports.push(report);

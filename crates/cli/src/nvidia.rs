@@ -11,7 +11,7 @@ use planner::GpuKind;
 use planner::apply::Place;
 
 /// Resetting a GPU for MIG takes tens of seconds.
-const ANSWER_WITHIN: Duration = Duration::from_secs(180);
+const TOOL_TIMEOUT: Duration = Duration::from_secs(180);
 /// How much less memory a tool may report than the GPU's name says.
 const MEMORY_SHARE: f64 = 0.85;
 
@@ -33,7 +33,7 @@ pub(crate) struct Gpu {
 
 /// A process that computes on a GPU.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Running {
+pub(crate) struct GpuProcess {
     pub(crate) uuid: String,
     pub(crate) pid: String,
     pub(crate) name: String,
@@ -42,7 +42,7 @@ pub(crate) struct Running {
 /// The machine before anything is done to it.
 pub(crate) struct Machine {
     pub(crate) gpus: Vec<Gpu>,
-    pub(crate) running: Vec<Running>,
+    pub(crate) running: Vec<GpuProcess>,
     /// Identifiers of the slices made since, by place.
     pub(crate) uuids: BTreeMap<String, String>,
 }
@@ -66,9 +66,9 @@ impl Machine {
                 "gpu {index} is a {name} with {memory_mib} MiB; the plan is for {kind}"
             ));
         }
-        let here = |one: &&Running| one.uuid == gpu.uuid || gpu.mig_devices.contains(&one.uuid);
+        let here = |one: &&GpuProcess| one.uuid == gpu.uuid || gpu.mig_devices.contains(&one.uuid);
         if let Some(one) = self.running.iter().find(here) {
-            let Running { pid, name, .. } = one;
+            let GpuProcess { pid, name, .. } = one;
             return Err(format!("gpu {index} has running work: process {pid} ({name})"));
         }
         match gpu.mig_mode.as_str() {
@@ -250,8 +250,8 @@ fn output(command: &mut Command, input: Option<&'static str>) -> Result<String, 
         }
         let _ = sender.send(child.wait_with_output());
     });
-    let answer = receiver.recv_timeout(ANSWER_WITHIN);
-    let answer = answer.map_err(|_| format!("'{what}' did not answer within {ANSWER_WITHIN:?}"))?;
+    let answer = receiver.recv_timeout(TOOL_TIMEOUT);
+    let answer = answer.map_err(|_| format!("'{what}' did not answer within {TOOL_TIMEOUT:?}"))?;
     let Output { status, stdout, stderr } = answer.map_err(|error| format!("{what}: {error}"))?;
     let text = String::from_utf8_lossy(&stdout).into_owned();
     if status.success() {
@@ -299,14 +299,14 @@ fn parse_list(text: &str) -> BTreeMap<u32, Vec<String>> {
     devices
 }
 
-fn parse_running(text: &str) -> Result<Vec<Running>, String> {
+fn parse_running(text: &str) -> Result<Vec<GpuProcess>, String> {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
     let running = |line: &str| {
         let mut cells = line.splitn(3, ',').map(|cell| cell.trim().to_string());
         let (Some(uuid), Some(pid), Some(name)) = (cells.next(), cells.next(), cells.next()) else {
             return Err(format!("cannot read nvidia-smi's line '{line}'"));
         };
-        Ok(Running { uuid, pid, name })
+        Ok(GpuProcess { uuid, pid, name })
     };
     lines.map(running).collect()
 }

@@ -71,7 +71,7 @@ pub(crate) struct PlanFile {
 }
 
 /// A plan with all that is said about it.
-struct Outcome {
+struct PlanOutcome {
     problem: Problem,
     faults: Vec<PlanError>,
     answer: Answer,
@@ -81,7 +81,7 @@ struct Outcome {
 /// Runs the command.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let outcome = solve(args)?;
-    let Outcome { problem, answer, .. } = &outcome;
+    let PlanOutcome { problem, answer, .. } = &outcome;
     let plan = &answer.solution.plan;
     if !matches!(args.algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike) {
         let violations = check(problem, plan);
@@ -101,7 +101,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     print_text(args, &outcome)
 }
 
-fn solve(args: &PlanArgs) -> Result<Outcome, Failure> {
+fn solve(args: &PlanArgs) -> Result<PlanOutcome, Failure> {
     let (problem, faults) = problem(args)?;
     let stop = stop_on_interrupt();
     let bar = match std::io::stderr().is_terminal() && !args.json {
@@ -126,7 +126,7 @@ fn solve(args: &PlanArgs) -> Result<Outcome, Failure> {
         }
     };
     bar.finish_and_clear();
-    Ok(Outcome { problem, faults, answer, steps })
+    Ok(PlanOutcome { problem, faults, answer, steps })
 }
 
 fn services(path: &Path) -> Result<Vec<Service>, Failure> {
@@ -209,8 +209,8 @@ fn from_current(
     Ok((Answer { gpus, solution }, steps))
 }
 
-fn print_json(outcome: &Outcome) -> Result<(), Failure> {
-    let Outcome { problem, faults, answer, steps } = outcome;
+fn print_json(outcome: &PlanOutcome) -> Result<(), Failure> {
+    let PlanOutcome { problem, faults, answer, steps } = outcome;
     let lines = steps.as_ref().map(|steps| render::steps(problem, steps)).unwrap_or_default();
     let file = PlanFile {
         gpu_kind: problem.gpu.name.to_string(),
@@ -227,8 +227,8 @@ fn print_json(outcome: &Outcome) -> Result<(), Failure> {
     Ok(())
 }
 
-fn print_text(args: &PlanArgs, outcome: &Outcome) -> Result<(), Failure> {
-    let Outcome { problem, answer, steps, .. } = outcome;
+fn print_text(args: &PlanArgs, outcome: &PlanOutcome) -> Result<(), Failure> {
+    let PlanOutcome { problem, answer, steps, .. } = outcome;
     let solution = &answer.solution;
     if let Some(name) = &args.explain {
         let found = problem.services.iter().position(|service| service.name == *name);

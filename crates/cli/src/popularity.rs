@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 /// The most models that are remembered.
-const MODELS_MOST: usize = 100_000;
+const MODELS_MAX: usize = 100_000;
 
 /// Counts by model, as they are on disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,7 +49,7 @@ impl Popularity {
         let mut inferences: BTreeMap<String, u64> =
             self.inferences.iter().map(|(name, count)| (name.clone(), count / 2)).collect();
         for (name, count) in counts {
-            if inferences.len() < MODELS_MOST || inferences.contains_key(&name) {
+            if inferences.len() < MODELS_MAX || inferences.contains_key(&name) {
                 *inferences.entry(name).or_default() += count;
             }
         }

@@ -61,12 +61,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let plan = Arc::new(plan);
     sample_inputs::check_known(&plan, &bindings)?;
     let inputs = inputs(&plan, args, &bindings)?;
-    let bench = Bench::open(device.as_ref(), plan.clone(), inputs, args.best_effort)?;
-    let measured = bench.measure(args)?;
+    let runner = ModelRunner::open(device.as_ref(), plan.clone(), inputs, args.best_effort)?;
+    let measured = runner.measure(args)?;
     if let Some(folder) = &args.save {
         save(folder, &plan, &measured.outputs)?;
     }
-    let report = report(args, &device.info().description, &plan, &bench.inputs, measured);
+    let report = report(args, &device.info().description, &plan, &runner.inputs, measured);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
     } else {
@@ -114,9 +114,9 @@ fn inputs(
 const STEP_RUNS_MAX: u32 = 20;
 
 /// A loaded model with a queue and inputs of its own.
-pub(crate) struct Bench {
+pub(crate) struct ModelRunner {
     program: Arc<dyn Program>,
-    lane: TaskRunner,
+    task_runner: TaskRunner,
     inputs: Vec<Tensor>,
 }
 
@@ -127,16 +127,16 @@ struct Measured {
     outputs: Vec<Tensor>,
 }
 
-impl Bench {
+impl ModelRunner {
     /// Loads `plan` onto a device.
     pub(crate) fn open(
         device: &dyn Device,
         plan: Arc<LaunchPlan>,
         inputs: Vec<Tensor>,
         best_effort: bool,
-    ) -> Result<Bench, Failure> {
+    ) -> Result<ModelRunner, Failure> {
         let program = device.load(plan).map_err(Failure::failed)?;
-        Ok(Bench { program, lane: TaskRunner::open(device, best_effort)?, inputs })
+        Ok(ModelRunner { program, task_runner: TaskRunner::open(device, best_effort)?, inputs })
     }
 
     fn measure(&self, args: &RunArgs) -> Result<Measured, Failure> {
@@ -173,7 +173,7 @@ impl Bench {
         if record {
             task.record_step_times();
         }
-        let completion = self.lane.run(task)?;
+        let completion = self.task_runner.run(task)?;
         match completion.outcome {
             Outcome::Done => {}
             Outcome::Preempted => return Err(Failure::failed("the run was interrupted")),

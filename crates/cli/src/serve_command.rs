@@ -106,7 +106,7 @@ async fn serve(
         let period = Duration::from_secs(args.repository_poll_secs);
         tokio::spawn(follow_changes(service.clone(), loader, period));
     }
-    stop_keeping(stop, &service, popularity).await;
+    wait_and_save(stop, &service, popularity).await;
     tracing::info!(in_flight = server.in_flight(), "stopping");
     if server.shutdown(Duration::from_secs(args.exit_timeout_secs)).await {
         return Ok(());
@@ -114,35 +114,35 @@ async fn serve(
     Err(Failure::failed("some requests did not finish in time and were given up"))
 }
 
-/// Where popularity is kept, and what it was when the server started.
-type Kept = Option<(PathBuf, Popularity)>;
+/// Where popularity is saved, and what it was when the server started.
+type PopularityFile = Option<(PathBuf, Popularity)>;
 
 /// Seconds between two times that popularity is written down.
-const KEEP_EVERY: Duration = Duration::from_secs(60);
+const SAVE_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Brings the weights of what was asked for most to the device.
-fn preload(args: &ServeArgs, service: &LocalNode) -> Kept {
+fn preload(args: &ServeArgs, service: &LocalNode) -> PopularityFile {
     let folder = args.data_dir.clone().or_else(user_data_folder).filter(|path| path.is_dir());
-    let kept = folder.map(|folder| {
+    let saved = folder.map(|folder| {
         let path = Popularity::path(&folder);
         let known = Popularity::read(&path);
         (path, known)
     });
-    service.preload(&kept.as_ref().map(|(_, known)| known.order()).unwrap_or_default());
-    kept
+    service.preload(&saved.as_ref().map(|(_, known)| known.order()).unwrap_or_default());
+    saved
 }
 
 /// Waits for the signal to stop, and writes down now and then what is asked for.
-async fn stop_keeping(stop: ShutdownSignal, service: &LocalNode, kept: Kept) {
+async fn wait_and_save(stop: ShutdownSignal, service: &LocalNode, saved: PopularityFile) {
     let keep = || {
-        if let Some((path, known)) = &kept
+        if let Some((path, known)) = &saved
             && let Err(err) = known.after(service.inference_counts()).write(path)
         {
             tracing::warn!("{}: {err}", path.display());
         }
     };
     let mut stopped = std::pin::pin!(stop.wait());
-    while tokio::time::timeout(KEEP_EVERY, &mut stopped).await.is_err() {
+    while tokio::time::timeout(SAVE_INTERVAL, &mut stopped).await.is_err() {
         keep();
     }
     keep();

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use assembly::{Failure, write_file};
 use base::Nanos;
 use bench::cluster_sim::scenario::{self as device_group, ClusterScenario};
-use bench::report::{Report, table};
+use bench::report::{SimulationReport, table};
 use bench::scenario::Scenario;
 use bench::simulation::{self, Simulation, SimulationOptions};
 use bench::timeline;
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
     let alone = simulation::run(&scenario.real_time_alone(), alone).map_err(Failure::usage)?;
     let world = Simulation::new(&scenario, options).map_err(Failure::usage)?;
     let (outcome, gpu, real_time) = world.finish_with_gpu();
-    let report = Report::new(&scenario.name, &scenario.policy, &outcome, &alone);
+    let report = SimulationReport::new(&scenario.name, &scenario.policy, &outcome, &alone);
     if let Some(path) = &args.trace {
         write_file(path, &outcome.trace)?;
     }

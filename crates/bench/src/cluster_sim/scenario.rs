@@ -17,7 +17,7 @@ use cluster::view::View;
 use runtime::batching::BatchProfile;
 use serde::{Deserialize, Serialize};
 
-use super::{ClusterSession, ClusterSim, Source, Target};
+use super::{ClusterSession, ClusterSim, QuerySource, RouteTarget};
 use crate::scenario::ScenarioError;
 
 /// Sessions of one kind.
@@ -59,7 +59,7 @@ pub struct LoadStep {
 /// Machines that are lost for a time.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Loss {
+pub struct GpuLoss {
     /// When, in seconds.
     pub at_s: u64,
     /// How many.
@@ -103,7 +103,7 @@ pub struct ClusterScenario {
     /// Changes of load.
     pub steps: Vec<LoadStep>,
     /// Losses.
-    pub losses: Vec<Loss>,
+    pub losses: Vec<GpuLoss>,
     /// Amplitude of a day's wave in load, and its length in seconds; none when 0.
     pub wave: f64,
     /// Length of the wave.
@@ -199,9 +199,9 @@ impl ClusterScenario {
     }
 }
 
-struct Simulation<'a> {
+struct ScenarioRun<'a> {
     scenario: &'a ClusterScenario,
-    fleet: ClusterSim,
+    cluster: ClusterSim,
     view: View,
     core: Core,
     meters: Vec<Rates>,
@@ -229,21 +229,21 @@ fn session_name(index: usize) -> String {
 /// Runs a scenario.
 pub fn run(scenario: &ClusterScenario) -> Result<ClusterReport, String> {
     let packer: Packer = scenario.packer.parse()?;
-    let mut world = Simulation::new(scenario, packer);
+    let mut run = ScenarioRun::new(scenario, packer);
     // The first plan's models are there before the load begins.
     for _ in 0..4 {
-        world.decide(Nanos::ZERO);
-        world.finish_loads(Nanos::MAX);
+        run.decide(Nanos::ZERO);
+        run.finish_loads(Nanos::MAX);
     }
-    world.decide(Nanos::ZERO);
+    run.decide(Nanos::ZERO);
     for second in 0..scenario.seconds {
-        world.second(second);
+        run.second(second);
     }
-    Ok(world.finish())
+    Ok(run.finish())
 }
 
-impl Simulation<'_> {
-    fn new(scenario: &ClusterScenario, packer: Packer) -> Simulation<'_> {
+impl ScenarioRun<'_> {
+    fn new(scenario: &ClusterScenario, packer: Packer) -> ScenarioRun<'_> {
         let base = scenario.rates();
         let (mut view, mut sessions, mut sources) = (View::default(), Vec::new(), Vec::new());
         for gpu in 0..scenario.gpus {
@@ -273,7 +273,7 @@ impl Simulation<'_> {
                 budget: Nanos::from_millis(group.slo_ms),
                 feeds: Vec::new(),
             });
-            sources.push(Source { rate: *rate, asks: vec![(index, 1)], poisson: true });
+            sources.push(QuerySource { rate: *rate, asks: vec![(index, 1)], poisson: true });
         }
         let settings = SchedulerSettings {
             epoch: Nanos::from_millis(scenario.epoch_s * 1000),
@@ -289,10 +289,10 @@ impl Simulation<'_> {
             ..SchedulerSettings::default()
         };
         let core = Core::resume(settings, Nanos::ZERO, &view);
-        let mut fleet = ClusterSim::new(sessions, scenario.gpus, sources, scenario.seed, false);
-        fleet.set_frontends(scenario.frontends);
-        let mut world = Simulation {
-            fleet,
+        let mut cluster = ClusterSim::new(sessions, scenario.gpus, sources, scenario.seed, false);
+        cluster.set_frontends(scenario.frontends);
+        let mut run = ScenarioRun {
+            cluster,
             core,
             meters: base.iter().map(|_| Rates::default()).collect(),
             events: Vec::new(),
@@ -308,10 +308,10 @@ impl Simulation<'_> {
         };
         let known =
             |rate: f64| ModelLoad { fast: rate, slow: rate, window: 2.0, ..Default::default() };
-        let loads = world.names.iter().zip(&world.base);
+        let loads = run.names.iter().zip(&run.base);
         let models = loads.map(|(name, (_, rate))| (name.clone(), known(*rate))).collect();
-        world.view.loads.insert("f".to_string(), LoadReport { models, ..LoadReport::default() });
-        world
+        run.view.loads.insert("f".to_string(), LoadReport { models, ..LoadReport::default() });
+        run
     }
 
     fn factor(&self, group: usize, second: u64) -> f64 {
@@ -326,7 +326,7 @@ impl Simulation<'_> {
     fn second(&mut self, second: u64) {
         for index in 0..self.base.len() {
             let (group, rate) = self.base[index];
-            self.fleet.set_rate(index, (rate * self.factor(group, second)).max(1e-6));
+            self.cluster.set_rate(index, (rate * self.factor(group, second)).max(1e-6));
         }
         for loss in self.scenario.losses.iter().filter(|loss| loss.at_s == second) {
             self.lose(loss, second);
@@ -334,7 +334,7 @@ impl Simulation<'_> {
         // The scheduler looks twice a second, as its agent does.
         for half in 0..2 {
             let now = Nanos::from_millis(second * 1000 + half * 500);
-            self.fleet.run_until(now);
+            self.cluster.run_until(now);
             self.turn_events(now);
             self.finish_loads(now);
             if half == 0 {
@@ -361,13 +361,13 @@ impl Simulation<'_> {
         }
     }
 
-    fn lose(&mut self, loss: &Loss, second: u64) {
+    fn lose(&mut self, loss: &GpuLoss, second: u64) {
         for _ in 0..loss.gpus {
             let gpu = self.random.below(self.scenario.gpus as u64) as usize;
             if !self.lost.insert(gpu) {
                 continue;
             }
-            self.fleet.lose(gpu);
+            self.cluster.lose(gpu);
             let at = Nanos::from_millis(second * 1000);
             self.events.push((at + Nanos::from_millis(self.scenario.lease_ms), false, gpu));
             self.events.push((at + Nanos::from_millis(loss.for_s * 1000), true, gpu));
@@ -394,7 +394,7 @@ impl Simulation<'_> {
 
     fn observe(&mut self, now: Nanos) {
         let Some(report) = self.view.loads.get_mut("f") else { return };
-        for (index, count) in self.fleet.arrived().iter().enumerate() {
+        for (index, count) in self.cluster.arrived().iter().enumerate() {
             let (fast, window, slow) = self.meters[index].tick(now, *count);
             if now.0 < 2_000_000_000 {
                 continue;
@@ -434,14 +434,14 @@ impl Simulation<'_> {
             if let (Some(route), Some(session)) = (route, session) {
                 let targets = route.targets.iter();
                 let target = |t: &TargetRecord| {
-                    Some(Target {
+                    Some(RouteTarget {
                         gpu: index_of(&t.backend)?,
                         weight: t.weight,
                         least: t.least as usize,
                     })
                 };
-                let targets: Vec<Target> = targets.filter_map(target).collect();
-                self.fleet.route(session, &targets);
+                let targets: Vec<RouteTarget> = targets.filter_map(target).collect();
+                self.cluster.route(session, &targets);
             }
         }
         let took_ms = started.elapsed().as_secs_f64() * 1e3;
@@ -481,12 +481,12 @@ impl Simulation<'_> {
         let mut held = Vec::new();
         for share in assignment.shares.iter().filter(|share| ready(&share.model)) {
             let Some(session) = index_of(&share.model) else { continue };
-            let session_facts = &self.fleet.sessions[session];
+            let session_facts = &self.cluster.sessions[session];
             let alone = session_facts.profile.batch_for_objective(session_facts.budget);
             let batch = if share.rate > 0.0 { share.batch as usize } else { alone };
             held.push((session, batch.max(1)));
         }
-        self.fleet.hold(gpu, &held);
+        self.cluster.hold(gpu, &held);
     }
 
     fn finish_loads(&mut self, now: Nanos) {
@@ -513,15 +513,15 @@ impl Simulation<'_> {
         // What was asked in the last moments is still to be answered.
         let end = Nanos::from_millis((self.scenario.seconds + 2) * 1000);
         for source in 0..self.base.len() {
-            self.fleet.set_rate(source, 1e-6);
+            self.cluster.set_rate(source, 1e-6);
         }
-        self.fleet.run_until(end);
+        self.cluster.run_until(end);
         let percent = |bad: u64, asked: u64| bad as f64 * 100.0 / asked.max(1) as f64;
         let report = &mut self.report;
-        for tally in self.fleet.tallies().iter().take(self.scenario.seconds as usize) {
-            report.requests += tally.asked;
-            report.bad += tally.bad;
-            report.seconds.push((tally.asked as f64 / 1e3, percent(tally.bad, tally.asked)));
+        for counts in self.cluster.seconds().iter().take(self.scenario.seconds as usize) {
+            report.requests += counts.asked;
+            report.bad += counts.bad;
+            report.seconds.push((counts.asked as f64 / 1e3, percent(counts.bad, counts.asked)));
         }
         report.bad_percent = percent(report.bad, report.requests);
         report.record_bytes = self.written.iter().map(|(key, value)| key.len() + value.len()).sum();

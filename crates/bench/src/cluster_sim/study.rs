@@ -16,7 +16,7 @@ use cluster::scheduler::pooling::{self, Pools};
 use runtime::batching::BatchProfile;
 use serde::Serialize;
 
-use super::{ClusterSession, ClusterSim, Source, Target};
+use super::{ClusterSession, ClusterSim, QuerySource, RouteTarget};
 
 /// Techniques that are on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -50,14 +50,14 @@ pub const FULL: Techniques = Techniques {
 pub struct StudyRow {
     /// What is off, in the paper's words.
     pub system: &'static str,
-    /// Highest rate of questions of which 99 % are answered in time.
+    /// Highest rate of queries of which 99 % are answered in time.
     pub rate: f64,
     /// The paper's figure, where it gives one.
     pub paper: Option<f64>,
 }
 
 /// One model of a study.
-struct ModelFacts {
+struct StudyModel {
     /// Milliseconds a request adds.
     alpha_ms: f64,
     /// Milliseconds of a batch apart from its requests.
@@ -74,7 +74,7 @@ const GPUS: usize = 16;
 const SECONDS: u64 = 8;
 const GOOD: f64 = 0.99;
 
-impl ModelFacts {
+impl StudyModel {
     /// Milliseconds the GPU is taken by a batch.
     fn ms(&self, batch: u32, overlap: bool) -> f64 {
         let run = self.alpha_ms * f64::from(batch) + self.beta_ms;
@@ -92,10 +92,10 @@ struct Setup {
     /// Models with their rate, objective and curve.
     stages: Vec<(f64, f64, Curve)>,
     feeds: Vec<Vec<(usize, f64)>>,
-    sources: Vec<Source>,
+    sources: Vec<QuerySource>,
 }
 
-/// Share of questions answered in time.
+/// Share of queries answered in time.
 fn good_share(setup: Setup, techniques: Techniques) -> f64 {
     let name = |index: usize| format!("s{index:03}");
     let machines: Vec<Machine> = (0..GPUS)
@@ -132,28 +132,29 @@ fn good_share(setup: Setup, techniques: Techniques) -> f64 {
             feeds: feeds.clone(),
         }
     });
-    let mut fleet = ClusterSim::new(sessions.collect(), GPUS, setup.sources, 1, !techniques.early);
+    let mut cluster =
+        ClusterSim::new(sessions.collect(), GPUS, setup.sources, 1, !techniques.early);
     let index: HashMap<String, usize> = (0..demands.len()).map(|i| (name(i), i)).collect();
     let devices = machines.iter().map(|m| (m.name.clone(), m.device.clone())).collect();
     let pools = match techniques.pools {
         true => pooling::pools(&placement, &devices, &demands, &curves, |_| 1.0 / placement.scale),
         false => Pools::default(),
     };
-    let mut routes: Vec<Vec<Target>> = vec![Vec::new(); demands.len()];
+    let mut routes: Vec<Vec<RouteTarget>> = vec![Vec::new(); demands.len()];
     for (gpu, machine) in machines.iter().enumerate() {
         let Some(place) = placement.places.get(&machine.name) else { continue };
         let held: Vec<(usize, usize)> =
             place.parts.iter().map(|part| (index[&part.model], part.batch as usize)).collect();
-        fleet.hold(gpu, &held);
+        cluster.hold(gpu, &held);
         for part in &place.parts {
             let least = pools.least(&machine.name, &part.model) as usize;
-            routes[index[&part.model]].push(Target { gpu, weight: part.rate, least });
+            routes[index[&part.model]].push(RouteTarget { gpu, weight: part.rate, least });
         }
     }
-    routes.iter().enumerate().for_each(|(session, targets)| fleet.route(session, targets));
-    fleet.run_until(Nanos::from_millis((SECONDS + 1) * 1000));
-    let tallies = &fleet.tallies()[1..=(SECONDS as usize - 1)];
-    let (asked, bad) = tallies.iter().fold((0, 0), |(a, b), t| (a + t.asked, b + t.bad));
+    routes.iter().enumerate().for_each(|(session, targets)| cluster.route(session, targets));
+    cluster.run_until(Nanos::from_millis((SECONDS + 1) * 1000));
+    let seconds = &cluster.seconds()[1..=(SECONDS as usize - 1)];
+    let (asked, bad) = seconds.iter().fold((0, 0), |(a, b), t| (a + t.asked, b + t.bad));
     1.0 - bad as f64 / (asked as f64).max(1.0)
 }
 
@@ -172,27 +173,31 @@ fn highest(setup: impl Fn(f64) -> Option<Setup>, techniques: Techniques, top: f6
 fn game(rate: f64, techniques: Techniques) -> Option<Setup> {
     const GAMES: usize = 20;
     const SLO_MS: f64 = 50.0;
-    let resnet = ModelFacts { alpha_ms: 1.2, beta_ms: 5.0, prepare_ms: 10.0, batch_max: 48 };
-    let lenet = ModelFacts { alpha_ms: 0.02, beta_ms: 0.08, prepare_ms: 1.0, batch_max: 64 };
+    let resnet = StudyModel { alpha_ms: 1.2, beta_ms: 5.0, prepare_ms: 10.0, batch_max: 48 };
+    let lenet = StudyModel { alpha_ms: 0.02, beta_ms: 0.08, prepare_ms: 1.0, batch_max: 64 };
     let weight = |game: usize| 1.0 / ((game + 1) as f64).powf(0.9);
     let total: f64 = (0..GAMES).map(weight).sum();
     // Preparing takes its time from the objective in any case.
-    let slo = |facts: &ModelFacts| SLO_MS - if techniques.overlap { facts.prepare_ms } else { 0.0 };
+    let slo = |model: &StudyModel| SLO_MS - if techniques.overlap { model.prepare_ms } else { 0.0 };
     let mut setup = Setup { stages: Vec::new(), feeds: Vec::new(), sources: Vec::new() };
     let variants = if techniques.prefix { 1 } else { GAMES };
-    for facts in [&resnet, &lenet] {
-        let numbers = if facts.beta_ms < 1.0 { 6.0 } else { 1.0 };
+    for model in [&resnet, &lenet] {
+        let numbers = if model.beta_ms < 1.0 { 6.0 } else { 1.0 };
         for variant in 0..variants {
             let part = if techniques.prefix { 1.0 } else { weight(variant) / total };
-            let curve = facts.curve(techniques.overlap);
-            setup.stages.push((rate * part * numbers, slo(facts), curve));
+            let curve = model.curve(techniques.overlap);
+            setup.stages.push((rate * part * numbers, slo(model), curve));
             setup.feeds.push(Vec::new());
         }
     }
     for game in 0..GAMES {
         let (icon, number) = if techniques.prefix { (0, 1) } else { (game, GAMES + game) };
         let rate = rate * weight(game) / total;
-        setup.sources.push(Source { rate, asks: vec![(icon, 1), (number, 6)], poisson: false });
+        setup.sources.push(QuerySource {
+            rate,
+            asks: vec![(icon, 1), (number, 6)],
+            poisson: false,
+        });
     }
     Some(setup)
 }
@@ -200,9 +205,9 @@ fn game(rate: f64, techniques: Techniques) -> Option<Setup> {
 /// Twenty cameras, 400 ms: SSD on every frame, then a face or a car model on what it finds.
 fn traffic(rate: f64, techniques: Techniques, rush: bool) -> Option<Setup> {
     const SLO_MS: f64 = 400.0;
-    let ssd = ModelFacts { alpha_ms: 22.0, beta_ms: 25.0, prepare_ms: 10.0, batch_max: 16 };
-    let face = ModelFacts { alpha_ms: 3.2, beta_ms: 3.2, prepare_ms: 2.0, batch_max: 64 };
-    let car = ModelFacts { alpha_ms: 1.3, beta_ms: 2.9, prepare_ms: 2.0, batch_max: 64 };
+    let ssd = StudyModel { alpha_ms: 22.0, beta_ms: 25.0, prepare_ms: 10.0, batch_max: 16 };
+    let face = StudyModel { alpha_ms: 3.2, beta_ms: 3.2, prepare_ms: 2.0, batch_max: 64 };
+    let car = StudyModel { alpha_ms: 1.3, beta_ms: 2.9, prepare_ms: 2.0, batch_max: 64 };
     let (faces, cars) = if rush { (1.5, 5.0) } else { (0.3, 1.0) };
     let all = [&ssd, &face, &car];
     let rates = [rate, rate * faces, rate * cars];
@@ -223,7 +228,7 @@ fn traffic(rate: f64, techniques: Techniques, rush: bool) -> Option<Setup> {
         setup.feeds.push(if index == 0 { vec![(1, faces), (2, cars)] } else { Vec::new() });
     }
     for _ in 0..20 {
-        let source = Source { rate: rate / 20.0, asks: vec![(0, 1)], poisson: false };
+        let source = QuerySource { rate: rate / 20.0, asks: vec![(0, 1)], poisson: false };
         setup.sources.push(source);
     }
     Some(setup)
@@ -283,7 +288,7 @@ fn study(
 
 /// The table for a terminal.
 pub fn text(title: &str, rows: &[StudyRow]) -> String {
-    let mut text = format!("{title}\n{:<22} {:>10} {:>10}\n", "system", "questions/s", "paper");
+    let mut text = format!("{title}\n{:<22} {:>10} {:>10}\n", "system", "queries/s", "paper");
     for row in rows {
         let shown = |value: f64| if value > 0.0 { format!("{value:.0}") } else { "-".to_string() };
         let paper = row.paper.map_or("-".to_string(), shown);

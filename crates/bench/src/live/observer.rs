@@ -1,4 +1,4 @@
-//! What a node's core took in and decided, kept while it runs and checked afterwards.
+//! Records the events and actions of a node's core and checks them.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -7,12 +7,13 @@ use model::config::Class;
 use runtime::Observer;
 use runtime::core::{Action, Event};
 
-use crate::checker::{Checker, Limits};
+use crate::checker::{Checker, CheckerLimits};
 
-/// Entries kept until somebody takes them; of a trace that has more at once, what comes later is not checked.
-const ENTRIES_MOST: usize = 4_000_000;
+/// Max entries recorded between two calls of `take`; later ones are dropped, and the trace is not
+/// checked.
+const ENTRIES_MAX: usize = 4_000_000;
 
-/// One line of a trace.
+/// An event or action of the core.
 pub(super) enum Entry {
     In(Nanos, Event),
     Out(Nanos, Action),
@@ -27,27 +28,27 @@ pub(super) struct Recorder {
 impl Recorder {
     fn push(&self, entry: Entry) {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        if entries.len() < ENTRIES_MOST {
+        if entries.len() < ENTRIES_MAX {
             entries.push(entry);
         }
     }
 
-    /// What was recorded since it was last taken.
+    /// Removes and returns what was recorded.
     pub(super) fn take(&self) -> Vec<Entry> {
         std::mem::take(&mut *self.entries.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// What the checkers find in the trace of a node with so many models.
+    /// Violations in the trace of a node with `models` models.
     pub(super) fn check(&self, models: usize) -> Vec<String> {
-        let mut check = TraceCheck::new(models);
+        let mut check = TraceChecker::new(models);
         check.feed(self.take());
         if check.is_whole() { check.finish() } else { Vec::new() }
     }
 }
 
-/// The checkers over a trace that comes in slices: requests that ended twice, never or without having come, and real time that
-/// was overtaken. Times are not judged. A slice is forgotten when it is checked; what is kept are the requests under way.
-pub(super) struct TraceCheck {
+/// Checks a trace that arrives in slices: requests that ended twice, never or without arrival, and
+/// real time out of order. It checks no times. It remembers only requests in flight.
+pub(super) struct TraceChecker {
     checker: Checker,
     last: Nanos,
     whole: bool,
@@ -55,10 +56,10 @@ pub(super) struct TraceCheck {
     arrivals: [u64; 2],
 }
 
-impl TraceCheck {
-    /// For a node with at most so many models at once.
-    pub(super) fn new(models: usize) -> TraceCheck {
-        let limits = Limits {
+impl TraceChecker {
+    /// For a node with at most `models` models at a time.
+    pub(super) fn new(models: usize) -> TraceChecker {
+        let limits = CheckerLimits {
             wait: None,
             grace: None,
             memory: u64::MAX,
@@ -70,13 +71,13 @@ impl TraceCheck {
             needs: Vec::new(),
         };
         let checker = Checker::new(limits, models, false);
-        TraceCheck { checker, last: Nanos::ZERO, whole: true, entries: 0, arrivals: [0; 2] }
+        TraceChecker { checker, last: Nanos::ZERO, whole: true, entries: 0, arrivals: [0; 2] }
     }
 
-    /// Goes on with the next slice.
+    /// Checks the next slice.
     pub(super) fn feed(&mut self, slice: Vec<Entry>) {
         let checker = &mut self.checker;
-        self.whole &= slice.len() < ENTRIES_MOST;
+        self.whole &= slice.len() < ENTRIES_MAX;
         self.entries += slice.len() as u64;
         for entry in slice {
             match entry {
@@ -95,22 +96,22 @@ impl TraceCheck {
         }
     }
 
-    /// Whether all of the trace came: a slice that is too long is cut.
+    /// Whether no slice was cut.
     pub(super) fn is_whole(&self) -> bool {
         self.whole
     }
 
-    /// Entries that were checked.
+    /// Number of entries checked.
     pub(super) fn entries(&self) -> u64 {
         self.entries
     }
 
-    /// Requests that came, of real time and of best effort.
+    /// Number of real-time and of best-effort requests.
     pub(super) fn arrivals(&self) -> [u64; 2] {
         self.arrivals
     }
 
-    /// What was found, the requests that never ended included.
+    /// All violations, including requests that never ended.
     pub(super) fn finish(&mut self) -> Vec<String> {
         self.checker.finish(self.last)
     }
@@ -187,7 +188,7 @@ mod tests {
         let (one, other) = (core.next_request_id().unwrap(), core.next_request_id().unwrap());
         let end = |request| Action::End { request, end: End::Done };
         let recorder = Recorder::default();
-        let mut check = TraceCheck::new(1);
+        let mut check = TraceChecker::new(1);
         arrive(&recorder, one, Class::RealTime);
         check.feed(recorder.take());
         recorder.action(Nanos(2), &end(one));

@@ -19,7 +19,7 @@ use crate::live::cpu_seconds;
 use crate::live::report::Latency;
 
 /// How long before its time a thread stops sleeping and looks at the clock instead.
-const LOOK_BEFORE: Duration = Duration::from_micros(120);
+const SPIN_BEFORE: Duration = Duration::from_micros(120);
 
 /// How far an answer may be from that of the same input on its own, beside the largest of it: other kernels round otherwise.
 const TOLERANCE: f32 = 0.05;
@@ -48,7 +48,7 @@ pub(super) struct Generator<'a> {
 
 /// What answers bring.
 #[derive(Default)]
-struct Tally {
+struct ReplyCounters {
     latencies: Mutex<Vec<Nanos>>,
     rows: AtomicU64,
     batches: AtomicU64,
@@ -58,8 +58,8 @@ struct Tally {
 }
 
 /// A phase whose last answers may be on their way.
-pub(super) struct Running {
-    tallies: Vec<Arc<Tally>>,
+pub(super) struct RunningPhase {
+    counters: Vec<Arc<ReplyCounters>>,
     phase: Phase,
     asked: u64,
     cpu_cores: f64,
@@ -214,27 +214,35 @@ impl<'a> Generator<'a> {
     }
 
     /// Asks at random times, `rate` a second on average.
-    pub(super) fn run(&self, node: &Node, phase: Phase) -> Running {
+    pub(super) fn run(&self, node: &Node, phase: Phase) -> RunningPhase {
         let (used, began) = (cpu_seconds(), self.clock.now());
         let start = began + Nanos::from_millis(2);
         let end = start + Nanos((phase.seconds * 1e9) as u64);
         let count = threads();
         let mut seeds = Random::new(phase.seed);
-        let (mut tallies, mut asked) = (Vec::new(), 0);
+        let (mut all_counters, mut asked) = (Vec::new(), 0);
         std::thread::scope(|scope| {
             let mut handles = Vec::new();
             for _ in 0..count {
-                let (tally, random) = (Arc::new(Tally::default()), Random::new(seeds.next_u64()));
-                tallies.push(tally.clone());
+                let (counters, random) =
+                    (Arc::new(ReplyCounters::default()), Random::new(seeds.next_u64()));
+                all_counters.push(counters.clone());
                 let mean = 1e9 * count as f64 / phase.rate.max(1.0);
                 handles.push(
-                    scope.spawn(move || self.ask_on_time(node, (start, end), mean, random, &tally)),
+                    scope.spawn(move || {
+                        self.ask_on_time(node, (start, end), mean, random, &counters)
+                    }),
                 );
             }
             asked = handles.into_iter().map(|handle| handle.join().unwrap_or(0)).sum();
         });
         let wall = (self.clock.now() - began).0 as f64 / 1e9;
-        Running { tallies, phase, asked, cpu_cores: (cpu_seconds() - used) / wall }
+        RunningPhase {
+            counters: all_counters,
+            phase,
+            asked,
+            cpu_cores: (cpu_seconds() - used) / wall,
+        }
     }
 
     fn ask_on_time(
@@ -243,7 +251,7 @@ impl<'a> Generator<'a> {
         (start, end): (Nanos, Nanos),
         mean_gap_ns: f64,
         mut random: Random,
-        tally: &Arc<Tally>,
+        counters: &Arc<ReplyCounters>,
     ) -> u64 {
         let (mut at, mut asked) = (start, 0);
         loop {
@@ -254,13 +262,13 @@ impl<'a> Generator<'a> {
             wait_until(&*self.clock, at);
             asked += 1;
             let index = random.below(self.model.inputs.len() as u64) as usize;
-            let (tally, clock, expected) =
-                (tally.clone(), self.clock.clone(), self.expected.clone());
+            let (counters, clock, expected) =
+                (counters.clone(), self.clock.clone(), self.expected.clone());
             let outstanding = self.outstanding.clone();
             outstanding.fetch_add(1, Ordering::AcqRel);
             let check = asked.is_multiple_of(16);
             let reply = move |reply: Reply| {
-                tally.take(reply, clock.now(), (at, end), check.then_some(&expected[index]));
+                counters.take(reply, clock.now(), (at, end), check.then_some(&expected[index]));
                 outstanding.fetch_sub(1, Ordering::AcqRel);
             };
             node.submit(self.request(index), Box::new(reply));
@@ -268,7 +276,7 @@ impl<'a> Generator<'a> {
     }
 }
 
-impl Tally {
+impl ReplyCounters {
     fn take(
         &self,
         reply: Reply,
@@ -295,26 +303,28 @@ impl Tally {
     }
 }
 
-impl Running {
+impl RunningPhase {
     /// What it came to; all answers are there.
     pub(super) fn finish(self) -> PhaseResult {
         let mut latencies = Vec::new();
-        for tally in &self.tallies {
-            latencies.append(&mut tally.latencies.lock().unwrap_or_else(PoisonError::into_inner));
+        for counters in &self.counters {
+            latencies
+                .append(&mut counters.latencies.lock().unwrap_or_else(PoisonError::into_inner));
         }
-        let sum = |of: fn(&Tally) -> &AtomicU64| -> u64 {
-            self.tallies.iter().map(|tally| of(tally).load(Ordering::Relaxed)).sum()
+        let sum = |of: fn(&ReplyCounters) -> &AtomicU64| -> u64 {
+            self.counters.iter().map(|counters| of(counters).load(Ordering::Relaxed)).sum()
         };
-        let batches = sum(|tally| &tally.batches);
+        let batches = sum(|counters| &counters.batches);
         PhaseResult {
             offered_rps: (self.asked as f64 / self.phase.seconds).round(),
-            answered_rps: (sum(|tally| &tally.in_time) as f64 / self.phase.seconds).round(),
+            answered_rps: (sum(|counters| &counters.in_time) as f64 / self.phase.seconds).round(),
             latency: Latency::of(&mut latencies),
-            mean_batch: (sum(|tally| &tally.rows) as f64 / batches.max(1) as f64 * 100.0).round()
+            mean_batch: (sum(|counters| &counters.rows) as f64 / batches.max(1) as f64 * 100.0)
+                .round()
                 / 100.0,
             batches,
-            wrong: sum(|tally| &tally.wrong),
-            errors: sum(|tally| &tally.errors),
+            wrong: sum(|counters| &counters.wrong),
+            errors: sum(|counters| &counters.errors),
             cpu_cores: (self.cpu_cores * 100.0).round() / 100.0,
         }
     }
@@ -338,7 +348,7 @@ fn wait_until(clock: &dyn Clock, at: Nanos) {
         if left.is_zero() {
             return;
         }
-        match left.checked_sub(LOOK_BEFORE) {
+        match left.checked_sub(SPIN_BEFORE) {
             Some(sleep) if !sleep.is_zero() => std::thread::sleep(sleep),
             _ => std::hint::spin_loop(),
         }

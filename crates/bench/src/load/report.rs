@@ -30,7 +30,7 @@ pub struct PhaseResult {
 
 /// One policy on one model.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Contender {
+pub struct PolicyResult {
     /// Its name.
     pub policy: String,
     /// At low load.
@@ -55,7 +55,7 @@ pub struct Contender {
 
 /// All policies on one model.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Network {
+pub struct NetworkReport {
     /// The model.
     pub model: String,
     /// Median latency of requests one after another.
@@ -77,7 +77,8 @@ pub struct Network {
     /// The window that is compared with: of those tried, the one with the highest rate inside the objective that waits.
     pub tuned: Option<String>,
     /// By policy.
-    pub contenders: Vec<Contender>,
+    #[serde(rename = "contenders")]
+    pub results: Vec<PolicyResult>,
 }
 
 /// All models on one device.
@@ -96,28 +97,27 @@ pub struct LoadReport {
     /// Real-time queues.
     pub lanes: usize,
     /// By model.
-    pub networks: Vec<Network>,
+    pub networks: Vec<NetworkReport>,
 }
 
-impl Network {
+impl NetworkReport {
     /// Sets policies beside the tuned window.
     pub fn compare(&mut self) {
         // TensorFlow Serving's guide tunes the wait for throughput; no wait at all is another policy, shown beside it.
-        let waits = |c: &&Contender| c.policy.starts_with("window") && c.policy != "window 0 us";
-        let better = |a: &&Contender, b: &&Contender| {
-            let key = |c: &Contender| (c.best_rps, -c.high.latency.mean_us);
+        let waits = |c: &&PolicyResult| c.policy.starts_with("window") && c.policy != "window 0 us";
+        let better = |a: &&PolicyResult, b: &&PolicyResult| {
+            let key = |c: &PolicyResult| (c.best_rps, -c.high.latency.mean_us);
             key(a).partial_cmp(&key(b)).unwrap_or(std::cmp::Ordering::Equal)
         };
-        let Some(tuned) = self.contenders.iter().filter(waits).max_by(better).cloned() else {
+        let Some(tuned) = self.results.iter().filter(waits).max_by(better).cloned() else {
             return;
         };
         let percent =
             |new: f64, old: f64| (old > 0.0).then(|| ((new / old - 1.0) * 1e3).round() / 10.0);
-        for contender in &mut self.contenders {
-            contender.low_pct = percent(contender.low.latency.mean_us, tuned.low.latency.mean_us);
-            contender.high_pct =
-                percent(contender.high.latency.mean_us, tuned.high.latency.mean_us);
-            contender.best_pct = percent(contender.best_rps, tuned.best_rps);
+        for result in &mut self.results {
+            result.low_pct = percent(result.low.latency.mean_us, tuned.low.latency.mean_us);
+            result.high_pct = percent(result.high.latency.mean_us, tuned.high.latency.mean_us);
+            result.best_pct = percent(result.best_rps, tuned.best_rps);
         }
         self.tuned = Some(tuned.policy);
     }
@@ -136,7 +136,7 @@ pub(super) fn idle_pct(mut runs: Vec<(f64, f64)>) -> Option<f64> {
 }
 
 /// Everything as text.
-pub fn table(networks: &[Network]) -> String {
+pub fn table(networks: &[NetworkReport]) -> String {
     let mut text = String::new();
     for network in networks {
         let memory = network.memory_six as f64 / network.memory_one.max(1) as f64 * 100.0 - 100.0;
@@ -167,7 +167,7 @@ pub fn table(networks: &[Network]) -> String {
             "idle %",
             "wrong"
         );
-        for c in &network.contenders {
+        for c in &network.results {
             let name = if network.tuned.as_ref() == Some(&c.policy) {
                 format!("{}*", c.policy)
             } else {
@@ -195,23 +195,23 @@ pub fn table(networks: &[Network]) -> String {
 }
 
 /// Figures 8 and 9 of Ebird: mean latency at both loads, and the highest rate inside the objective.
-pub fn charts(networks: &[Network]) -> Vec<Chart> {
-    let shown = |network: &Network, c: &Contender| {
+pub fn charts(networks: &[NetworkReport]) -> Vec<Chart> {
+    let shown = |network: &NetworkReport, c: &PolicyResult| {
         !c.policy.starts_with("window") || network.tuned.as_ref() == Some(&c.policy)
     };
-    let name = |c: &Contender| c.policy.split(' ').next().unwrap_or_default().to_string();
+    let name = |c: &PolicyResult| c.policy.split(' ').next().unwrap_or_default().to_string();
     let mut policies: Vec<String> = Vec::new();
     for network in networks {
-        for c in network.contenders.iter().filter(|c| shown(network, c)) {
+        for c in network.results.iter().filter(|c| shown(network, c)) {
             if !policies.contains(&name(c)) {
                 policies.push(name(c));
             }
         }
     }
-    let chart = |title: &str, unit: &str, value: fn(&Contender) -> f64| {
+    let chart = |title: &str, unit: &str, value: fn(&PolicyResult) -> f64| {
         let of = |policy: &String| {
-            let one = |network: &Network| {
-                let mut mine = network.contenders.iter().filter(|c| shown(network, c));
+            let one = |network: &NetworkReport| {
+                let mut mine = network.results.iter().filter(|c| shown(network, c));
                 mine.find(|c| name(c) == *policy).map_or(0.0, value)
             };
             (policy.clone(), networks.iter().map(one).collect())
@@ -245,24 +245,24 @@ mod tests {
 
     #[test]
     fn policies_are_compared_with_the_window_that_was_tuned() {
-        let contender = |policy: &str, low_us: f64, best_rps: f64| {
-            let mut contender =
-                Contender { policy: policy.to_string(), best_rps, ..Contender::default() };
-            contender.low.latency.mean_us = low_us;
-            contender
+        let result = |policy: &str, low_us: f64, best_rps: f64| {
+            let mut result =
+                PolicyResult { policy: policy.to_string(), best_rps, ..PolicyResult::default() };
+            result.low.latency.mean_us = low_us;
+            result
         };
-        let mut network = Network {
-            contenders: vec![
-                contender("window 0 us", 300.0, 9_000.0),
-                contender("window 1000 us", 1_200.0, 5_000.0),
-                contender("window 2000 us", 2_000.0, 8_000.0),
-                contender("auto", 500.0, 10_000.0),
+        let mut network = NetworkReport {
+            results: vec![
+                result("window 0 us", 300.0, 9_000.0),
+                result("window 1000 us", 1_200.0, 5_000.0),
+                result("window 2000 us", 2_000.0, 8_000.0),
+                result("auto", 500.0, 10_000.0),
             ],
-            ..Network::default()
+            ..NetworkReport::default()
         };
         network.compare();
         assert_eq!(network.tuned.as_deref(), Some("window 2000 us"));
-        let auto = &network.contenders[3];
+        let auto = &network.results[3];
         assert_eq!((auto.low_pct, auto.best_pct), (Some(-75.0), Some(25.0)));
     }
 }

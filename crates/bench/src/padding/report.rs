@@ -9,7 +9,7 @@ const MAX_RT_SLOWDOWN: f64 = 1.01;
 
 /// Microseconds of one network over many replays.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Spread {
+pub struct TimingSummary {
     /// Replays that were timed.
     pub replays: usize,
     /// Half took no longer.
@@ -22,7 +22,7 @@ pub struct Spread {
 
 /// Real time in one way over real time alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Ratios {
+pub struct SlowdownRatios {
     /// Of medians.
     pub median: f64,
     /// Of means.
@@ -31,11 +31,11 @@ pub struct Ratios {
     pub p99: f64,
 }
 
-impl Ratios {
+impl SlowdownRatios {
     /// `with` over `alone`.
-    pub fn of(with: &Spread, alone: &Spread) -> Ratios {
+    pub fn of(with: &TimingSummary, alone: &TimingSummary) -> SlowdownRatios {
         let ratio = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
-        Ratios {
+        SlowdownRatios {
             median: ratio(with.median_us, alone.median_us),
             mean: ratio(with.mean_us, alone.mean_us),
             p99: ratio(with.p99_us, alone.p99_us),
@@ -45,15 +45,15 @@ impl Ratios {
 
 /// A pair of networks in one way.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct WayReport {
+pub struct MethodReport {
     /// `alone`, `fused`, `free`, `partition 16`, `apart 16`.
     pub way: String,
     /// Multiprocessors of the partition, as the driver made it.
     pub multiprocessors: Option<u32>,
     /// The real-time network.
-    pub real_time: Spread,
+    pub real_time: TimingSummary,
     /// The same over its own times alone.
-    pub ratio: Ratios,
+    pub ratio: SlowdownRatios,
     /// What best effort got done, as a share of what it does alone in the same time.
     pub best_effort_share: f64,
     /// Runs of best effort, in parts where some were not finished.
@@ -68,7 +68,7 @@ pub struct WayReport {
 
 /// What two kernels became as one.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct KernelFacts {
+pub struct FusedKernelReport {
     /// Real time's.
     pub real_time: String,
     /// Best effort's.
@@ -85,7 +85,7 @@ pub struct KernelFacts {
 
 /// How a pair was fused.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct FusedFacts {
+pub struct FusionReport {
     /// Graphs until best effort begins anew.
     pub graphs: usize,
     /// Launches in all of them.
@@ -101,7 +101,7 @@ pub struct FusedFacts {
     /// Launches left alone because there would have been too many kernels.
     pub kernels_refused: usize,
     /// Every kernel made of two.
-    pub kernels: Vec<KernelFacts>,
+    pub kernels: Vec<FusedKernelReport>,
 }
 
 /// One pair in all ways.
@@ -112,16 +112,16 @@ pub struct PairReport {
     /// The best-effort network.
     pub best_effort: String,
     /// The best-effort network alone, in the launches it has in every way.
-    pub best_effort_alone: Spread,
+    pub best_effort_alone: TimingSummary,
     /// How they were fused, where that was asked for.
-    pub fused: Option<FusedFacts>,
+    pub fused: Option<FusionReport>,
     /// Every way, alone first.
-    pub ways: Vec<WayReport>,
+    pub ways: Vec<MethodReport>,
 }
 
 /// One way over all pairs, by the medians of real time.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Summary {
+pub struct MethodSummary {
     /// The way.
     pub way: String,
     /// Pairs.
@@ -164,7 +164,7 @@ pub struct PaddingReport {
     /// Kernels made of two.
     pub fused_kernels: usize,
     /// Every way over all pairs.
-    pub summaries: Vec<Summary>,
+    pub summaries: Vec<MethodSummary>,
     /// Every pair.
     pub pairs: Vec<PairReport>,
 }
@@ -183,7 +183,7 @@ impl PaddingReport {
 }
 
 /// Every way that occurs over the pairs that have it, in the order of the first pair.
-pub fn summaries(pairs: &[PairReport]) -> Vec<Summary> {
+pub fn summaries(pairs: &[PairReport]) -> Vec<MethodSummary> {
     let mut names: Vec<&str> = Vec::new();
     for way in pairs.iter().flat_map(|pair| &pair.ways) {
         if !names.contains(&way.way.as_str()) {
@@ -193,8 +193,8 @@ pub fn summaries(pairs: &[PairReport]) -> Vec<Summary> {
     names.into_iter().filter_map(|name| summary(name, pairs)).collect()
 }
 
-fn summary(name: &str, pairs: &[PairReport]) -> Option<Summary> {
-    let cells: Vec<(&PairReport, &WayReport)> = pairs
+fn summary(name: &str, pairs: &[PairReport]) -> Option<MethodSummary> {
+    let cells: Vec<(&PairReport, &MethodReport)> = pairs
         .iter()
         .flat_map(|pair| pair.ways.iter().map(move |way| (pair, way)))
         .filter(|(_, way)| way.way == name)
@@ -204,11 +204,12 @@ fn summary(name: &str, pairs: &[PairReport]) -> Option<Summary> {
         0 => None,
         count => Some(values.iter().sum::<f64>() / count as f64),
     };
-    let all = |of: fn(&WayReport) -> f64| cells.iter().map(|(_, way)| of(way)).collect::<Vec<_>>();
+    let all =
+        |of: fn(&MethodReport) -> f64| cells.iter().map(|(_, way)| of(way)).collect::<Vec<_>>();
     let calm = cells.iter().filter(|(_, way)| way.ratio.median <= MAX_RT_SLOWDOWN);
     let calm: Vec<f64> = calm.map(|(_, way)| way.best_effort_share).collect();
     let shares = all(|way| way.best_effort_share);
-    Some(Summary {
+    Some(MethodSummary {
         way: name.to_string(),
         pairs: cells.len(),
         mean_ratio: mean(all(|way| way.ratio.median))?,
@@ -223,7 +224,7 @@ fn summary(name: &str, pairs: &[PairReport]) -> Option<Summary> {
 }
 
 /// Pairs and summaries for people.
-pub fn table(pairs: &[PairReport], summaries: &[Summary]) -> String {
+pub fn table(pairs: &[PairReport], summaries: &[MethodSummary]) -> String {
     let mut text = String::new();
     let percent = |ratio: f64| (ratio - 1.0) * 100.0;
     let _ = writeln!(
@@ -234,7 +235,7 @@ pub fn table(pairs: &[PairReport], summaries: &[Summary]) -> String {
     for pair in pairs {
         let name = format!("{}+{}", pair.real_time, pair.best_effort);
         for way in &pair.ways {
-            let Spread { median_us, mean_us, p99_us, .. } = way.real_time;
+            let TimingSummary { median_us, mean_us, p99_us, .. } = way.real_time;
             let wrong = way.wrong_real_time + way.wrong_best_effort;
             let _ = writeln!(
                 text,
@@ -274,19 +275,19 @@ pub fn table(pairs: &[PairReport], summaries: &[Summary]) -> String {
 mod tests {
     use super::*;
 
-    fn way(name: &str, median: f64, share: f64) -> WayReport {
-        let spread = |median_us| Spread {
+    fn way(name: &str, median: f64, share: f64) -> MethodReport {
+        let spread = |median_us| TimingSummary {
             replays: 10,
             median_us,
             mean_us: median_us,
             p99_us: 2.0 * median_us,
         };
         let (alone, real_time) = (spread(100.0), spread(median));
-        WayReport {
+        MethodReport {
             way: name.to_string(),
             multiprocessors: None,
             real_time,
-            ratio: Ratios::of(&real_time, &alone),
+            ratio: SlowdownRatios::of(&real_time, &alone),
             best_effort_share: share,
             best_effort_runs: 1.0,
             wrong_real_time: 0,
@@ -295,12 +296,12 @@ mod tests {
         }
     }
 
-    fn pair(best_effort: &str, ways: Vec<WayReport>) -> PairReport {
+    fn pair(best_effort: &str, ways: Vec<MethodReport>) -> PairReport {
         PairReport {
             real_time: "vgg19".to_string(),
             best_effort: best_effort.to_string(),
-            best_effort_alone: Spread::default(),
-            fused: Some(FusedFacts::default()),
+            best_effort_alone: TimingSummary::default(),
+            fused: Some(FusionReport::default()),
             ways,
         }
     }

@@ -1,7 +1,8 @@
 use super::*;
 use base::Random;
 
-const H200: RoundLimits = RoundLimits { multiprocessors: 132, replays_most: 8, kernels_most: 1000 };
+const H200: FusedRoundLimits =
+    FusedRoundLimits { multiprocessors: 132, replays_max: 8, kernels_max: 1000 };
 
 fn step(kernel: usize, tiles: u32, us: f64, blocks: u32) -> MeasuredStep {
     MeasuredStep { kernel, tiles, cluster: 1, us, blocks_per_multiprocessor: blocks }
@@ -9,10 +10,10 @@ fn step(kernel: usize, tiles: u32, us: f64, blocks: u32) -> MeasuredStep {
 
 /// What is wrong with a round, found without a look at how it was made.
 fn faults(
-    round: &Round,
+    round: &FusedRound,
     real_time: &[MeasuredStep],
     best_effort: &[MeasuredStep],
-    limits: RoundLimits,
+    limits: FusedRoundLimits,
 ) -> Vec<String> {
     let mut faults = Vec::new();
     let mut fault = |text: String| faults.push(text);
@@ -53,17 +54,17 @@ fn faults(
     if stands != next || left != round.unfinished.map(|slice| slice.tiles) {
         fault(format!("it stands at {stands:?} and not at {next:?}"));
     }
-    if kernels != round.kernels || kernels.len() > limits.kernels_most {
+    if kernels != round.kernels || kernels.len() > limits.kernels_max {
         fault("other kernels than the slices need".to_string());
     }
-    if round.replays.len() > limits.replays_most || round.progress.len() != round.replays.len() {
+    if round.replays.len() > limits.replays_max || round.progress.len() != round.replays.len() {
         fault("too many replays".to_string());
     }
     faults
 }
 
 /// Whether `tiles` of `guest`, on multiprocessors that `host` leaves and one wave after another, end before `host` does.
-fn fits(host: &MeasuredStep, guest: &MeasuredStep, tiles: u32, limits: RoundLimits) -> bool {
+fn fits(host: &MeasuredStep, guest: &MeasuredStep, tiles: u32, limits: FusedRoundLimits) -> bool {
     let held = f64::from(host.tiles) / f64::from(host.blocks_per_multiprocessor);
     let free = f64::from(limits.multiprocessors) - held.ceil();
     let a_wave = f64::from(limits.multiprocessors * guest.blocks_per_multiprocessor);
@@ -93,8 +94,8 @@ fn every_round_keeps_to_the_rules() {
         let real_time = network(&mut random, hosts);
         let mut best_effort = network(&mut random, guests);
         best_effort.iter_mut().for_each(|step| step.cluster = 1);
-        let kernels_most = if case % 3 == 0 { 5 } else { 1000 };
-        let limits = RoundLimits { kernels_most, ..H200 };
+        let kernels_max = if case % 3 == 0 { 5 } else { 1000 };
+        let limits = FusedRoundLimits { kernels_max, ..H200 };
         let round = round(&real_time, &best_effort, limits);
         assert_eq!(
             faults(&round, &real_time, &best_effort, limits),
@@ -115,7 +116,7 @@ fn the_checker_finds_what_is_broken() {
     let best_effort = [step(2, 300, 6.0, 4), step(3, 900, 9.0, 2)];
     let sound = round(&real_time, &best_effort, H200);
     assert_eq!(faults(&sound, &real_time, &best_effort, H200), Vec::<String>::new());
-    let broken = |change: fn(&mut Slice)| {
+    let broken = |change: fn(&mut TileRange)| {
         let mut round = sound.clone();
         let first = round.replays[0].iter_mut().flatten().next().expect("a slice");
         change(first);
@@ -136,8 +137,8 @@ fn best_effort_goes_on_from_replay_to_replay() {
     let real_time = [step(0, 122, 5.0, 1)];
     let best_effort = [step(1, 100, 5.0, 4), step(2, 40, 5.0, 4)];
     let round = round(&real_time, &best_effort, H200);
-    let slices: Vec<Slice> = round.replays.iter().flatten().flatten().copied().collect();
-    let of = |step, first_tile, tiles| Slice { step, first_tile, tiles };
+    let slices: Vec<TileRange> = round.replays.iter().flatten().flatten().copied().collect();
+    let of = |step, first_tile, tiles| TileRange { step, first_tile, tiles };
     assert_eq!(slices, [of(0, 0, 40), of(0, 40, 40), of(0, 80, 20), of(1, 0, 40)]);
     assert_eq!((round.unfinished, round.replays.len()), (None, 4));
     let want = [0.2, 0.2, 0.1, 0.5];
@@ -150,7 +151,7 @@ fn what_fits_nowhere_ends_the_round() {
     let long = [step(1, 40, 5.0, 4), step(2, 40, 50.0, 4)];
     let round = round(&real_time, &long, H200);
     assert_eq!(round.replays.len(), 1);
-    assert_eq!(round.unfinished, Some(Slice { step: 1, first_tile: 0, tiles: 40 }));
+    assert_eq!(round.unfinished, Some(TileRange { step: 1, first_tile: 0, tiles: 40 }));
     let none = super::round(&real_time, &long[1..], H200);
     assert_eq!((none.replays, none.unfinished), (vec![vec![None]], None));
     assert_eq!(super::round(&real_time, &[], H200).replays, [[None]]);

@@ -1,4 +1,4 @@
-//! From a scenario to a world at time zero.
+//! From a scenario to a simulation at time zero.
 
 use std::sync::Arc;
 
@@ -10,15 +10,15 @@ use runtime::policy::padding::Room;
 use runtime::policy::{NAMES, Policy, Streams, by_name};
 
 use super::{BrokenRestore, ClientState, Outcome, PlantedBug, Simulation, SimulationOptions};
-use crate::arrival::Clockwork;
-use crate::checker::{Checker, Limits};
+use crate::arrival::ArrivalTimes;
+use crate::checker::{Checker, CheckerLimits};
 use crate::scenario::{Scenario, ScenarioError};
 
 /// A segment that is not heard of for so long means a reset.
 const WATCHDOG: Nanos = Nanos::from_millis(5_000);
 
 impl Simulation {
-    /// A world at time zero.
+    /// A simulation at time zero.
     pub fn new(
         scenario: &Scenario,
         options: SimulationOptions,
@@ -26,7 +26,7 @@ impl Simulation {
         Simulation::with_profiles(scenario, &scenario.profiles()?, options)
     }
 
-    /// A world at time zero on profiles of the caller's.
+    /// A simulation at time zero on profiles of the caller's.
     pub fn with_profiles(
         scenario: &Scenario,
         set: &ProfileSet,
@@ -61,8 +61,9 @@ impl Simulation {
         let weights: u64 = set.models.iter().map(|model| model.weight_bytes).sum();
         let managed = weights > set.gpu.memory_bytes;
         let core = core_of(scenario, &set.gpu, layout, policy, options, managed);
-        let limits = Limits::new(scenario, set, &rules, rt_streams.clone(), streams, WATCHDOG);
-        let mut world = Simulation {
+        let limits =
+            CheckerLimits::new(scenario, set, &rules, rt_streams.clone(), streams, WATCHDOG);
+        let mut simulation = Simulation {
             core,
             gpu,
             rules,
@@ -82,8 +83,8 @@ impl Simulation {
             actions: Vec::new(),
             outcome: Outcome::default(),
         };
-        world.add_models();
-        Ok(world)
+        simulation.add_models();
+        Ok(simulation)
     }
 
     fn add_models(&mut self) {
@@ -168,10 +169,10 @@ fn core_of(
 fn clients_of(scenario: &Scenario) -> Vec<ClientState> {
     let mut seeds = Random::new(scenario.seed);
     let mut client = |spec: &crate::scenario::Client| {
-        let mut clockwork = Clockwork::new(spec.arrival.clone(), seeds.next_u64());
+        let mut arrivals = ArrivalTimes::new(spec.arrival.clone(), seeds.next_u64());
         ClientState {
-            next: clockwork.next(Nanos::ZERO),
-            clockwork,
+            next: arrivals.next(Nanos::ZERO),
+            arrivals,
             outstanding: 0,
             skipped: 0,
             late: false,

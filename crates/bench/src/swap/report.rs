@@ -4,12 +4,12 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::Beside;
+use super::CoLocatedReport;
 use crate::live::Latency;
 
 /// One case.
 #[derive(Clone, Debug, Serialize)]
-pub struct Row {
+pub struct SwapRow {
     /// Models asked for.
     pub models: usize,
     /// Models that have room.
@@ -76,9 +76,9 @@ pub struct SwapReport {
     /// Bytes of the large model's weights on the device, where one is loaded.
     pub big_bytes: Option<u64>,
     /// By case.
-    pub rows: Vec<Row>,
+    pub rows: Vec<SwapRow>,
     /// A real-time model beside something that loads.
-    pub beside: Vec<Beside>,
+    pub beside: Vec<CoLocatedReport>,
 }
 
 pub(super) fn round(value: f64) -> f64 {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use assembly::{DeviceArgs, Failure, sample_inputs, write_file};
 use base::Random;
-use bench::load::{self, Load, LoadModel, LoadOptions, LoadReport, Setting, charts, table};
+use bench::load::{self, BatchingSetting, Load, LoadModel, LoadOptions, LoadReport, charts, table};
 use bench::plot;
 use device::Device;
 use model::LaunchPlan;
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
         let memory = memory(&*device, &plan)?;
         let program = device.load(plan).map_err(|err| Failure::failed(format!("{name}: {err}")))?;
         let model = LoadModel { name: name.clone(), program, inputs };
-        let told = |c: &load::Contender| {
+        let told = |c: &load::PolicyResult| {
             eprintln!(
                 "{name} {}: low {:.0} us, high {:.0} us in batches of {:.1}, at most {:.0}/s",
                 c.policy,
@@ -68,29 +68,29 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
         Some(None) => print!("{}", to_json(&report)?),
         _ => print!("{}", table(&report.networks)),
     }
-    let contenders = report.networks.iter().flat_map(|network| &network.contenders);
+    let results = report.networks.iter().flat_map(|network| &network.results);
     let bad = |p: &load::PhaseResult| p.wrong > 0 || p.errors > 0;
-    match contenders.into_iter().find(|c| bad(&c.low) || bad(&c.high) || bad(&c.best)) {
+    match results.into_iter().find(|c| bad(&c.low) || bad(&c.high) || bad(&c.best)) {
         None => Ok(()),
         Some(c) => Err(Failure::failed(format!("{}: answers are wrong or missing", c.policy))),
     }
 }
 
 /// The device, and its timeline where it has one.
-fn open(args: &DeviceArgs) -> Result<(Arc<dyn Device>, Option<load::Timeline>), Failure> {
+fn open(args: &DeviceArgs) -> Result<(Arc<dyn Device>, Option<load::DeviceTimeline>), Failure> {
     if !args.device.starts_with("cuda") {
         return Ok((assembly::open_device(args)?, None));
     }
     let gpu = Arc::new(assembly::open_gpu(args)?);
     let (one, other) = (gpu.clone(), gpu.clone());
-    let timeline = load::Timeline {
+    let timeline = load::DeviceTimeline {
         begin: Box::new(move || one.begin_timeline().is_ok()),
         end: Box::new(move || other.end_timeline()),
     };
     Ok((gpu, Some(timeline)))
 }
 
-fn settings(args: &BatchingArgs) -> Result<Vec<Setting>, Failure> {
+fn settings(args: &BatchingArgs) -> Result<Vec<BatchingSetting>, Failure> {
     let mut all = Vec::new();
     for name in &args.policy {
         all.extend(load::settings(name, &args.waits).ok_or_else(|| {

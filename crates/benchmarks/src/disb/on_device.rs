@@ -3,7 +3,8 @@
 use assembly::{DeviceArgs, Failure, write_file};
 use bench::disb;
 use bench::live::{
-    LeftOut, Live, LiveOptions, LiveReport, Rates, SoakOptions, SoakReport, Workload, charts, table,
+    Live, LiveOptions, LiveReport, Rates, SkippedPolicy, SoakOptions, SoakReport, Workload, charts,
+    table,
 };
 use bench::plot;
 use runtime::policy::NAMES;
@@ -21,7 +22,7 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
     if let Some(seconds) = args.soak {
         return soak(args, seconds);
     }
-    let (policies, left_out) = policies(&args.policy)?;
+    let (policies, skipped) = policies(&args.policy)?;
     let workloads = workloads(args)?;
     let (live, description) = open(args, &workloads)?;
     let mut report = LiveReport {
@@ -31,7 +32,7 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
         command: environment::command(),
         seed: args.seed,
         alone: live.alone().to_vec(),
-        left_out,
+        skipped,
         cells: Vec::new(),
     };
     for rates in rates(args)? {
@@ -155,7 +156,8 @@ fn finish(args: &DisbArgs, report: &LiveReport) -> Result<(), Failure> {
         Some(None) => println!("{}", to_json(report)?),
         _ => print!("{}", table(&report.cells)),
     }
-    let broken = |cell: &&bench::live::Cell| cell.wrong_outputs > 0 || !cell.violations.is_empty();
+    let broken =
+        |cell: &&bench::live::CellReport| cell.wrong_outputs > 0 || !cell.violations.is_empty();
     match report.cells.iter().find(broken) {
         None => Ok(()),
         Some(cell) => Err(Failure::failed(format!(
@@ -171,11 +173,11 @@ fn to_json(report: &LiveReport) -> Result<String, Failure> {
 }
 
 /// The policies to run, real time alone first as all others are compared with it, and those left out.
-fn policies(asked: &str) -> Result<(Vec<String>, Vec<LeftOut>), Failure> {
-    let (asked, left_out): (Vec<&str>, Vec<LeftOut>) = match asked {
+fn policies(asked: &str) -> Result<(Vec<String>, Vec<SkippedPolicy>), Failure> {
+    let (asked, skipped): (Vec<&str>, Vec<SkippedPolicy>) = match asked {
         "ALL" => {
             let able = NAMES.into_iter().filter(|name| *name != "reef").collect();
-            (able, vec![LeftOut { policy: "reef".to_string(), why: REEF.to_string() }])
+            (able, vec![SkippedPolicy { policy: "reef".to_string(), why: REEF.to_string() }])
         }
         list => (list.split(',').map(str::trim).collect(), Vec::new()),
     };
@@ -189,7 +191,7 @@ fn policies(asked: &str) -> Result<(Vec<String>, Vec<LeftOut>), Failure> {
         }
     }
     let others = asked.into_iter().filter(|name| *name != "rt_only").map(str::to_string);
-    Ok((["rt_only".to_string()].into_iter().chain(others).collect(), left_out))
+    Ok((["rt_only".to_string()].into_iter().chain(others).collect(), skipped))
 }
 
 fn rates(args: &DisbArgs) -> Result<Vec<Rates>, Failure> {
@@ -236,9 +238,9 @@ mod tests {
 
     #[test]
     fn real_time_alone_is_first_and_reef_is_refused() {
-        let (all, left_out) = policies("ALL").unwrap();
+        let (all, skipped) = policies("ALL").unwrap();
         assert_eq!((all[0].as_str(), all.len()), ("rt_only", 7));
-        assert_eq!(left_out[0].policy, "reef");
+        assert_eq!(skipped[0].policy, "reef");
         assert_eq!(policies("atoll").unwrap().0, ["rt_only", "atoll"]);
         assert!(policies("reef").is_err());
         assert!(policies("atoll,nobody").is_err());

@@ -3,7 +3,7 @@
 use assembly::{Failure, write_file};
 use bench::disb::{self, DisbOptions};
 use bench::plot::{self, Chart};
-use bench::report::{Report, table};
+use bench::report::{SimulationReport, table};
 use runtime::policy::NAMES;
 
 use super::args::DisbArgs;
@@ -65,8 +65,8 @@ fn scenario(args: &DisbArgs, workload: &str) -> Result<bench::scenario::Scenario
     })
 }
 
-fn charts(reports: &[Report]) -> Vec<Chart> {
-    let distinct = |name: fn(&Report) -> &String| {
+fn charts(reports: &[SimulationReport]) -> Vec<Chart> {
+    let distinct = |name: fn(&SimulationReport) -> &String| {
         let mut names: Vec<String> = Vec::new();
         for report in reports {
             if !names.contains(name(report)) {
@@ -76,7 +76,7 @@ fn charts(reports: &[Report]) -> Vec<Chart> {
         names
     };
     let (groups, policies) = (distinct(|r| &r.workload), distinct(|r| &r.policy));
-    let chart = |title: &str, unit: &str, value: fn(&Report) -> f64| {
+    let chart = |title: &str, unit: &str, value: fn(&SimulationReport) -> f64| {
         let of = |policy: &String| {
             let mine = reports.iter().filter(|report| report.policy == *policy);
             (policy.clone(), mine.map(value).collect())

@@ -21,10 +21,10 @@ use crate::{environment, models};
 const RATE: f64 = 200.0;
 
 /// Time best effort runs undisturbed, to compare with.
-const CALM: Duration = Duration::from_millis(600);
+const UNDISTURBED: Duration = Duration::from_millis(600);
 
 /// So long after the order to leave, best effort is gone, and the device has been idle for a while.
-const GONE: Duration = Duration::from_millis(1);
+const HEAD_START: Duration = Duration::from_millis(1);
 
 /// Rows of products that take about 10 us, 100 us, 1 ms and 10 ms on a large GPU.
 const PRODUCT_ROWS: [usize; 4] = [128, 1_024, 10_240, 81_920];
@@ -34,35 +34,35 @@ const PRODUCTS: usize = 8;
 const WIDTH: usize = 4_096;
 
 #[derive(Debug, Serialize)]
-struct Report {
+struct PreemptReport {
     device: String,
     driver: Option<String>,
     date: String,
     command: String,
     rounds: usize,
     /// Microseconds until a probe runs on an idle device.
-    idle: Probed,
+    idle: ProbeLatency,
     /// Of the real-time model, from the call to the answer, with nothing else on the device.
-    real_time_alone: Spread,
-    cases: Vec<Case>,
+    real_time_alone: LatencySpread,
+    cases: Vec<BestEffortCase>,
 }
 
 /// What one best-effort model meets and does to real time; all in microseconds.
 #[derive(Debug, Serialize)]
-struct Case {
+struct BestEffortCase {
     best_effort: String,
     steps: usize,
     /// A run that nothing disturbs.
     run_us: f64,
-    probe: Probed,
+    probe: ProbeLatency,
     /// Until the queue has its work back and knows how far it got.
-    left: Spread,
-    real_time: Spread,
+    left: LatencySpread,
+    real_time: LatencySpread,
     /// Over the model alone, in percent.
     real_time_mean_increase_pct: f64,
     real_time_p99_increase_pct: f64,
     /// The same when best effort was made to leave so early that it was gone: what a device costs that has just run something else.
-    real_time_after: Spread,
+    real_time_after: LatencySpread,
     real_time_after_mean_increase_pct: f64,
     preemptions: u64,
     runs: u64,
@@ -72,29 +72,34 @@ struct Case {
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
-struct Probed {
-    first_block: Spread,
-    all_blocks: Spread,
+struct ProbeLatency {
+    first_block: LatencySpread,
+    all_blocks: LatencySpread,
 }
 
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-struct Spread {
+struct LatencySpread {
     p50: f64,
     p99: f64,
     max: f64,
     mean: f64,
 }
 
-impl Spread {
-    fn of(mut micros: Vec<f64>) -> Spread {
+impl LatencySpread {
+    fn of(mut micros: Vec<f64>) -> LatencySpread {
         if micros.is_empty() {
-            return Spread::default();
+            return LatencySpread::default();
         }
         micros.sort_by(f64::total_cmp);
         let at = |share: f64| micros[((micros.len() - 1) as f64 * share).round() as usize];
         let mean = micros.iter().sum::<f64>() / micros.len() as f64;
         let round = |value: f64| (value * 10.0).round() / 10.0;
-        Spread { p50: round(at(0.5)), p99: round(at(0.99)), max: round(at(1.0)), mean: round(mean) }
+        LatencySpread {
+            p50: round(at(0.5)),
+            p99: round(at(0.99)),
+            max: round(at(1.0)),
+            mean: round(mean),
+        }
     }
 }
 
@@ -105,16 +110,16 @@ pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
     let folder = args.models.as_deref();
     let names: Vec<&str> = args.best_effort.iter().map(String::as_str).collect();
     let real_time = load_real_time(args, folder, &device)?;
-    let mut bench = Bench {
+    let mut bench = PreemptBenchmark {
         rounds: args.rounds,
         probe: device.start_probe().map_err(Failure::failed)?,
-        lane: TaskRunner::open(&device, false)?,
+        runner: TaskRunner::open(&device, false)?,
         random: Random::new(args.seed),
-        alone: Spread::default(),
+        alone: LatencySpread::default(),
     };
     let idle = bench.probe_idle()?;
     bench.alone = bench.real_time(&real_time, None, Duration::ZERO)?;
-    let mut report = Report {
+    let mut report = PreemptReport {
         device: device.info().description.clone(),
         driver: environment::driver(&args.device),
         date: environment::today(),
@@ -149,8 +154,8 @@ pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
     }
 }
 
-impl Report {
-    fn add(&mut self, case: Case) {
+impl PreemptReport {
+    fn add(&mut self, case: BestEffortCase) {
         eprintln!(
             "{}: first block p50 {} p99 {} us, everywhere p50 {} p99 {}, left p50 {} p99 {}; real time {:+.1} % mean, \
              {:+.1} % p99, {:+.1} % mean when it was gone before; {:.1} us lost a preemption",
@@ -179,49 +184,52 @@ fn load_real_time(
     models.pop().ok_or_else(|| Failure::usage("there is no real-time model"))
 }
 
-struct Bench {
+struct PreemptBenchmark {
     rounds: usize,
     probe: StartProbe,
-    lane: TaskRunner,
+    runner: TaskRunner,
     random: Random,
-    alone: Spread,
+    alone: LatencySpread,
 }
 
-impl Bench {
+impl PreemptBenchmark {
     /// Waits for about a period, so that preemptions fall anywhere in a run.
     fn pause(&mut self) {
         let micros = (1e6 / RATE * (0.5 + self.random.unit_f64())) as u64;
         spin_until(Instant::now() + Duration::from_micros(micros));
     }
 
-    fn probe_idle(&mut self) -> Result<Probed, Failure> {
+    fn probe_idle(&mut self) -> Result<ProbeLatency, Failure> {
         self.probe_queues(&[], &AtomicU64::new(0), Instant::now())
     }
 
     fn probe_queues(
         &mut self,
         queues: &[&dyn device::Queue],
-        ordered: &AtomicU64,
+        preempt_sent: &AtomicU64,
         epoch: Instant,
-    ) -> Result<Probed, Failure> {
+    ) -> Result<ProbeLatency, Failure> {
         let (mut first, mut all) = (Vec::new(), Vec::new());
         for _ in 0..self.rounds {
             self.pause();
-            ordered.store(epoch.elapsed().as_nanos() as u64, Ordering::Release);
+            preempt_sent.store(epoch.elapsed().as_nanos() as u64, Ordering::Release);
             let start = self.probe.fire(queues).map_err(Failure::failed)?;
             first.push(start.first.as_secs_f64() * 1e6);
             all.push(start.all.as_secs_f64() * 1e6);
         }
-        Ok(Probed { first_block: Spread::of(first), all_blocks: Spread::of(all) })
+        Ok(ProbeLatency {
+            first_block: LatencySpread::of(first),
+            all_blocks: LatencySpread::of(all),
+        })
     }
 
     /// Requests of the real-time model, for each of which `load` is kept off the device from `ahead` before it on.
     fn real_time(
         &mut self,
         model: &LiveModel,
-        load: Option<&Load>,
+        load: Option<&BestEffortLoad>,
         ahead: Duration,
-    ) -> Result<Spread, Failure> {
+    ) -> Result<LatencySpread, Failure> {
         let mut taken = Vec::new();
         for round in 0..self.rounds + 20 {
             self.pause();
@@ -234,7 +242,7 @@ impl Bench {
                 spin_until(began + ahead);
                 began = Instant::now();
             }
-            let completion = self.lane.run(task)?;
+            let completion = self.runner.run(task)?;
             if let Some(load) = load {
                 load.held.store(false, Ordering::Release);
             }
@@ -246,7 +254,7 @@ impl Bench {
                 taken.push(began.elapsed().as_secs_f64() * 1e6);
             }
         }
-        Ok(Spread::of(taken))
+        Ok(LatencySpread::of(taken))
     }
 
     fn case(
@@ -254,8 +262,8 @@ impl Bench {
         device: &CudaDevice,
         model: &LiveModel,
         real_time: &LiveModel,
-    ) -> Result<Case, Failure> {
-        let load = Load::new(device, model)?;
+    ) -> Result<BestEffortCase, Failure> {
+        let load = BestEffortLoad::new(device, model)?;
         std::thread::scope(|scope| {
             let running = scope.spawn(|| load.run());
             let measured = self.disturb(&load, real_time);
@@ -267,32 +275,43 @@ impl Bench {
         })
     }
 
-    fn disturb(&mut self, load: &Load, real_time: &LiveModel) -> Result<Measured, Failure> {
-        let calm_runs = load.runs_in(CALM);
+    fn disturb(
+        &mut self,
+        load: &BestEffortLoad,
+        real_time: &LiveModel,
+    ) -> Result<CaseSamples, Failure> {
+        let undisturbed_runs = load.runs_in(UNDISTURBED);
         let began = (Instant::now(), load.finished(), load.preemptions());
-        let queue = load.lane.queue.as_ref();
-        let probe = self.probe_queues(&[queue], &load.ordered, load.epoch)?;
-        let disturbed = Disturbed {
+        let queue = load.runner.queue.as_ref();
+        let probe = self.probe_queues(&[queue], &load.preempt_sent, load.epoch)?;
+        let disturbed = PreemptedPeriod {
             seconds: began.0.elapsed().as_secs_f64(),
             runs: load.finished() - began.1,
             preemptions: load.preemptions() - began.2,
         };
         let spread = self.real_time(real_time, Some(load), Duration::ZERO)?;
-        let after = self.real_time(real_time, Some(load), GONE)?;
-        Ok(Measured { calm_runs, disturbed, probe, real_time: spread, after })
+        let after = self.real_time(real_time, Some(load), HEAD_START)?;
+        Ok(CaseSamples { undisturbed_runs, disturbed, probe, real_time: spread, after })
     }
 
-    fn case_of(&self, model: &LiveModel, load: &Load, measured: Measured) -> Case {
+    fn case_of(
+        &self,
+        model: &LiveModel,
+        load: &BestEffortLoad,
+        measured: CaseSamples,
+    ) -> BestEffortCase {
         let increase = |with: f64, without: f64| (with / without.max(1e-9) - 1.0) * 100.0;
-        let calm_rate = measured.calm_runs / CALM.as_secs_f64();
-        let Disturbed { seconds, runs, preemptions } = measured.disturbed;
-        let lost_seconds = seconds - runs / calm_rate.max(1e-9);
-        Case {
+        let undisturbed_rate = measured.undisturbed_runs / UNDISTURBED.as_secs_f64();
+        let PreemptedPeriod { seconds, runs, preemptions } = measured.disturbed;
+        let lost_seconds = seconds - runs / undisturbed_rate.max(1e-9);
+        BestEffortCase {
             best_effort: model.name.clone(),
             steps: model.program.plan().steps.len(),
-            run_us: 1e6 / calm_rate.max(1e-9),
+            run_us: 1e6 / undisturbed_rate.max(1e-9),
             probe: measured.probe,
-            left: Spread::of(load.left.lock().unwrap_or_else(PoisonError::into_inner).clone()),
+            left: LatencySpread::of(
+                load.left.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            ),
             real_time: measured.real_time,
             real_time_mean_increase_pct: increase(measured.real_time.mean, self.alone.mean),
             real_time_p99_increase_pct: increase(measured.real_time.p99, self.alone.p99),
@@ -314,61 +333,61 @@ fn spin_until(until: Instant) {
 }
 
 /// What was seen of one best-effort model.
-struct Measured {
-    calm_runs: f64,
-    disturbed: Disturbed,
-    probe: Probed,
-    real_time: Spread,
-    after: Spread,
+struct CaseSamples {
+    undisturbed_runs: f64,
+    disturbed: PreemptedPeriod,
+    probe: ProbeLatency,
+    real_time: LatencySpread,
+    after: LatencySpread,
 }
 
 /// A stretch of time with preemptions.
-struct Disturbed {
+struct PreemptedPeriod {
     seconds: f64,
     runs: f64,
     preemptions: f64,
 }
 
 /// Best effort that runs without pause and goes on whenever it was made to leave.
-struct Load<'a> {
+struct BestEffortLoad<'a> {
     model: &'a LiveModel,
-    lane: TaskRunner,
+    runner: TaskRunner,
     reference: Vec<Tensor>,
     epoch: Instant,
     /// When the last order to leave was given, in nanoseconds of `epoch`.
-    ordered: AtomicU64,
+    preempt_sent: AtomicU64,
     stop: AtomicBool,
     /// Real time has the device: nothing is launched.
     held: AtomicBool,
     steps_done: AtomicU64,
     steps: u64,
-    left_count: AtomicU64,
+    preempted_count: AtomicU64,
     wrong: AtomicU64,
     left: Mutex<Vec<f64>>,
 }
 
-impl<'a> Load<'a> {
-    fn new(device: &CudaDevice, model: &'a LiveModel) -> Result<Load<'a>, Failure> {
-        let lane = TaskRunner::open(device, true)?;
+impl<'a> BestEffortLoad<'a> {
+    fn new(device: &CudaDevice, model: &'a LiveModel) -> Result<BestEffortLoad<'a>, Failure> {
+        let runner = TaskRunner::open(device, true)?;
         let task = model.program.prepare(model.inputs.clone()).map_err(Failure::failed)?;
         let steps = task.step_count() as u64;
-        let completion = lane.run(task)?;
+        let completion = runner.run(task)?;
         if completion.outcome != Outcome::Done {
             let why = format!("{} ended: {:?}", model.name, completion.outcome);
             return Err(Failure::failed(why));
         }
         let reference = completion.task.into_outputs().map_err(Failure::failed)?;
-        Ok(Load {
+        Ok(BestEffortLoad {
             model,
-            lane,
+            runner,
             reference,
             epoch: Instant::now(),
-            ordered: AtomicU64::new(0),
+            preempt_sent: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             held: AtomicBool::new(false),
             steps_done: AtomicU64::new(0),
             steps,
-            left_count: AtomicU64::new(0),
+            preempted_count: AtomicU64::new(0),
             wrong: AtomicU64::new(0),
             left: Mutex::new(Vec::new()),
         })
@@ -383,12 +402,12 @@ impl<'a> Load<'a> {
                     std::hint::spin_loop();
                 }
                 let before = task.next_step();
-                let completion = self.lane.run(task)?;
+                let completion = self.runner.run(task)?;
                 let done = completion.task.next_step() - before;
                 self.steps_done.fetch_add(done as u64, Ordering::AcqRel);
                 match completion.outcome {
                     Outcome::Preempted => {
-                        self.note_left();
+                        self.record_preempted();
                         task = completion.task;
                     }
                     Outcome::Done => {
@@ -406,15 +425,15 @@ impl<'a> Load<'a> {
 
     /// Makes it leave, and keeps it off the device.
     fn hold(&self) {
-        self.ordered.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Release);
+        self.preempt_sent.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Release);
         self.held.store(true, Ordering::Release);
-        self.lane.queue.preempt();
+        self.runner.queue.preempt();
     }
 
-    fn note_left(&self) {
+    fn record_preempted(&self) {
         let now = self.epoch.elapsed().as_nanos() as u64;
-        let micros = now.saturating_sub(self.ordered.load(Ordering::Acquire)) as f64 / 1e3;
-        self.left_count.fetch_add(1, Ordering::AcqRel);
+        let micros = now.saturating_sub(self.preempt_sent.load(Ordering::Acquire)) as f64 / 1e3;
+        self.preempted_count.fetch_add(1, Ordering::AcqRel);
         self.left.lock().unwrap_or_else(PoisonError::into_inner).push(micros);
     }
 
@@ -424,7 +443,7 @@ impl<'a> Load<'a> {
     }
 
     fn preemptions(&self) -> f64 {
-        self.left_count.load(Ordering::Acquire) as f64
+        self.preempted_count.load(Ordering::Acquire) as f64
     }
 
     fn runs_in(&self, span: Duration) -> f64 {

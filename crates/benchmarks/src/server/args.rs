@@ -53,7 +53,7 @@ pub(crate) struct ServerBenchArgs {
     #[arg(long, default_value_t = 30)]
     pub(crate) warm_secs: u64,
 
-    /// Wires to ask the server over, separated by commas
+    /// ProtocolClients to ask the server over, separated by commas
     #[arg(long, value_enum, default_value = "grpc,rest", value_delimiter = ',')]
     pub(crate) protocols: Vec<Protocol>,
 

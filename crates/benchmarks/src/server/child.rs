@@ -24,10 +24,10 @@ const NOT_INHERITED: [&str; 7] = [
 ];
 
 /// Longest wait for its metrics.
-const METRICS_WITHIN: Duration = Duration::from_secs(5);
+const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A running `atoll serve`.
-pub(super) struct Child {
+pub(super) struct ServerProcess {
     process: std::process::Child,
     pub(super) http: SocketAddr,
     pub(super) grpc: SocketAddr,
@@ -58,16 +58,16 @@ fn end(process: &mut std::process::Child) {
     let _ = process.wait();
 }
 
-impl Child {
-    /// Starts `binary` with these words and waits until it is ready.
+impl ServerProcess {
+    /// Starts `binary` with these arguments and waits until it is ready.
     pub(super) fn start(
         binary: &Path,
-        words: &[String],
+        arguments: &[String],
         data: &Path,
         limit: Duration,
-    ) -> Result<Child, Failure> {
+    ) -> Result<ServerProcess, Failure> {
         let mut command = Command::new(binary);
-        command.args(["--log", "info", "--log-json"]).args(words).arg("--data-dir").arg(data);
+        command.args(["--log", "info", "--log-json"]).args(arguments).arg("--data-dir").arg(data);
         for name in NOT_INHERITED {
             command.env_remove(name);
         }
@@ -86,7 +86,7 @@ impl Child {
         };
         let (http, grpc, metrics) = (address("http")?, address("grpc")?, address("metrics")?);
         let process = guard.0.take().ok_or_else(|| Failure::failed("the server is gone"))?;
-        Ok(Child { process, http, grpc, metrics })
+        Ok(ServerProcess { process, http, grpc, metrics })
     }
 
     /// Seconds of all cores it has used.
@@ -108,7 +108,7 @@ impl Child {
     }
 }
 
-impl Drop for Child {
+impl Drop for ServerProcess {
     fn drop(&mut self) {
         end(&mut self.process);
     }
@@ -149,7 +149,7 @@ fn wait_until_ready(lines: &Receiver<String>, limit: Duration) -> Result<Value, 
 
 fn fetch(address: SocketAddr) -> std::io::Result<String> {
     let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(METRICS_WITHIN))?;
+    stream.set_read_timeout(Some(METRICS_TIMEOUT))?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: atoll\r\nConnection: close\r\n\r\n")?;
     let mut text = String::new();
     stream.read_to_string(&mut text)?;

@@ -12,9 +12,9 @@ use model::{LaunchPlan, Tensor};
 use runtime::device_group::router::GroupModelId;
 use runtime::{Asked, DeviceGroup, NodeOptions, Reply};
 
-use super::report::{Stretch, Tally, process_seconds};
-use super::test_model::Subject;
-use super::window::Window;
+use super::report::{Measurement, ReplyStats, process_seconds};
+use super::test_model::TestModel;
+use super::window::MeasuredWindow;
 
 /// One answer in so many is compared.
 const SAMPLE: usize = 16;
@@ -66,7 +66,7 @@ impl Engine {
     }
 
     /// The same inputs where the server would put them.
-    pub(super) fn settled(&self, inputs: Vec<Tensor>) -> Vec<Tensor> {
+    pub(super) fn in_host_pool(&self, inputs: Vec<Tensor>) -> Vec<Tensor> {
         sample_inputs::in_host_pool(self.device_group.host_pool(), inputs)
     }
 
@@ -87,76 +87,76 @@ impl Engine {
     /// Keeps `clients` requests under way from `threads` threads.
     pub(super) fn run(
         &self,
-        subject: &Subject,
-        window: Window,
+        test_model: &TestModel,
+        window: MeasuredWindow,
         clients: usize,
         threads: usize,
-    ) -> Result<Stretch, Failure> {
+    ) -> Result<Measurement, Failure> {
         let threads = threads.min(clients);
         let start = Instant::now();
         let share = |thread: usize| clients / threads + usize::from(thread < clients % threads);
         std::thread::scope(|scope| {
             let spawn = |thread| {
                 let most = share(thread);
-                scope.spawn(move || self.keep_busy(subject, (start, window), most, thread))
+                scope.spawn(move || self.keep_busy(test_model, (start, window), most, thread))
             };
             let asking: Vec<_> = (0..threads).map(spawn).collect();
             std::thread::sleep(window.ramp);
             let (used, began) = (process_seconds(None), Instant::now());
             std::thread::sleep(window.counted);
             let cores = (process_seconds(None) - used) / began.elapsed().as_secs_f64();
-            let mut tally = Tally::new(start, window);
+            let mut stats = ReplyStats::new(start, window);
             for thread in asking {
                 let done = thread.join().map_err(|_| Failure::failed("a client panicked"))?;
-                tally.add(done?);
+                stats.add(done?);
             }
-            Ok(Stretch { server_cores: cores, ..tally.finish() })
+            Ok(Measurement { server_cores: cores, ..stats.finish() })
         })
     }
 
     fn keep_busy(
         &self,
-        subject: &Subject,
-        (start, window): (Instant, Window),
+        test_model: &TestModel,
+        (start, window): (Instant, MeasuredWindow),
         most: usize,
         first: usize,
-    ) -> Result<Tally, Failure> {
+    ) -> Result<ReplyStats, Failure> {
         let end = start + window.ramp + window.counted;
         let (sender, receiver) = channel();
-        let mut tally = Tally::new(start, window);
-        let (mut next, mut under_way) = (first, 0);
-        while under_way > 0 || Instant::now() < end {
-            while under_way < most && Instant::now() < end {
-                self.ask(subject, next % subject.inputs.len(), &sender);
-                (next, under_way) = (next + 1, under_way + 1);
+        let mut stats = ReplyStats::new(start, window);
+        let (mut next, mut in_flight) = (first, 0);
+        while in_flight > 0 || Instant::now() < end {
+            while in_flight < most && Instant::now() < end {
+                self.ask(test_model, next % test_model.inputs.len(), &sender);
+                (next, in_flight) = (next + 1, in_flight + 1);
             }
-            let answer: Answer = receiver.recv().map_err(Failure::failed)?;
-            under_way -= 1;
-            let Answer { index, asked, answered, reply } = answer;
+            let answer: EngineReply = receiver.recv().map_err(Failure::failed)?;
+            in_flight -= 1;
+            let EngineReply { index, asked, answered, reply } = answer;
             let outputs = reply.result.map_err(Failure::failed)?;
             if reply.timing.first {
-                tally.batch(reply.timing.rows.max(1), answered);
+                stats.batch(reply.timing.rows.max(1), answered);
             }
             let raw: Vec<&[u8]> =
                 outputs.iter().flat_map(|o| o.raw()).map(|raw| &raw[..]).collect();
-            let checked = tally.due_for_check(SAMPLE);
-            let right = !checked || subject.is_answer(index, &raw);
-            tally.answer(asked, answered, checked, right);
+            let checked = stats.due_for_check(SAMPLE);
+            let right = !checked || test_model.is_answer(index, &raw);
+            stats.answer(asked, answered, checked, right);
         }
-        Ok(tally)
+        Ok(stats)
     }
 
-    fn ask(&self, subject: &Subject, index: usize, sender: &Sender<Answer>) {
+    fn ask(&self, test_model: &TestModel, index: usize, sender: &Sender<EngineReply>) {
         let (sender, asked) = (sender.clone(), Instant::now());
         let reply = move |reply: Reply| {
             // Nobody listens only when the run has failed.
-            let _ = sender.send(Answer { index, asked, answered: Instant::now(), reply });
+            let _ = sender.send(EngineReply { index, asked, answered: Instant::now(), reply });
         };
-        self.submit(&subject.inputs[index], Box::new(reply));
+        self.submit(&test_model.inputs[index], Box::new(reply));
     }
 }
 
-struct Answer {
+struct EngineReply {
     index: usize,
     asked: Instant,
     answered: Instant,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::window::Window;
+use super::window::MeasuredWindow;
 
 /// Seconds of all cores that a process has used: that of `pid`, or this one.
 pub(super) fn process_seconds(pid: Option<u32>) -> f64 {
@@ -19,7 +19,7 @@ pub(super) fn process_seconds(pid: Option<u32>) -> f64 {
 
 /// What clients saw.
 #[derive(Debug)]
-pub(super) struct Tally {
+pub(super) struct ReplyStats {
     begin: Instant,
     counted: Duration,
     latencies: Vec<Duration>,
@@ -28,13 +28,13 @@ pub(super) struct Tally {
     wrong: u64,
     batches: u64,
     rows: u64,
-    rows_most: usize,
+    rows_max: usize,
 }
 
-impl Tally {
+impl ReplyStats {
     /// Of a turn that began at `start`.
-    pub(super) fn new(start: Instant, window: Window) -> Tally {
-        Tally {
+    pub(super) fn new(start: Instant, window: MeasuredWindow) -> ReplyStats {
+        ReplyStats {
             begin: start + window.ramp,
             counted: window.counted,
             latencies: Vec::new(),
@@ -43,7 +43,7 @@ impl Tally {
             wrong: 0,
             batches: 0,
             rows: 0,
-            rows_most: 0,
+            rows_max: 0,
         }
     }
 
@@ -71,38 +71,38 @@ impl Tally {
         if self.counts(answered) {
             self.batches += 1;
             self.rows += rows as u64;
-            self.rows_most = self.rows_most.max(rows);
+            self.rows_max = self.rows_max.max(rows);
         }
     }
 
     /// Takes over what another saw.
-    pub(super) fn add(&mut self, mut other: Tally) {
+    pub(super) fn add(&mut self, mut other: ReplyStats) {
         self.latencies.append(&mut other.latencies);
         self.answers += other.answers;
         self.checked += other.checked;
         self.wrong += other.wrong;
         self.batches += other.batches;
         self.rows += other.rows;
-        self.rows_most = self.rows_most.max(other.rows_most);
+        self.rows_max = self.rows_max.max(other.rows_max);
     }
 
     /// What it comes to.
-    pub(super) fn finish(mut self) -> Stretch {
+    pub(super) fn finish(mut self) -> Measurement {
         self.latencies.sort_unstable();
         let count = self.latencies.len();
         let quantile = |share: f64| {
             let at = ((count as f64 * share) as usize).min(count.saturating_sub(1));
             self.latencies.get(at).map_or(0.0, |time| thousandth(time.as_secs_f64() * 1e3))
         };
-        Stretch {
+        Measurement {
             rps: tenth(count as f64 / self.counted.as_secs_f64()),
             p50_ms: quantile(0.5),
             p99_ms: quantile(0.99),
             mean_batch: (self.batches > 0).then(|| tenth(self.rows as f64 / self.batches as f64)),
-            largest_batch: (self.batches > 0).then_some(self.rows_most),
+            largest_batch: (self.batches > 0).then_some(self.rows_max),
             checked: self.checked,
             wrong: self.wrong,
-            ..Stretch::default()
+            ..Measurement::default()
         }
     }
 }
@@ -117,7 +117,7 @@ pub(super) fn thousandth(value: f64) -> f64 {
 
 /// One turn.
 #[derive(Clone, Debug, Default, Serialize)]
-pub(super) struct Stretch {
+pub(super) struct Measurement {
     /// Answers a second.
     pub(super) rps: f64,
     pub(super) p50_ms: f64,
@@ -144,8 +144,8 @@ pub(super) struct Stretch {
 /// The engine alone, then every server.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Round {
-    pub(super) engine: Stretch,
-    pub(super) servers: Vec<Stretch>,
+    pub(super) engine: Measurement,
+    pub(super) servers: Vec<Measurement>,
 }
 
 /// Medians of all rounds.
@@ -187,9 +187,9 @@ impl Summary {
         all
     }
 
-    fn of(name: &str, rounds: &[Round], pick: impl Fn(&Round) -> Stretch) -> Summary {
+    fn of(name: &str, rounds: &[Round], pick: impl Fn(&Round) -> Measurement) -> Summary {
         let of =
-            |value: fn(&Stretch) -> f64| median(rounds.iter().map(|round| value(&pick(round))));
+            |value: fn(&Measurement) -> f64| median(rounds.iter().map(|round| value(&pick(round))));
         let shares = rounds.iter().map(|round| pick(round).rps / round.engine.rps.max(1e-9));
         let per_core = rounds.iter().map(&pick).map(|s| s.rps / s.server_cores.max(0.01));
         let batches: Vec<f64> = rounds.iter().filter_map(|round| pick(round).mean_batch).collect();
@@ -229,9 +229,9 @@ pub(super) struct ServerReport {
 impl ServerReport {
     /// Answers that were not the engine's.
     pub(super) fn wrong(&self) -> u64 {
-        let stretches =
+        let measurements =
             self.rounds.iter().flat_map(|r| std::iter::once(&r.engine).chain(&r.servers));
-        stretches.map(|stretch| stretch.wrong).sum()
+        measurements.map(|measurement| measurement.wrong).sum()
     }
 }
 
@@ -293,14 +293,14 @@ mod tests {
     fn only_answers_inside_the_window_count() {
         let start = Instant::now();
         let (ramp, counted) = (Duration::from_millis(100), Duration::from_millis(1000));
-        let mut tally = Tally::new(start, Window { ramp, counted });
+        let mut stats = ReplyStats::new(start, MeasuredWindow { ramp, counted });
         let at = |ms: u64| start + Duration::from_millis(ms);
         for (asked, answered) in [(0, 50), (50, 150), (900, 1099), (1000, 1100)] {
-            tally.answer(at(asked), at(answered), true, answered != 50);
+            stats.answer(at(asked), at(answered), true, answered != 50);
         }
-        tally.batch(7, at(1100));
-        tally.batch(3, at(500));
-        let done = tally.finish();
+        stats.batch(7, at(1100));
+        stats.batch(3, at(500));
+        let done = stats.finish();
         assert_eq!((done.rps, done.checked, done.wrong), (2.0, 4, 1));
         assert_eq!((done.p50_ms, done.p99_ms), (199.0, 199.0));
         assert_eq!((done.mean_batch, done.largest_batch), (Some(3.0), Some(3)));
@@ -308,9 +308,11 @@ mod tests {
 
     #[test]
     fn shares_are_those_of_their_own_round() {
-        let stretch = |rps| Stretch { rps, ..Stretch::default() };
-        let round =
-            |engine, server| Round { engine: stretch(engine), servers: vec![stretch(server)] };
+        let measurement = |rps| Measurement { rps, ..Measurement::default() };
+        let round = |engine, server| Round {
+            engine: measurement(engine),
+            servers: vec![measurement(server)],
+        };
         let rounds = [round(100.0, 90.0), round(200.0, 190.0), round(50.0, 10.0)];
         let all = Summary::all(["gRPC"].into_iter(), &rounds);
         assert_eq!((all[0].rps, all[1].rps, all[1].of_engine_pct), (100.0, 90.0, 90.0));

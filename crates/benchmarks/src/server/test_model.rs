@@ -16,7 +16,7 @@ const INPUTS: usize = 8;
 const TOLERANCE: f32 = 0.05;
 
 /// A model with inputs to ask it with.
-pub(super) struct Subject {
+pub(super) struct TestModel {
     pub(super) name: String,
     names: Vec<String>,
     /// One tensor for each input of the model, several times.
@@ -24,16 +24,16 @@ pub(super) struct Subject {
     expected: Vec<Vec<Tensor>>,
 }
 
-impl Subject {
+impl TestModel {
     /// Inputs at random, and what the engine makes of each on its own.
-    pub(super) fn new(engine: &Engine, bind: &[String], seed: u64) -> Result<Subject, Failure> {
+    pub(super) fn new(engine: &Engine, bind: &[String], seed: u64) -> Result<TestModel, Failure> {
         let plan = engine.plan();
         let bindings = sample_inputs::parse_bindings(bind)?;
         sample_inputs::check_known(plan, &bindings)?;
         let mut random = Random::new(seed);
         let mut one = |_| {
             let inputs = sample_inputs::random_inputs(plan, &bindings, &mut random);
-            inputs.map(|inputs| engine.settled(inputs)).map_err(Failure::failed)
+            inputs.map(|inputs| engine.in_host_pool(inputs)).map_err(Failure::failed)
         };
         let inputs = (0..INPUTS).map(&mut one).collect::<Result<Vec<_>, _>>()?;
         if inputs.iter().flatten().any(|tensor| tensor.raw().is_none()) {
@@ -41,13 +41,14 @@ impl Subject {
         }
         let expected = inputs.iter().map(|inputs| engine.once(inputs)).collect::<Result<_, _>>()?;
         let names = plan.inputs.iter().map(|id| plan.value(*id).name.clone()).collect();
-        Ok(Subject { name: engine.name.clone(), names, inputs, expected })
+        Ok(TestModel { name: engine.name.clone(), names, inputs, expected })
     }
 
-    /// Types and shapes of the inputs, in words.
+    /// Types and shapes of the inputs, in arguments.
     pub(super) fn shapes(&self) -> Vec<String> {
-        let words = |tensor: &Tensor| format!("{}{:?}", tensor.dtype().wire_name(), tensor.shape());
-        self.inputs.first().into_iter().flatten().map(words).collect()
+        let arguments =
+            |tensor: &Tensor| format!("{}{:?}", tensor.dtype().wire_name(), tensor.shape());
+        self.inputs.first().into_iter().flatten().map(arguments).collect()
     }
 
     /// What a client of gRPC sends for each input: the message behind its length.
@@ -147,18 +148,18 @@ mod tests {
         let tensor =
             |values: &[f32]| Tensor::from_vec(vec![values.len()], values.to_vec()).unwrap();
         let (first, second) = (tensor(&[1.0, -2.0]), tensor(&[3.0]));
-        let subject = Subject {
+        let test_model = TestModel {
             name: "m".to_string(),
             names: Vec::new(),
             inputs: Vec::new(),
             expected: vec![vec![first.clone(), second.clone()]],
         };
         let raw = |tensor: &Tensor| tensor.raw().unwrap().clone();
-        assert!(subject.is_answer(0, &[&raw(&first), &raw(&second)]));
-        assert!(subject.is_answer(0, &[&[raw(&first), raw(&second)].concat()]));
-        assert!(subject.is_answer(0, &[&raw(&tensor(&[1.01, -2.0])), &raw(&second)]));
-        assert!(!subject.is_answer(0, &[&raw(&second), &raw(&first)]));
-        assert!(!subject.is_answer(0, &[&raw(&first)]));
-        assert!(!subject.is_answer(0, &[&raw(&first), &raw(&second), &raw(&second)]));
+        assert!(test_model.is_answer(0, &[&raw(&first), &raw(&second)]));
+        assert!(test_model.is_answer(0, &[&[raw(&first), raw(&second)].concat()]));
+        assert!(test_model.is_answer(0, &[&raw(&tensor(&[1.01, -2.0])), &raw(&second)]));
+        assert!(!test_model.is_answer(0, &[&raw(&second), &raw(&first)]));
+        assert!(!test_model.is_answer(0, &[&raw(&first)]));
+        assert!(!test_model.is_answer(0, &[&raw(&first), &raw(&second), &raw(&second)]));
     }
 }

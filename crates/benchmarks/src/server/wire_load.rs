@@ -21,10 +21,10 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 
 use super::args::{Protocol, ServerBenchArgs};
-use super::child::Child;
-use super::report::{Stretch, Tally, process_seconds, thousandth};
-use super::test_model::Subject;
-use super::window::Window;
+use super::child::ServerProcess;
+use super::report::{Measurement, ReplyStats, process_seconds, thousandth};
+use super::test_model::TestModel;
+use super::window::MeasuredWindow;
 
 /// One answer in so many is compared.
 const SAMPLE: usize = 16;
@@ -32,46 +32,51 @@ const SAMPLE: usize = 16;
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 16 << 20;
 /// The largest answer over REST.
-const ANSWER_MOST: usize = 64 << 20;
+const REPLY_BYTES_MAX: usize = 64 << 20;
 
 const METHOD: &str = "/inference.GRPCInferenceService/ModelInfer";
 
 /// What a client sends, and what it holds the answers against.
-struct Script {
+struct RequestScript {
     protocol: Protocol,
     messages: Vec<Bytes>,
-    subject: Arc<Subject>,
+    test_model: Arc<TestModel>,
     address: SocketAddr,
     /// Bytes of the latest answer.
     answer_bytes: AtomicUsize,
 }
 
 /// Clients of one server over one wire.
-pub(super) struct Wires {
-    script: Arc<Script>,
+pub(super) struct ProtocolClients {
+    script: Arc<RequestScript>,
     clients: usize,
     threads: usize,
 }
 
-impl Wires {
+impl ProtocolClients {
     pub(super) fn new(
         protocol: Protocol,
         args: &ServerBenchArgs,
-        subject: &Arc<Subject>,
-        server: &Child,
-    ) -> Wires {
+        test_model: &Arc<TestModel>,
+        server: &ServerProcess,
+    ) -> ProtocolClients {
         let (address, messages) = match protocol {
-            Protocol::Grpc => (server.grpc, subject.grpc_messages()),
-            Protocol::Rest => (server.http, subject.rest_messages()),
+            Protocol::Grpc => (server.grpc, test_model.grpc_messages()),
+            Protocol::Rest => (server.http, test_model.rest_messages()),
         };
         let clients = usize::from(args.clients);
-        let (subject, answer_bytes) = (subject.clone(), AtomicUsize::new(0));
-        let script = Arc::new(Script { protocol, messages, subject, address, answer_bytes });
-        Wires { script, clients, threads: usize::from(args.connections).min(clients) }
+        let (test_model, answer_bytes) = (test_model.clone(), AtomicUsize::new(0));
+        let script =
+            Arc::new(RequestScript { protocol, messages, test_model, address, answer_bytes });
+        ProtocolClients { script, clients, threads: usize::from(args.connections).min(clients) }
     }
 
     /// One turn against `server`.
-    pub(super) fn run(&self, window: Window, server: &Child) -> Result<Stretch, Failure> {
+    pub(super) fn run(
+        &self,
+        window: MeasuredWindow,
+        server: &ServerProcess,
+    ) -> Result<Measurement, Failure> {
         let (clients, threads) = (self.clients, self.threads);
         let share = |thread: usize| clients / threads + usize::from(thread < clients % threads);
         let start = Instant::now();
@@ -88,27 +93,27 @@ impl Wires {
             let spent = before.3.elapsed().as_secs_f64();
             let server_cores = thousandth((server.cpu_seconds() - before.0) / spent);
             let client_cores = thousandth((process_seconds(None) - before.1) / spent);
-            let mut tally = Tally::new(start, window);
+            let mut stats = ReplyStats::new(start, window);
             for thread in asking {
                 let done = thread.join().map_err(|_| Failure::failed("a client panicked"))?;
-                tally.add(done?);
+                stats.add(done?);
             }
             let (counts, after) = (before.2?, server.counts()?);
             let executions = after.executions - counts.executions;
             let rows = (after.inferences - counts.inferences) / executions.max(1.0);
-            let stretch = tally.finish();
+            let measurement = stats.finish();
             let request_bytes = self.script.messages.first().map_or(0, Bytes::len);
             let answer_bytes = self.script.answer_bytes.load(Ordering::Relaxed);
-            Ok(Stretch {
+            Ok(Measurement {
                 server_cores,
                 client_cores,
                 mean_batch: (executions > 0.0).then(|| (rows * 10.0).round() / 10.0),
                 request_bytes,
                 answer_bytes,
                 gb_per_second: thousandth(
-                    stretch.rps * (request_bytes + answer_bytes) as f64 / 1e9,
+                    measurement.rps * (request_bytes + answer_bytes) as f64 / 1e9,
                 ),
-                ..stretch
+                ..measurement
             })
         })
     }
@@ -120,11 +125,11 @@ fn broken(why: impl std::fmt::Display) -> Failure {
 
 /// Keeps `count` requests under way on this thread.
 fn run_thread(
-    script: Arc<Script>,
-    (start, window): (Instant, Window),
+    script: Arc<RequestScript>,
+    (start, window): (Instant, MeasuredWindow),
     count: usize,
     thread: usize,
-) -> Result<Tally, Failure> {
+) -> Result<ReplyStats, Failure> {
     let runtime: Runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(broken)?;
     runtime.block_on(async {
@@ -142,11 +147,11 @@ fn run_thread(
                 }
             });
         }
-        let mut tally = Tally::new(start, window);
+        let mut stats = ReplyStats::new(start, window);
         while let Some(done) = tasks.join_next().await {
-            tally.add(done.map_err(broken)??);
+            stats.add(done.map_err(broken)??);
         }
-        Ok(tally)
+        Ok(stats)
     })
 }
 
@@ -165,14 +170,14 @@ async fn connect(address: SocketAddr) -> Result<SendRequest<Bytes>, Failure> {
 }
 
 async fn ask_grpc(
-    script: &Script,
+    script: &RequestScript,
     mut sender: SendRequest<Bytes>,
-    (start, window): (Instant, Window),
+    (start, window): (Instant, MeasuredWindow),
     first: usize,
-) -> Result<Tally, Failure> {
+) -> Result<ReplyStats, Failure> {
     let uri = format!("http://{}{METHOD}", script.address);
     let end = start + window.ramp + window.counted;
-    let (mut tally, mut next) = (Tally::new(start, window), first);
+    let (mut stats, mut next) = (ReplyStats::new(start, window), first);
     while Instant::now() < end {
         let index = next % script.messages.len();
         next += 1;
@@ -185,11 +190,11 @@ async fn ask_grpc(
         let body = grpc_answer(answer.await.map_err(broken)?).await?;
         let answered = Instant::now();
         script.answer_bytes.store(body.len(), Ordering::Relaxed);
-        let checked = tally.due_for_check(SAMPLE);
+        let checked = stats.due_for_check(SAMPLE);
         let right = !checked || is_right(script, index, body)?;
-        tally.answer(asked, answered, checked, right);
+        stats.answer(asked, answered, checked, right);
     }
-    Ok(tally)
+    Ok(stats)
 }
 
 /// The answer's body, if the call went well.
@@ -209,23 +214,24 @@ async fn grpc_answer(answer: http::Response<h2::RecvStream>) -> Result<Bytes, Fa
     }
 }
 
-fn is_right(script: &Script, index: usize, body: Bytes) -> Result<bool, Failure> {
+fn is_right(script: &RequestScript, index: usize, body: Bytes) -> Result<bool, Failure> {
     // The message lies behind a flag and its length.
     let message = body.get(5..).unwrap_or_default();
     let message = proto::ModelInferResponse::decode(message).map_err(broken)?;
     let outputs: Vec<&[u8]> = message.raw_output_contents.iter().map(|raw| &raw[..]).collect();
-    Ok(script.subject.is_answer(index, &outputs))
+    Ok(script.test_model.is_answer(index, &outputs))
 }
 
 async fn ask_rest(
-    script: &Script,
-    (start, window): (Instant, Window),
+    script: &RequestScript,
+    (start, window): (Instant, MeasuredWindow),
     first: usize,
-) -> Result<Tally, Failure> {
+) -> Result<ReplyStats, Failure> {
     let mut stream = TcpStream::connect(script.address).await.map_err(broken)?;
     stream.set_nodelay(true).map_err(broken)?;
     let end = start + window.ramp + window.counted;
-    let (mut tally, mut next, mut buffer) = (Tally::new(start, window), first, BytesMut::new());
+    let (mut stats, mut next, mut buffer) =
+        (ReplyStats::new(start, window), first, BytesMut::new());
     while Instant::now() < end {
         let index = next % script.messages.len();
         next += 1;
@@ -234,12 +240,12 @@ async fn ask_rest(
         let (json, body) = rest_answer(&mut stream, &mut buffer).await.map_err(broken)?;
         let answered = Instant::now();
         script.answer_bytes.store(body.len(), Ordering::Relaxed);
-        let checked = tally.due_for_check(SAMPLE);
+        let checked = stats.due_for_check(SAMPLE);
         let outputs = body.get(json..).unwrap_or_default();
-        let right = !checked || script.subject.is_answer(index, &[outputs]);
-        tally.answer(asked, answered, checked, right);
+        let right = !checked || script.test_model.is_answer(index, &[outputs]);
+        stats.answer(asked, answered, checked, right);
     }
-    Ok(tally)
+    Ok(stats)
 }
 
 /// The body of the next answer, and where its binary part begins.
@@ -258,7 +264,7 @@ async fn rest_answer(
             value.and_then(|text| text.trim().parse().ok()).unwrap_or(0)
         };
         let (length, json) = (number("content-length"), number("inference-header-content-length"));
-        if head.get(9..12) != Some("200") || length > ANSWER_MOST {
+        if head.get(9..12) != Some("200") || length > REPLY_BYTES_MAX {
             return Err(Error::other(format!(
                 "answered with {}",
                 head.lines().next().unwrap_or("")

@@ -23,10 +23,10 @@ const LIMIT: Duration = Duration::from_secs(60);
 const WIDTH: usize = 4_096;
 
 /// One round of loading it.
-pub(crate) type BigRound<'a> = dyn Fn(&Node) -> Result<u64, String> + Sync + 'a;
+pub(crate) type LargeModelRound<'a> = dyn Fn(&Node) -> Result<u64, String> + Sync + 'a;
 
 /// A large model on a device whose weights come and go.
-pub(crate) struct BigModel {
+pub(crate) struct LargeModel {
     pub(crate) name: String,
     /// Of its weights on the device.
     pub(crate) bytes: u64,
@@ -37,13 +37,13 @@ pub(crate) struct BigModel {
     weights: Arc<dyn Residency>,
 }
 
-impl BigModel {
+impl LargeModel {
     /// The model in `file`, or one that is made of random numbers.
     pub(crate) fn open(
         args: &SwapArgs,
         opened: &SwappingDevice,
         file: Option<&Path>,
-    ) -> Result<BigModel, Failure> {
+    ) -> Result<LargeModel, Failure> {
         let (name, plan) = match file {
             Some(path) => {
                 let failed = |err| Failure::failed(format!("{}: {err}", path.display()));
@@ -68,7 +68,7 @@ impl BigModel {
             return Err(Failure::failed(format!("{bytes} bytes of weights, not {asked} MB")));
         }
         eprintln!("{name}: {:.2} GB of weights on the device", bytes as f64 / 1e9);
-        Ok(BigModel { name, bytes, device, plan, _program: program, weights })
+        Ok(LargeModel { name, bytes, device, plan, _program: program, weights })
     }
 
     /// Brings its weights, which are packed on the host, and takes them away again; how many bytes that were.

@@ -28,8 +28,8 @@ use model::store::Store;
 use runtime::NodeOptions;
 use server::LocalNode;
 
-use self::model_states::{Named, Origin, Roster};
-use self::report::{Due, Rest, SoakReport, Tally};
+use self::model_states::{ModelName, ModelSource, ModelStates};
+use self::report::{ExpectedResult, MemorySample, OperationStats, SoakReport};
 use super::args::SwapArgs;
 use super::device::SwappingDevice;
 use crate::{environment, models};
@@ -53,16 +53,16 @@ const WAIT: Duration = Duration::from_millis(1);
 const SETTLE: Duration = Duration::from_secs(10);
 
 /// A model and what it answers.
-struct Known {
+struct ExpectedReply {
     inputs: Vec<NamedTensor>,
     expected: Vec<Tensor>,
 }
 
 struct Soak {
     service: LocalNode,
-    networks: Vec<Known>,
-    digits: Known,
-    roster: Roster,
+    networks: Vec<ExpectedReply>,
+    digits: ExpectedReply,
+    states: ModelStates,
     left: AtomicU64,
 }
 
@@ -129,16 +129,16 @@ async fn soak(
         let path = args.models.join(format!("{name}.onnx"));
         let plan = assembly::compile_file(&path).map_err(Failure::failed)?;
         service.load_model(name).await.map_err(Failure::failed)?;
-        networks.push(Known::of(&service, name, &plan, &mut random).await?);
+        networks.push(ExpectedReply::of(&service, name, &plan, &mut random).await?);
         service.unload_model(name).await.map_err(Failure::failed)?;
     }
     let plan = assembly::compile_bytes(DIGITS_ONNX).map_err(Failure::failed)?;
     register(&service, "registered-0").await.map_err(Failure::failed)?;
-    let digits = Known::of(&service, "registered-0", &plan, &mut random).await?;
+    let digits = ExpectedReply::of(&service, "registered-0", &plan, &mut random).await?;
     service.unload_model("registered-0").await.map_err(Failure::failed)?;
-    let roster = Roster::new(&args.network);
-    let soak = Arc::new(Soak { service, networks, digits, roster, left: AtomicU64::new(0) });
-    let mut all = Tally::default();
+    let states = ModelStates::new(&args.network);
+    let soak = Arc::new(Soak { service, networks, digits, states, left: AtomicU64::new(0) });
+    let mut all = OperationStats::default();
     let began = Instant::now();
     let warm = report.operations / WARM_OF;
     for round in 0..=ROUNDS {
@@ -158,7 +158,7 @@ async fn soak(
     let swaps = soak.service.device_group().nodes()[0].memory().swaps;
     (report.loads, report.evictions) = (swaps.loads, swaps.evictions);
     report.most_held_bytes = opened.device.memory_use().map_or(0, |used| used.most_weights.0);
-    report.most_registered = soak.roster.most_registered();
+    report.most_registered = soak.states.most_registered();
     opened.trim()?;
     report.rests.push(rest(opened, "after what was kept for later was given back"));
     Ok(())
@@ -166,7 +166,7 @@ async fn soak(
 
 /// What is held now that nothing is in service: waits for memory to come back, since models are taken apart behind the last
 /// answer.
-fn rest(opened: &SwappingDevice, when: &str) -> Rest {
+fn rest(opened: &SwappingDevice, when: &str) -> MemorySample {
     let used = || opened.device.memory_use().unwrap_or_default();
     let since = Instant::now();
     while used().weights > Bytes(0) && since.elapsed() < SETTLE {
@@ -174,7 +174,7 @@ fn rest(opened: &SwappingDevice, when: &str) -> Rest {
     }
     // What was unmapped is released a moment later.
     std::thread::sleep(Duration::from_millis(200));
-    Rest {
+    MemorySample {
         when: when.to_string(),
         weights_bytes: used().weights.0,
         system_bytes: used().system.map(|bytes| bytes.0),
@@ -199,21 +199,22 @@ fn is_close(got: &[Tensor], want: &[Tensor]) -> bool {
     got.len() == want.len() && apart <= ROUNDING * size
 }
 
-impl Known {
+impl ExpectedReply {
     /// What the model of this name, which is in service, answers.
     async fn of(
         service: &LocalNode,
         name: &str,
         plan: &model::LaunchPlan,
         random: &mut Random,
-    ) -> Result<Known, Failure> {
+    ) -> Result<ExpectedReply, Failure> {
         let tensors = models::random_inputs(plan, random).map_err(Failure::failed)?;
         let names = plan.inputs.iter().map(|id| plan.value(*id).name.as_str().into());
         let inputs =
             names.zip(tensors).map(|(name, tensor)| NamedTensor { name, tensor }).collect();
-        let mut known = Known { inputs, expected: Vec::new() };
-        known.expected = known.ask(service, name).await.map_err(Failure::failed)?;
-        Ok(known)
+        let mut expected_reply = ExpectedReply { inputs, expected: Vec::new() };
+        expected_reply.expected =
+            expected_reply.ask(service, name).await.map_err(Failure::failed)?;
+        Ok(expected_reply)
     }
 
     async fn ask(&self, service: &LocalNode, name: &str) -> Result<Vec<Tensor>, ApiError> {
@@ -254,9 +255,9 @@ async fn timed<T>(
 
 impl Soak {
     /// So many operations from all clients, on top of loading every network; then everything is unloaded.
-    async fn round(self: Arc<Self>, seed: u64, operations: u64) -> Result<Tally, Failure> {
+    async fn round(self: Arc<Self>, seed: u64, operations: u64) -> Result<OperationStats, Failure> {
         self.left.store(operations, Ordering::Release);
-        let mut all = Tally::default();
+        let mut all = OperationStats::default();
         let mut random = Random::new(seed);
         for _ in &self.networks {
             self.load(&mut random, &mut all).await;
@@ -267,98 +268,99 @@ impl Soak {
         for client in clients {
             all.merge(client.await.map_err(Failure::failed)?);
         }
-        for model in self.roster.take_all() {
+        for model in self.states.take_all() {
             self.unload(&model, &mut all).await;
         }
         Ok(all)
     }
 
-    async fn client(self: Arc<Self>, seed: u64) -> Tally {
+    async fn client(self: Arc<Self>, seed: u64) -> OperationStats {
         let mut random = Random::new(seed);
-        let mut tally = Tally::default();
+        let mut stats = OperationStats::default();
         let take = |left: u64| left.checked_sub(1);
         while self.left.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).is_ok() {
             match random.below(100) {
-                0..85 => self.ask_loaded(&mut random, &mut tally).await,
-                85..94 => self.ask_absent(&mut random, &mut tally).await,
-                94..96 => self.load(&mut random, &mut tally).await,
-                96..98 => match self.roster.begin_unload(&mut random) {
-                    Some(model) => self.unload(&model, &mut tally).await,
-                    None => self.ask_loaded(&mut random, &mut tally).await,
+                0..85 => self.ask_loaded(&mut random, &mut stats).await,
+                85..94 => self.ask_absent(&mut random, &mut stats).await,
+                94..96 => self.load(&mut random, &mut stats).await,
+                96..98 => match self.states.begin_unload(&mut random) {
+                    Some(model) => self.unload(&model, &mut stats).await,
+                    None => self.ask_loaded(&mut random, &mut stats).await,
                 },
-                _ => self.register(&mut random, &mut tally).await,
+                _ => self.register(&mut random, &mut stats).await,
             }
         }
-        tally
+        stats
     }
 
-    fn known(&self, origin: Origin) -> &Known {
-        match origin {
-            Origin::Network(index) => &self.networks[index],
-            Origin::Registered => &self.digits,
+    fn expected_reply(&self, source: ModelSource) -> &ExpectedReply {
+        match source {
+            ModelSource::Network(index) => &self.networks[index],
+            ModelSource::Registered => &self.digits,
         }
     }
 
     /// A question for a model in service; somebody may unload it on the way.
-    async fn ask_loaded(&self, random: &mut Random, tally: &mut Tally) {
+    async fn ask_loaded(&self, random: &mut Random, stats: &mut OperationStats) {
         let began = Instant::now();
         let model = loop {
-            if let Some(model) = self.roster.loaded(random) {
+            if let Some(model) = self.states.loaded(random) {
                 break model;
             }
             if began.elapsed() > LIMIT {
                 let none = ApiError::internal("no model came into service");
-                return tally.note("wait", Due::Done, began.elapsed().into(), Err(none));
+                return stats.note("wait", ExpectedResult::Done, began.elapsed().into(), Err(none));
             }
             tokio::time::sleep(WAIT).await;
         };
-        let known = self.known(model.origin);
-        let (took, answer) = timed(known.ask(&self.service, &model.name)).await;
-        tally.wrong += u64::from(answer.as_ref().is_ok_and(|got| !is_close(got, &known.expected)));
-        tally.note("infer of a loaded model", Due::Done, took, answer.map(|_| ()));
+        let expected_reply = self.expected_reply(model.source);
+        let (took, answer) = timed(expected_reply.ask(&self.service, &model.name)).await;
+        stats.wrong +=
+            u64::from(answer.as_ref().is_ok_and(|got| !is_close(got, &expected_reply.expected)));
+        stats.note("infer of a loaded model", ExpectedResult::Done, took, answer.map(|_| ()));
     }
 
     /// A question that must be refused.
-    async fn ask_absent(&self, random: &mut Random, tally: &mut Tally) {
-        let (name, never) = self.roster.absent(random);
+    async fn ask_absent(&self, random: &mut Random, stats: &mut OperationStats) {
+        let (name, never) = self.states.absent(random);
         let (what, kind) = match never {
             true => ("infer of a model that never was", ErrorKind::NotFound),
             false => ("infer of an unloaded model", ErrorKind::Unavailable),
         };
         let (took, answer) = timed(self.digits.ask(&self.service, &name)).await;
-        tally.note(what, Due::Refused(kind), took, answer.map(|_| ()));
+        stats.note(what, ExpectedResult::Refused(kind), took, answer.map(|_| ()));
     }
 
     /// Loads a network that is not in service, or else one that is once more; returns when it is ready.
-    async fn load(&self, random: &mut Random, tally: &mut Tally) {
-        let Some((model, fresh)) = self.roster.begin_load(random) else {
+    async fn load(&self, random: &mut Random, stats: &mut OperationStats) {
+        let Some((model, fresh)) = self.states.begin_load(random) else {
             // All of them are on their way.
-            return self.ask_loaded(random, tally).await;
+            return self.ask_loaded(random, stats).await;
         };
         let (took, result) = timed(self.service.load_model(&model.name)).await;
         if fresh {
-            self.roster.finish(&model, result.is_ok());
+            self.states.finish(&model, result.is_ok());
         }
-        tally.note("load", Due::Done, took, result.map(|_| ()));
+        stats.note("load", ExpectedResult::Done, took, result.map(|_| ()));
     }
 
     /// Unloads a model and waits until its last request is answered and its memory is back.
-    async fn unload(&self, model: &Named, tally: &mut Tally) {
+    async fn unload(&self, model: &ModelName, stats: &mut OperationStats) {
         let (took, result) = timed(self.service.unload_model(&model.name)).await;
-        self.roster.finish(model, false);
-        tally.note("unload", Due::Done, took, result);
+        self.states.finish(model, false);
+        stats.note("unload", ExpectedResult::Done, took, result);
     }
 
     /// Registers a model under a new name, after another has made room where there are as many as may be.
-    async fn register(&self, random: &mut Random, tally: &mut Tally) {
-        let model = match self.roster.begin_register() {
+    async fn register(&self, random: &mut Random, stats: &mut OperationStats) {
+        let model = match self.states.begin_register() {
             Ok(model) => model,
-            Err(Some(oldest)) => return self.unload(&oldest, tally).await,
-            Err(None) => return self.ask_loaded(random, tally).await,
+            Err(Some(oldest)) => return self.unload(&oldest, stats).await,
+            Err(None) => return self.ask_loaded(random, stats).await,
         };
         let (took, result) = timed(register(&self.service, &model.name)).await;
-        self.roster.finish(&model, result.is_ok());
-        tally.note("register", Due::Done, took, result);
+        self.states.finish(&model, result.is_ok());
+        stats.note("register", ExpectedResult::Done, took, result);
     }
 }
 

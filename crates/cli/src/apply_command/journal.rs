@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 /// A change that was carried out, and what its undoing needs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Done {
+pub(crate) struct AppliedChange {
     pub(crate) change: Change,
     /// The machine was that way before.
     #[serde(default)]
@@ -25,16 +25,23 @@ pub(crate) struct Done {
     pub(crate) port: Option<u16>,
 }
 
-impl Done {
-    pub(crate) fn new(change: Change) -> Done {
-        Done { change, untouched: false, instance: None, uuid: None, pid: None, port: None }
+impl AppliedChange {
+    pub(crate) fn new(change: Change) -> AppliedChange {
+        AppliedChange {
+            change,
+            untouched: false,
+            instance: None,
+            uuid: None,
+            pid: None,
+            port: None,
+        }
     }
 }
 
 /// The list of what was done.
 pub(crate) struct Journal {
     path: PathBuf,
-    done: Vec<Done>,
+    done: Vec<AppliedChange>,
 }
 
 impl Journal {
@@ -68,11 +75,11 @@ impl Journal {
         &self.path
     }
 
-    pub(crate) fn done(&self) -> &[Done] {
+    pub(crate) fn done(&self) -> &[AppliedChange] {
         &self.done
     }
 
-    pub(crate) fn last(&self) -> Option<&Done> {
+    pub(crate) fn last(&self) -> Option<&AppliedChange> {
         self.done.last()
     }
 
@@ -82,7 +89,7 @@ impl Journal {
         Ok(())
     }
 
-    pub(crate) fn finish(&mut self, done: Done) -> Result<(), Failure> {
+    pub(crate) fn finish(&mut self, done: AppliedChange) -> Result<(), Failure> {
         self.done.push(done);
         self.write()
     }

@@ -13,14 +13,14 @@ use planner::apply::ServerSpec;
 
 use crate::args::ApplyArgs;
 
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// How long a server may take to end after it was asked to.
-const END_WITHIN: Duration = Duration::from_secs(40);
+const STOP_TIMEOUT: Duration = Duration::from_secs(40);
 /// How much of a log is shown when a server does not come up.
 const TAIL_BYTES: usize = 600;
 
 /// What a server is started with.
-pub(crate) struct Launch<'a> {
+pub(crate) struct ServerLaunch<'a> {
     pub(crate) args: &'a ApplyArgs,
     pub(crate) state: &'a Path,
     /// Pipes of its daemon.
@@ -80,8 +80,8 @@ fn registry(state: &Path, spec: &ServerSpec) -> PathBuf {
 }
 
 /// Starts a server and waits until it is ready; gives its process.
-pub(crate) fn start_server(launch: &Launch<'_>, spec: &ServerSpec) -> Result<u32, Failure> {
-    let Launch { args, state, folder, uuid, port } = *launch;
+pub(crate) fn start_server(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Result<u32, Failure> {
+    let ServerLaunch { args, state, folder, uuid, port } = *launch;
     let log = state.join(format!("server-{}.log", label(spec)));
     let named = |error: std::io::Error| Failure::failed(format!("{}: {error}", log.display()));
     let file = File::create(&log).map_err(named)?;
@@ -119,7 +119,7 @@ fn wait_until_ready(child: &mut Child, args: &ApplyArgs, port: u16) -> Result<()
             Ok(None) if Instant::now() > until => {
                 return Err(format!("is not ready after {} s", args.start_timeout_secs));
             }
-            Ok(None) => std::thread::sleep(LOOK_EVERY),
+            Ok(None) => std::thread::sleep(POLL_INTERVAL),
         }
     }
 }
@@ -152,12 +152,12 @@ pub(crate) fn stop_server(state: &Path, pid: Option<u32>) -> Result<(), String> 
     }
     let sent = Command::new("kill").args(["-TERM", &pid.to_string()]).status();
     sent.map_err(|error| format!("kill: {error}"))?;
-    let until = Instant::now() + END_WITHIN;
+    let until = Instant::now() + STOP_TIMEOUT;
     while is_ours(state, pid) {
         if Instant::now() > until {
             return Err(format!("server process {pid} does not end"));
         }
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(POLL_INTERVAL);
     }
     Ok(())
 }

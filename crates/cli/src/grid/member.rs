@@ -9,7 +9,7 @@ use base::{Histogram, Random};
 use serde::{Deserialize, Serialize};
 
 use crate::args::ProfileArgs;
-use crate::run_command::Bench;
+use crate::run_command::ModelRunner;
 
 /// Said when everything is loaded and warm.
 pub(crate) const READY: &str = "ready";
@@ -32,9 +32,9 @@ pub(crate) struct MemberReport {
 
 /// Runs one process.
 pub(crate) fn run_member(args: &ProfileArgs, batch: usize) -> Result<(), Failure> {
-    let bench = prepare(args, batch)?;
+    let runner = prepare(args, batch)?;
     for _ in 0..WARMUP {
-        bench.run_once(false)?;
+        runner.run_once(false)?;
     }
     say(READY)?;
     let mut line = String::new();
@@ -43,14 +43,14 @@ pub(crate) fn run_member(args: &ProfileArgs, batch: usize) -> Result<(), Failure
     if line.trim() != GO {
         return Err(Failure::failed("told to end before the start"));
     }
-    let report = measure(&bench, Duration::from_secs_f64(args.seconds))?;
+    let report = measure(&runner, Duration::from_secs_f64(args.seconds))?;
     say(&serde_json::to_string(&report).map_err(Failure::failed)?)?;
     // Memory is counted from outside until the other side closes.
     line.clear();
     input.read_line(&mut line).map(drop).map_err(Failure::failed)
 }
 
-fn prepare(args: &ProfileArgs, batch: usize) -> Result<Bench, Failure> {
+fn prepare(args: &ProfileArgs, batch: usize) -> Result<ModelRunner, Failure> {
     let device = assembly::open_device(&args.device)?;
     let mut bindings = sample_inputs::parse_bindings(&args.bind)?;
     let plan = assembly::compile_file(&args.model)
@@ -61,15 +61,15 @@ fn prepare(args: &ProfileArgs, batch: usize) -> Result<Bench, Failure> {
     }
     let mut random = Random::new(0);
     let inputs = sample_inputs::random_inputs(&plan, &bindings, &mut random)?;
-    Bench::open(device.as_ref(), Arc::new(plan), inputs, false)
+    ModelRunner::open(device.as_ref(), Arc::new(plan), inputs, false)
 }
 
-fn measure(bench: &Bench, time: Duration) -> Result<MemberReport, Failure> {
+fn measure(runner: &ModelRunner, time: Duration) -> Result<MemberReport, Failure> {
     let mut latency = Histogram::new();
     let started = Instant::now();
     let mut batches = 0;
     while batches == 0 || started.elapsed() < time {
-        latency.record(bench.run_once(false)?.0);
+        latency.record(runner.run_once(false)?.0);
         batches += 1;
     }
     let seconds = started.elapsed().as_secs_f64();

@@ -11,7 +11,7 @@ const SYSTEM_SLACK: u64 = 64 << 20;
 
 /// What became of one kind of order.
 #[derive(Debug, Default, Serialize)]
-pub(super) struct Outcomes {
+pub(super) struct OperationOutcomes {
     pub(super) asked: u64,
     pub(super) done: u64,
     /// Answers that say that a model is not there at the moment, by kind.
@@ -26,26 +26,26 @@ pub(super) struct Outcomes {
 
 /// What clients saw.
 #[derive(Debug, Default)]
-pub(super) struct Tally {
-    pub(super) kinds: BTreeMap<&'static str, Outcomes>,
+pub(super) struct OperationStats {
+    pub(super) kinds: BTreeMap<&'static str, OperationOutcomes>,
     pub(super) first_failure: Option<String>,
     pub(super) wrong: u64,
 }
 
 /// What an order is to come to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Due {
+pub(super) enum ExpectedResult {
     /// It is carried out, or the model is not there at the moment.
     Done,
     /// It is refused with exactly this: there is no such model in service.
     Refused(ErrorKind),
 }
 
-impl Tally {
+impl OperationStats {
     pub(super) fn note(
         &mut self,
         what: &'static str,
-        due: Due,
+        due: ExpectedResult,
         took: Nanos,
         result: Result<(), ApiError>,
     ) {
@@ -53,28 +53,30 @@ impl Tally {
         outcomes.asked += 1;
         outcomes.times.record(took);
         let failure = match (due, result) {
-            (Due::Done, Ok(())) => {
+            (ExpectedResult::Done, Ok(())) => {
                 outcomes.done += 1;
                 return;
             }
-            (Due::Done, Err(err))
+            (ExpectedResult::Done, Err(err))
                 if matches!(err.kind, ErrorKind::NotFound | ErrorKind::Unavailable) =>
             {
                 *outcomes.documented.entry(format!("{:?}", err.kind)).or_default() += 1;
                 return;
             }
-            (Due::Refused(kind), Err(err)) if err.kind == kind => {
+            (ExpectedResult::Refused(kind), Err(err)) if err.kind == kind => {
                 *outcomes.documented.entry(format!("{kind:?}")).or_default() += 1;
                 return;
             }
-            (Due::Refused(kind), Ok(())) => format!("{what}: done, though {kind:?} was due"),
+            (ExpectedResult::Refused(kind), Ok(())) => {
+                format!("{what}: done, though {kind:?} was due")
+            }
             (_, Err(err)) => format!("{what}: {:?}: {err}", err.kind),
         };
         outcomes.failed += 1;
         self.first_failure.get_or_insert(failure);
     }
 
-    pub(super) fn merge(&mut self, other: Tally) {
+    pub(super) fn merge(&mut self, other: OperationStats) {
         for (what, outcomes) in other.kinds {
             let mine = self.kinds.entry(what).or_default();
             mine.asked += outcomes.asked;
@@ -102,7 +104,7 @@ impl Tally {
 
 /// What is held while no model is in service.
 #[derive(Debug, Default, Serialize)]
-pub(super) struct Rest {
+pub(super) struct MemorySample {
     pub(super) when: String,
     /// Weights on the device, by its own count.
     pub(super) weights_bytes: u64,
@@ -125,7 +127,7 @@ pub(super) struct SoakReport {
     pub(super) clients: u64,
     pub(super) seconds: f64,
     /// By kind of order.
-    pub(super) kinds: BTreeMap<&'static str, Outcomes>,
+    pub(super) kinds: BTreeMap<&'static str, OperationOutcomes>,
     pub(super) failures: u64,
     pub(super) first_failure: Option<String>,
     /// Answers that differ from those of the same model undisturbed.
@@ -136,16 +138,16 @@ pub(super) struct SoakReport {
     pub(super) loads: u64,
     pub(super) evictions: u64,
     /// At the start, after the warm-up, after each round, and after what is kept for later is given back.
-    pub(super) rests: Vec<Rest>,
+    pub(super) rests: Vec<MemorySample>,
 }
 
 impl SoakReport {
-    pub(super) fn add(&mut self, mut tally: Tally) {
-        tally.time();
-        self.failures = tally.kinds.values().map(|outcomes| outcomes.failed).sum();
-        self.first_failure = tally.first_failure;
-        self.wrong = tally.wrong;
-        self.kinds = tally.kinds;
+    pub(super) fn add(&mut self, mut stats: OperationStats) {
+        stats.time();
+        self.failures = stats.kinds.values().map(|outcomes| outcomes.failed).sum();
+        self.first_failure = stats.first_failure;
+        self.wrong = stats.wrong;
+        self.kinds = stats.kinds;
     }
 
     /// Why it did not hold, if so.
@@ -186,28 +188,28 @@ mod tests {
 
     #[test]
     fn only_documented_errors_are_no_failures() {
-        let mut tally = Tally::default();
-        let mut note = |due, result| tally.note("infer", due, Nanos(1), result);
-        note(Due::Done, Ok(()));
-        note(Due::Done, refusal(ErrorKind::Unavailable));
-        note(Due::Refused(ErrorKind::NotFound), refusal(ErrorKind::NotFound));
-        note(Due::Refused(ErrorKind::NotFound), refusal(ErrorKind::Unavailable));
-        note(Due::Refused(ErrorKind::NotFound), Ok(()));
-        note(Due::Done, refusal(ErrorKind::Internal));
-        let outcomes = &tally.kinds["infer"];
+        let mut stats = OperationStats::default();
+        let mut note = |due, result| stats.note("infer", due, Nanos(1), result);
+        note(ExpectedResult::Done, Ok(()));
+        note(ExpectedResult::Done, refusal(ErrorKind::Unavailable));
+        note(ExpectedResult::Refused(ErrorKind::NotFound), refusal(ErrorKind::NotFound));
+        note(ExpectedResult::Refused(ErrorKind::NotFound), refusal(ErrorKind::Unavailable));
+        note(ExpectedResult::Refused(ErrorKind::NotFound), Ok(()));
+        note(ExpectedResult::Done, refusal(ErrorKind::Internal));
+        let outcomes = &stats.kinds["infer"];
         assert_eq!((outcomes.asked, outcomes.done, outcomes.failed), (6, 1, 3));
         assert_eq!(outcomes.documented.values().sum::<u64>(), 2);
         let mut report = SoakReport { budget_bytes: 1, ..SoakReport::default() };
-        report.add(tally);
+        report.add(stats);
         assert!(report.verdict().unwrap_err().contains("3 failures"));
     }
 
     #[test]
     fn what_stays_on_the_device_fails() {
-        let rest = |weights_bytes, system: u64| Rest {
+        let rest = |weights_bytes, system: u64| MemorySample {
             weights_bytes,
             system_bytes: Some(system << 20),
-            ..Rest::default()
+            ..MemorySample::default()
         };
         let report = |rests| SoakReport { budget_bytes: 1, rests, ..SoakReport::default() };
         assert!(report(vec![]).verdict().is_err());

@@ -1,6 +1,6 @@
 //! A real-time model that is asked for regularly, with and without something beside it that loads.
 //!
-//! Quiet and noisy stretches take turns, so that whatever drifts drifts for both. A noisy stretch ends when the last of what
+//! Quiet and noisy stretches take phases, so that whatever drifts drifts for both. A noisy stretch ends when the last of what
 //! began in it is over, and the quiet one behind it lasts as long.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -9,7 +9,7 @@ use base::{Bytes, Nanos};
 use model::config::Class;
 use serde::Serialize;
 
-use super::{Stage, Swap, SwapError, report};
+use super::{Swap, SwapError, TestNode, report};
 use crate::live::Latency;
 
 /// Least length of a stretch, quiet or noisy.
@@ -22,7 +22,7 @@ const QUIET_MOST: Nanos = Nanos::from_millis(5_000);
 const SETTLING: Nanos = Nanos(STRETCH.0 / 10);
 
 /// What goes on beside the real-time model.
-pub enum Noise<'a> {
+pub enum BackgroundLoad<'a> {
     /// Best-effort requests of so many other models that have room for some, from so many clients.
     Swapping {
         /// Models.
@@ -52,7 +52,7 @@ pub enum Noise<'a> {
 
 /// What became of it.
 #[derive(Clone, Debug, Serialize)]
-pub struct Beside {
+pub struct CoLocatedReport {
     /// What went on.
     pub noise: String,
     /// Share of the device the real-time model asks for.
@@ -84,7 +84,7 @@ pub struct Beside {
 }
 
 #[derive(Default)]
-struct Counters {
+struct BackgroundCounters {
     on: AtomicBool,
     stop: AtomicBool,
     /// Rounds of the noise under way.
@@ -95,7 +95,7 @@ struct Counters {
     first_error: std::sync::Mutex<Option<String>>,
 }
 
-impl Counters {
+impl BackgroundCounters {
     fn failed(&self, why: String) {
         self.errors.fetch_add(1, Ordering::Relaxed);
         let mut first = self.first_error.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -107,34 +107,35 @@ impl Swap {
     /// The first model at `load_pct` of what it can do, as real time and pinned, for so many seconds.
     pub fn beside(
         &self,
-        noise: &Noise<'_>,
+        noise: &BackgroundLoad<'_>,
         load_pct: f64,
         seconds: f64,
-    ) -> Result<Beside, SwapError> {
+    ) -> Result<CoLocatedReport, SwapError> {
         let (name, count, room, more) = match noise {
-            Noise::Swapping { count, room, clients } => (
+            BackgroundLoad::Swapping { count, room, clients } => (
                 format!("{clients} clients swapping {count} models, room for {room}"),
                 *count,
                 *room,
                 0,
             ),
-            Noise::Serving { count, clients } => {
+            BackgroundLoad::Serving { count, clients } => {
                 (format!("{clients} clients of {count} models that are there"), *count, *count, 0)
             }
-            Noise::Other { name, room, .. } => (name.clone(), 0, self.models.len(), *room),
+            BackgroundLoad::Other { name, room, .. } => (name.clone(), 0, self.models.len(), *room),
         };
         let memory = Bytes(self.bytes * (room as u64 + 1) + more);
         let stage = self.stage(count + 1, memory, Some(0))?;
-        let counters = Counters::default();
+        let counters = BackgroundCounters::default();
         let mut served = std::thread::scope(|scope| {
             match noise {
-                Noise::Swapping { clients, .. } | Noise::Serving { clients, .. } => {
+                BackgroundLoad::Swapping { clients, .. }
+                | BackgroundLoad::Serving { clients, .. } => {
                     for client in 0..*clients {
                         let (stage, counters) = (&stage, &counters);
                         scope.spawn(move || stage.make_noise(counters, client, count));
                     }
                 }
-                Noise::Other { round, .. } => {
+                BackgroundLoad::Other { round, .. } => {
                     let (stage, counters) = (&stage, &counters);
                     scope.spawn(move || {
                         counters.while_on(|_| round(&stage.node));
@@ -152,7 +153,7 @@ impl Swap {
         let [_, noisy_seconds] = served.seconds;
         let change =
             |noisy: f64, quiet: f64| report::round((noisy / quiet.max(1e-9) - 1.0) * 100.0);
-        Ok(Beside {
+        Ok(CoLocatedReport {
             noise: name,
             load_pct,
             quiet,
@@ -171,7 +172,7 @@ impl Swap {
     }
 }
 
-impl Counters {
+impl BackgroundCounters {
     /// Does `round` again and again in the noisy stretches; it says how many bytes it brought.
     fn while_on(&self, mut round: impl FnMut(u64) -> Result<u64, String>) {
         let mut number = 0;
@@ -194,8 +195,8 @@ impl Counters {
     }
 }
 
-impl Stage<'_> {
-    fn make_noise(&self, counters: &Counters, client: usize, count: usize) {
+impl TestNode<'_> {
+    fn make_noise(&self, counters: &BackgroundCounters, client: usize, count: usize) {
         counters.while_on(|round| {
             let model = 1 + (round as usize + client * (count / 2)) % count.max(1);
             let answer =
@@ -208,19 +209,24 @@ impl Stage<'_> {
     }
 
     /// The first model in quiet and in noisy stretches.
-    fn real_time(&self, counters: &Counters, load_pct: f64, seconds: f64) -> Served {
+    fn real_time(
+        &self,
+        counters: &BackgroundCounters,
+        load_pct: f64,
+        seconds: f64,
+    ) -> RealTimeSamples {
         let period = Nanos((self.swap.warm.p50_us * 1e3 / (load_pct / 100.0)) as u64);
         let start = self.clock.now();
         let end = start + Nanos((seconds * 1e9) as u64);
-        let mut served = Served::default();
-        let mut turns = Turns::new(start);
+        let mut served = RealTimeSamples::default();
+        let mut phases = PhaseSchedule::new(start);
         let mut next = start;
         while next < end {
             while self.clock.now() < next {
                 std::hint::spin_loop();
             }
-            if turns.look(next, || counters.busy.load(Ordering::SeqCst)) {
-                counters.on.store(turns.on, Ordering::SeqCst);
+            if phases.look(next, || counters.busy.load(Ordering::SeqCst)) {
+                counters.on.store(phases.on, Ordering::SeqCst);
             }
             match self.ask(0, Class::RealTime, true) {
                 Ok(answer) => {
@@ -228,8 +234,8 @@ impl Stage<'_> {
                         counters.failed("an answer of the real-time model is wrong".to_string());
                     }
                     // What is made only once is made in the first two stretches.
-                    if turns.number > 1 && next - turns.since > SETTLING {
-                        let noisy = turns.is_noisy();
+                    if phases.number > 1 && next - phases.since > SETTLING {
+                        let noisy = phases.is_noisy();
                         let kind = if noisy { &mut served.noisy } else { &mut served.quiet };
                         kind.push(answer.latency);
                     }
@@ -244,7 +250,7 @@ impl Stage<'_> {
                 served.dropped += (now - next).0 / period.0.max(1);
                 next = now;
             }
-            served.seconds[usize::from(turns.is_noisy())] += (next - last).0 as f64 / 1e9;
+            served.seconds[usize::from(phases.is_noisy())] += (next - last).0 as f64 / 1e9;
         }
         counters.on.store(false, Ordering::SeqCst);
         served
@@ -253,7 +259,7 @@ impl Stage<'_> {
 
 /// What became of the real-time model's requests.
 #[derive(Default)]
-struct Served {
+struct RealTimeSamples {
     quiet: Vec<Nanos>,
     noisy: Vec<Nanos>,
     dropped: u64,
@@ -262,7 +268,7 @@ struct Served {
 }
 
 /// Whose turn it is.
-struct Turns {
+struct PhaseSchedule {
     /// The noise may begin something.
     on: bool,
     /// It may not any more, and what it began goes on.
@@ -273,10 +279,10 @@ struct Turns {
     number: u64,
 }
 
-impl Turns {
+impl PhaseSchedule {
     /// Quiet first.
-    fn new(now: Nanos) -> Turns {
-        Turns { on: false, ending: false, since: now, length: STRETCH, number: 0 }
+    fn new(now: Nanos) -> PhaseSchedule {
+        PhaseSchedule { on: false, ending: false, since: now, length: STRETCH, number: 0 }
     }
 
     fn is_noisy(&self) -> bool {
@@ -314,15 +320,15 @@ mod tests {
     #[test]
     fn a_noisy_stretch_lasts_until_the_noise_is_over_and_the_quiet_one_as_long() {
         let at = Nanos::from_millis;
-        let mut turns = Turns::new(at(0));
-        assert!(!turns.look(at(499), || 0) && !turns.is_noisy());
-        assert!(turns.look(at(500), || 0) && turns.on);
-        assert!(!turns.look(at(900), || 1));
-        assert!(turns.look(at(1_000), || 1) && !turns.on && turns.is_noisy());
-        assert!(!turns.look(at(1_700), || 1) && turns.is_noisy(), "it still goes on");
-        assert!(turns.look(at(1_800), || 0) && !turns.is_noisy());
-        assert!(!turns.look(at(3_000), || 0), "quiet for 1.3 seconds, too");
-        assert!(turns.look(at(3_100), || 0) && turns.on);
-        assert_eq!(turns.number, 3);
+        let mut phases = PhaseSchedule::new(at(0));
+        assert!(!phases.look(at(499), || 0) && !phases.is_noisy());
+        assert!(phases.look(at(500), || 0) && phases.on);
+        assert!(!phases.look(at(900), || 1));
+        assert!(phases.look(at(1_000), || 1) && !phases.on && phases.is_noisy());
+        assert!(!phases.look(at(1_700), || 1) && phases.is_noisy(), "it still goes on");
+        assert!(phases.look(at(1_800), || 0) && !phases.is_noisy());
+        assert!(!phases.look(at(3_000), || 0), "quiet for 1.3 seconds, too");
+        assert!(phases.look(at(3_100), || 0) && phases.on);
+        assert_eq!(phases.number, 3);
     }
 }
