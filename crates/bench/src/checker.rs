@@ -1,4 +1,5 @@
-//! Checkers: they see what goes into the core and what comes out of it and of the device, and know nothing of its insides.
+//! The checker sees the events and actions of the core and the state of the device, and knows
+//! nothing of the core's internals.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -12,37 +13,39 @@ use runtime::policy::{CoRun, Rules, Start, Streams};
 
 use crate::scenario::Scenario;
 
-/// Under a share, a best-effort request that is not started for so long starves.
+/// With a best-effort share, a best-effort request that does not start for so long starves.
 const STARVED: Nanos = Nanos::from_millis(2_000);
 
-/// Requests that ended which are remembered, to tell one that ends twice from one that never came.
+/// Number of ended requests remembered, to tell one that ends twice from one that never arrived.
 const ENDED_MAX: usize = 1 << 16;
 
-/// What the promises come to on this device, under this policy.
+/// What must hold on a device under a policy.
 #[derive(Clone, Debug)]
 pub struct CheckerLimits {
-    /// Longest wait of real time for best effort; `None` where there is no promise.
+    /// Max wait of real time for best effort; `None` if the policy guarantees none.
     pub wait: Option<Nanos>,
-    /// How long best effort may hold what real time needs; `None` where there is no promise.
+    /// How long best effort may hold SMs that real time needs; `None` if the policy guarantees
+    /// nothing.
     pub grace: Option<Nanos>,
     /// Bytes for weights.
     pub memory: u64,
-    /// Multiprocessors.
+    /// SMs of the device.
     pub sms: u32,
-    /// Whether deadlines order real time.
+    /// Whether real time runs by deadline.
     pub earliest_deadline_first: bool,
-    /// How long a best-effort request may wait for its first launch; `None` where it is promised no share.
+    /// How long a best-effort request may wait for its first launch; `None` without a best-effort
+    /// share.
     pub starvation: Option<Nanos>,
     /// Streams of real time.
     pub rt_streams: Range<usize>,
     /// All streams.
     pub streams: usize,
-    /// Multiprocessors every kernel needs, by model.
+    /// SMs that every kernel needs, by model.
     pub needs: Vec<Vec<u32>>,
 }
 
 impl CheckerLimits {
-    /// The promises of a scenario.
+    /// The limits of a scenario.
     pub fn new(
         scenario: &Scenario,
         set: &ProfileSet,
@@ -56,7 +59,7 @@ impl CheckerLimits {
             FaultKind::SlowKernel { factor } => factor,
             _ => 1.0,
         });
-        // Kernels that share a device slow each other: by what they wait for multiprocessors and for memory.
+        // Kernels that share a device slow each other down: they wait for SMs and for memory.
         let crowd = slow.fold(1.0, f64::max) * 3.0 * streams as f64;
         let kernels = || set.models.iter().flat_map(|model| &model.kernels);
         let stretch = |ns: u64| Nanos((ns as f64 * crowd) as u64);
@@ -77,7 +80,7 @@ impl CheckerLimits {
                 PreemptionLevel::InsideTile => Some(Nanos(gpu.leave_ns)),
             },
         };
-        // Real time waits until the queues are empty, or the dispatcher turns to it from theirs.
+        // Real time waits until the queues are empty, or until the dispatcher switches to it.
         let queues = match rules.start {
             Start::AfterPreemption => evict,
             Start::AtOnce => Nanos(gpu.switch_ns[1]),
@@ -106,31 +109,31 @@ struct TrackedRequest {
     model: usize,
     class: Class,
     key: (u32, u64, u64),
-    asked: Nanos,
+    arrived_at: Nanos,
     copied: bool,
     launched: bool,
-    /// When it could have started had there been no best effort; `None` when other real time was before it.
-    clear_since: Option<Nanos>,
+    /// When it could have started without best effort; `None` if other real time was before it.
+    unblocked_since: Option<Nanos>,
 }
 
-/// The checkers and what they found.
+/// Checks a trace and collects violations.
 #[derive(Debug)]
 pub struct Checker {
     limits: CheckerLimits,
     open: BTreeMap<u64, TrackedRequest>,
-    /// Those that ended last.
+    /// Requests that ended most recently.
     ended: BTreeSet<u64>,
     loaded: Vec<bool>,
-    /// Whether weights come and go.
+    /// Whether weights are loaded and evicted.
     managed: bool,
-    /// Since when best effort holds what real time needs.
+    /// Since when best effort holds SMs that real time needs.
     over_since: Option<Nanos>,
     running_rt: Option<(u64, usize)>,
-    found: Vec<String>,
+    violations: Vec<String>,
 }
 
 impl Checker {
-    /// Nothing tracked so far.
+    /// A checker that has seen nothing.
     pub fn new(limits: CheckerLimits, models: usize, managed: bool) -> Checker {
         Checker {
             limits,
@@ -140,17 +143,17 @@ impl Checker {
             managed,
             over_since: None,
             running_rt: None,
-            found: Vec::new(),
+            violations: Vec::new(),
         }
     }
 
     fn report(&mut self, now: Nanos, what: String) {
-        if self.found.len() < 20 {
-            self.found.push(format!("{now}: {what}"));
+        if self.violations.len() < 20 {
+            self.violations.push(format!("{now}: {what}"));
         }
     }
 
-    /// A request came.
+    /// A request arrived.
     pub fn arrived(
         &mut self,
         now: Nanos,
@@ -166,10 +169,10 @@ impl Checker {
             model,
             class,
             key,
-            asked: now,
+            arrived_at: now,
             copied: false,
             launched: false,
-            clear_since: None,
+            unblocked_since: None,
         };
         if self.open.insert(request.order(), tracked).is_some() {
             self.report(now, format!("request {} came twice", request.order()));
@@ -188,17 +191,17 @@ impl Checker {
         if let Some(tracked) = self.open.get_mut(&request.order()) {
             tracked.copied = true;
         }
-        self.mark_clear(now, request.order());
+        self.mark_unblocked(now, request.order());
     }
 
-    /// Notes from when on a real-time request has only best effort before it.
-    fn mark_clear(&mut self, now: Nanos, order: u64) {
+    /// Records since when a real-time request waits for nothing but best effort.
+    fn mark_unblocked(&mut self, now: Nanos, order: u64) {
         let Some(tracked) = self.open.get(&order) else { return };
         let alone = self.ready(tracked)
             && self.running_rt.is_none()
             && self.open.iter().all(|(other, tracked)| *other == order || !self.ready(tracked));
         if alone && let Some(tracked) = self.open.get_mut(&order) {
-            tracked.clear_since = Some(now);
+            tracked.unblocked_since = Some(now);
         }
     }
 
@@ -207,25 +210,25 @@ impl Checker {
         self.loaded[model] = true;
     }
 
-    /// A model's weights are gone.
+    /// A model's weights were evicted.
     pub fn evicted(&mut self, model: usize) {
         self.loaded[model] = false;
         for tracked in self.open.values_mut().filter(|tracked| tracked.model == model) {
-            tracked.clear_since = None;
+            tracked.unblocked_since = None;
         }
     }
 
-    /// The device fell over.
+    /// The device was lost.
     pub fn device_lost(&mut self, _: Nanos) {
         self.loaded.fill(!self.managed);
         self.running_rt = None;
         self.over_since = None;
         for tracked in self.open.values_mut() {
-            (tracked.copied, tracked.launched, tracked.clear_since) = (false, false, None);
+            (tracked.copied, tracked.launched, tracked.unblocked_since) = (false, false, None);
         }
     }
 
-    /// A request is handed to the device.
+    /// A request was enqueued on the device.
     pub fn launched(&mut self, now: Nanos, request: RequestId) {
         let order = request.order();
         let Some(tracked) = self.open.get(&order).cloned() else {
@@ -240,16 +243,16 @@ impl Checker {
                 self.report(now, format!("real-time request {order} overtook {first:?}"));
             }
             self.running_rt = Some((order, tracked.model));
-            // Whoever still waits now waits for this one.
+            // Other real-time requests now wait for this one.
             let others = self.open.iter_mut().filter(|(other, _)| **other != order);
-            others.for_each(|(_, other)| other.clear_since = None);
+            others.for_each(|(_, other)| other.unblocked_since = None);
         } else if let Some(limit) = self.limits.starvation
             && !tracked.launched
-            && now > tracked.asked + limit
+            && now > tracked.arrived_at + limit
         {
             self.report(
                 now,
-                format!("best-effort request {order} starved since {}", tracked.asked),
+                format!("best-effort request {order} starved since {}", tracked.arrived_at),
             );
         }
         if let Some(tracked) = self.open.get_mut(&order) {
@@ -260,7 +263,7 @@ impl Checker {
     /// The first block of a request runs.
     pub fn started(&mut self, now: Nanos, request: RequestId) {
         let Some(tracked) = self.open.get_mut(&request.order()) else { return };
-        let Some(since) = tracked.clear_since.take() else { return };
+        let Some(since) = tracked.unblocked_since.take() else { return };
         if let Some(limit) = self.limits.wait
             && now > since + limit
         {
@@ -286,27 +289,28 @@ impl Checker {
         }
     }
 
-    /// A task computed something else than an undisturbed one.
+    /// A task's output differs from that of an undisturbed one.
     pub fn wrong_output(&mut self, now: Nanos, request: RequestId) {
         self.report(now, format!("request {} has a wrong output", request.order()));
     }
 
-    /// Weights on the device.
+    /// Checks the bytes of weights on the device.
     pub fn memory(&mut self, now: Nanos, bytes: u64) {
         if bytes > self.limits.memory {
             self.report(now, format!("{bytes} bytes of weights, {} allowed", self.limits.memory));
         }
     }
 
-    /// Requests of one model that wait.
+    /// Checks the number of waiting requests of one model.
     pub fn queue_length(&mut self, now: Nanos, length: usize, bound: usize) {
         if length > bound {
             self.report(now, format!("{length} requests wait, {bound} may"));
         }
     }
 
-    /// Looks at the device: best effort holds nothing that real time needs for longer than the level allows.
-    pub fn look(&mut self, now: Nanos, gpu: &Gpu) {
+    /// Checks that best effort holds no SMs that real time needs for longer than the preemption
+    /// level allows.
+    pub fn check_device(&mut self, now: Nanos, gpu: &Gpu) {
         for stream in 0..self.limits.streams {
             if gpu.queued(stream) > 1 {
                 self.report(now, format!("stream {stream} holds {} segments", gpu.queued(stream)));
@@ -335,13 +339,13 @@ impl Checker {
         }
     }
 
-    /// What was found, with what is missing at the end.
+    /// All violations, including requests that never ended.
     pub fn finish(&mut self, now: Nanos) -> Vec<String> {
         let unanswered: Vec<u64> = self.open.keys().copied().take(3).collect();
         if !unanswered.is_empty() {
             let count = self.open.len();
             self.report(now, format!("{count} requests never ended, among them {unanswered:?}"));
         }
-        std::mem::take(&mut self.found)
+        std::mem::take(&mut self.violations)
     }
 }

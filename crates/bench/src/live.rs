@@ -120,7 +120,7 @@ pub enum LiveError {
         why: Rejection,
     },
     /// Requests did not end.
-    #[error("requests of workload {0} under {1} were still under way a minute after its end")]
+    #[error("requests of workload {0} under {1} were still in flight a minute after its end")]
     Stuck(String, String),
 }
 

@@ -1,7 +1,7 @@
-//! Padding on a real GPU, compared: which best-effort tiles go with which real-time kernel when both are one launch (REEF, section
-//! 5.2), and what that gives beside other ways of running both.
+//! Kernel padding on a real GPU, compared with other methods: which best-effort tiles are fused
+//! with which real-time kernel (REEF, section 5.2).
 //!
-//! Who goes with whom is the node's own choice, `runtime::policy::padding`, made from steps as a GPU measured them.
+//! The choice is that of `runtime::policy::padding`, made for steps as measured on the GPU.
 
 mod report;
 
@@ -16,59 +16,59 @@ pub use report::{
     SlowdownRatios, TimingSummary, summaries, table,
 };
 
-/// One launch of a network's step, as it was measured.
+/// A measured launch of a network's step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MeasuredStep {
-    /// Its kernel, among all there are.
+    /// Number of its kernel.
     pub kernel: usize,
-    /// Blocks, one a tile.
+    /// Blocks, one per tile.
     pub tiles: u32,
-    /// Blocks that must run together; 1 for none.
+    /// Blocks of a thread block cluster; 1 for none.
     pub cluster: u32,
     /// Microseconds alone.
     pub us: f64,
-    /// Blocks a multiprocessor holds.
+    /// Blocks that fit on an SM.
     pub blocks_per_multiprocessor: u32,
 }
 
-/// Tiles of a best-effort step.
+/// Consecutive tiles of a best-effort step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileRange {
     /// The step.
     pub step: usize,
-    /// The first of them.
+    /// The first tile.
     pub first_tile: u32,
-    /// How many.
+    /// Number of tiles.
     pub tiles: u32,
 }
 
-/// How much is prepared.
+/// Limits of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FusedRoundLimits {
-    /// Multiprocessors of the GPU.
+    /// SMs of the GPU.
     pub multiprocessors: u32,
-    /// Replays of the real-time network before best effort begins anew.
+    /// Replays of the real-time network before best effort starts over.
     pub replays_max: usize,
-    /// Kernels made of two; steps that would need another are launched alone.
+    /// Fused kernels; a step that would need another one is launched alone.
     pub kernels_max: usize,
 }
 
-/// Replays of the real-time network with best effort going on from each to the next.
+/// Replays of the real-time network; best effort continues from each to the next.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct FusedRound {
-    /// For every replay and each step of it, what is launched with it.
+    /// For every replay and each of its steps, the tiles that are fused with it.
     pub replays: Vec<Vec<Option<TileRange>>>,
-    /// The first tile that is missing behind the last replay, unless a run has just ended.
+    /// The first tiles missing after the last replay, unless a run has just ended.
     pub unfinished: Option<TileRange>,
-    /// Best effort of each replay in runs of the network, steps weighted by their time alone.
+    /// Best-effort runs per replay, steps weighted by their time alone.
     pub progress: Vec<f64>,
-    /// Kernels that are made of two: real time's and best effort's.
+    /// Fused kernels: numbers of the real-time and the best-effort kernel.
     pub kernels: BTreeSet<(usize, usize)>,
-    /// Choices that were not made for want of a kernel.
+    /// Launches that are not fused because there are too many kernels.
     pub kernels_refused: usize,
 }
 
-/// Where best effort stands.
+/// The next tile of best effort.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Position {
     step: usize,
@@ -78,8 +78,8 @@ struct Position {
 /// The start of a run.
 const START: Position = Position { step: 0, tile: 0 };
 
-/// Pads replays of `real_time` with tiles of `best_effort` until a run of it ends with a replay, none of its tiles fits any
-/// more, or there are enough.
+/// Pads replays of `real_time` with tiles of `best_effort` until a run of it ends with a replay,
+/// none of its tiles fits, or the limit is reached.
 pub fn round(
     real_time: &[MeasuredStep],
     best_effort: &[MeasuredStep],
@@ -120,11 +120,11 @@ struct Padder<'a> {
 }
 
 impl Padder<'_> {
-    /// What goes with step `step` of real time.
+    /// The tiles to fuse with step `step` of real time.
     fn pad(&mut self, step: usize) -> Option<TileRange> {
         let host = &self.real_time[step];
         let guest = self.best_effort.get(self.at.step)?;
-        // Blocks of a cluster are launched together, and so would best effort's be.
+        // A cluster's blocks are launched together, so a fused kernel cannot have one.
         if host.cluster > 1 || guest.cluster > 1 {
             return None;
         }
@@ -149,7 +149,7 @@ impl Padder<'_> {
         Some(slice)
     }
 
-    /// Tiles of `guest` that the node's policy would give, of which `left` are to be done.
+    /// The number of tiles of `guest` that the policy selects, of `left` remaining ones.
     fn choose(&self, step: usize, guest: &MeasuredStep, left: u32) -> u32 {
         let (sms, none) = (self.limits.multiprocessors, Nanos(0));
         let room = Room { sms, launch: none, gap: none, inside_tile: false };
@@ -172,7 +172,8 @@ impl Padder<'_> {
     }
 }
 
-/// `left` tiles of `step` as the policy sees them. A step's time is that of as many blocks in a row as a multiprocessor has to do.
+/// The profile of `left` tiles of `step`. Its block time is the step's time over the number of
+/// waves.
 fn profile(step: &MeasuredStep, left: u32, limits: FusedRoundLimits) -> KernelProfile {
     let occupancy = step.blocks_per_multiprocessor.max(1);
     let at_once = limits.multiprocessors.max(1).saturating_mul(occupancy);
@@ -186,7 +187,7 @@ fn profile(step: &MeasuredStep, left: u32, limits: FusedRoundLimits) -> KernelPr
     }
 }
 
-/// How much of a run of `best_effort` the slices are.
+/// The share of a run of `best_effort` that the tiles are.
 fn progress(slices: &[Option<TileRange>], best_effort: &[MeasuredStep]) -> f64 {
     let whole: f64 = best_effort.iter().map(|step| step.us).sum();
     let of = |slice: &TileRange| {

@@ -2,19 +2,19 @@
 
 use std::fmt::Write as _;
 
-/// Colours that stay apart for colour-blind readers (Okabe and Ito).
+/// Colours that colour-blind readers can tell apart (Okabe and Ito).
 pub const COLOURS: [&str; 9] = [
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999",
     "#000000",
 ];
 
-/// Names of bars side by side above a chart.
+/// Bar names in a row of the legend.
 const LEGEND_COLUMNS: usize = 6;
 
 /// A group of bars for every label.
 #[derive(Clone, Debug)]
 pub struct Chart {
-    /// What is shown.
+    /// Title.
     pub title: String,
     /// The unit.
     pub unit: String,
@@ -111,7 +111,7 @@ fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
     }
 }
 
-/// The distance of ticks for values up to `largest`: a round number, and at most five of them.
+/// Distance of ticks for values up to `largest`: a round number that gives at most five ticks.
 fn round_step(largest: f64) -> f64 {
     let power = 10f64.powf((largest / 5.0).log10().floor());
     let enough = |step: &f64| largest / step <= 5.0;

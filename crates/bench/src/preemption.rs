@@ -1,4 +1,4 @@
-//! How long preemption takes: REEF's figures 12 (b) and 13 on the simulated GPU.
+//! Preemption latency: REEF's figures 12 (b) and 13 on the simulated GPU.
 
 use device::sim::{KernelProfile, ModelProfile, ProfileSet, builtin};
 use model::config::Class;
@@ -8,14 +8,14 @@ use crate::arrival::Arrival;
 use crate::scenario::{Client, Scenario, ScenarioError};
 use crate::simulation::{Simulation, SimulationOptions};
 
-/// A measured point. Latencies are mean microseconds from the word to leave to the first real-time block.
+/// Mean microseconds from the preemption to the first real-time block.
 #[derive(Clone, Debug, Serialize)]
 pub struct PreemptionLatency {
     /// What was preempted.
     pub preempted: String,
-    /// Atoll's epoch.
+    /// Atoll: epochs checked inside tiles.
     pub atoll_us: f64,
-    /// REEF's reset.
+    /// REEF: reset of the queues.
     pub reef_us: f64,
     /// A capped queue and a flag at kernel entry.
     pub reef_n_us: f64,
@@ -29,7 +29,8 @@ pub fn by_model() -> Result<Vec<PreemptionLatency>, ScenarioError> {
     set.models.iter().map(|model| point(&set, &model.name.clone(), model.clone())).collect()
 }
 
-/// Best effort of equal kernels: their number at 100 us each, and their length at 100 of them (figure 13).
+/// Best effort of equal kernels: their number at 100 us each, and their length at 100 kernels
+/// (figure 13).
 pub fn by_shape() -> Result<Vec<PreemptionLatency>, ScenarioError> {
     let set = builtin::mi50();
     let counts = [25, 50, 100, 200, 400].map(|count| (count, 100));
@@ -65,7 +66,7 @@ fn point(
     let be_name = best_effort.name.clone();
     let set = ProfileSet { gpu: set.gpu.clone(), models: vec![real_time, best_effort] };
     let mut wait = set.clone();
-    // Queues of any length; a fetched kernel that finds the flag set costs less where many follow each other.
+    // Queues of any length; skipping a fetched kernel costs less when many follow each other.
     (wait.gpu.queue_capacity, wait.gpu.evict_ns) = (4_096, 2_800);
     let measure = |set: &ProfileSet, policy: &str| -> Result<f64, ScenarioError> {
         let client = |class: Class, model: &str, arrival| Client {

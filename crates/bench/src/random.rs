@@ -1,4 +1,4 @@
-//! Random scenarios for the checkers: small models, few clients, every policy, and things that go wrong.
+//! Random scenarios for the checker: small models, few clients, every policy, and faults.
 
 use base::Random;
 use device::sim::{FaultKind, KernelProfile, ModelProfile, ProfileSet, builtin};
@@ -7,7 +7,7 @@ use model::config::Class;
 use crate::arrival::Arrival;
 use crate::scenario::{Client, FaultAt, Scenario};
 
-/// The scenario that follows from `seed`, and its profiles.
+/// The scenario made from `seed`, and its profiles.
 pub fn scenario(seed: u64) -> (Scenario, ProfileSet) {
     let mut random = Random::new(seed.wrapping_mul(0x9E37_79B9) ^ 0x5EED);
     let mut set = profiles(&mut random);
@@ -39,7 +39,7 @@ pub fn scenario(seed: u64) -> (Scenario, ProfileSet) {
         ..Scenario::default()
     };
     if scenario.policy == "reef" {
-        // REEF restores from some kernels back and so needs every kernel to bear a second run.
+        // REEF resumes some kernels earlier, so kernels must tolerate a second run.
         let kernels = set.models.iter_mut().flat_map(|model| &mut model.kernels);
         kernels.for_each(|kernel| kernel.idempotent = true);
     }
@@ -68,7 +68,7 @@ fn profiles(random: &mut Random) -> ProfileSet {
         .collect();
     let total: u64 = models.iter().map(|model| model.weight_bytes).sum();
     let largest = models.iter().map(|model| model.weight_bytes).max().unwrap_or(0);
-    // Half of the time not all models fit.
+    // In half of the scenarios not all models fit.
     gpu.memory_bytes = if random.below(2) == 0 { total } else { largest.max(total * 2 / 3) };
     ProfileSet { gpu, models }
 }

@@ -1,4 +1,4 @@
-//! One object per run, the same from every device.
+//! The report of a simulation.
 
 use std::fmt::Write as _;
 
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::simulation::Outcome;
 
-/// What a policy came to on a workload. Latencies are microseconds.
+/// Figures of a policy on a workload. Latencies are microseconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct SimulationReport {
     /// The workload.
@@ -21,26 +21,26 @@ pub struct SimulationReport {
     pub rt_p50_us: f64,
     /// Its 99th percentile.
     pub rt_p99_us: f64,
-    /// What the mean is above that without best effort, in percent.
+    /// Increase of the mean over that without best effort, in percent.
     pub rt_increase_pct: f64,
-    /// Answers a second, of both classes.
+    /// Replies per second, of both classes.
     pub throughput_rps: f64,
-    /// Those of best effort.
+    /// Best-effort replies per second.
     pub be_rps: f64,
-    /// Times best effort was made to leave.
+    /// Number of preemptions.
     pub preemptions: u64,
-    /// Median time that took.
+    /// Median preemption latency.
     pub preempt_p50_us: f64,
     /// Its 99th percentile.
     pub preempt_p99_us: f64,
-    /// Best-effort work done again or thrown away, in percent of all of it.
+    /// Best-effort work that was repeated or discarded, in percent.
     pub be_redone_pct: f64,
-    /// Requests without an answer, and arrivals skipped because one was outstanding.
+    /// Requests without reply, and arrivals skipped because one was outstanding.
     pub dropped: u64,
 }
 
 impl SimulationReport {
-    /// The report of `outcome` beside a run of real time alone.
+    /// The report of `outcome`, compared with a run of real time alone.
     pub fn new(
         workload: &str,
         policy: &str,
@@ -78,7 +78,7 @@ impl SimulationReport {
     }
 }
 
-/// Two digits after the point: more is noise to a reader.
+/// Rounds to two digits.
 fn round(value: f64) -> f64 {
     (value * 100.0).round() / 100.0
 }

@@ -1,5 +1,4 @@
-//! A swim-row timeline as SVG: how many multiprocessors each stream holds, all of them together, and where work
-//! was made to leave.
+//! A timeline as SVG, one row per stream: the SMs it holds, and where work was preempted.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -22,7 +21,7 @@ struct TimelineRow<'a> {
     spans: Vec<&'a Span>,
 }
 
-/// Draws everything a device kept between two times.
+/// Draws what a device recorded between two times.
 pub fn svg(gpu: &Gpu, real_time: &Range<usize>, window: Range<Nanos>) -> String {
     let shown: Vec<&Span> =
         gpu.spans().iter().filter(|s| s.to > window.start && s.from < window.end).collect();
@@ -89,7 +88,7 @@ fn legend(text: &mut String, sms: u32) {
     }
 }
 
-/// The multiprocessors held as an area, and a mark wherever work left before its end.
+/// The SMs held as an area, and a mark at each preemption.
 fn draw_row(
     text: &mut String,
     row: &TimelineRow<'_>,

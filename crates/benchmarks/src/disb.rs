@@ -1,4 +1,4 @@
-//! `atoll bench disb`: DISB: the policies side by side, in virtual time or on a real device.
+//! `atoll bench disb`: the policies on the workloads of DISB, in virtual time or on a real device.
 
 mod args;
 mod on_device;

@@ -1,4 +1,4 @@
-//! `atoll bench frontend`: what a request through a frontend takes beyond one that goes to the backend itself.
+//! `atoll bench frontend`: the latency that a frontend adds to a request.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -33,14 +33,18 @@ use tonic::transport::Channel;
   atoll bench frontend --requests 2000 --rounds 20 --json
   atoll bench frontend --device cuda:0
 
-A scheduler, a backend and a frontend start in this process, each with threads of its own, and the demo model is asked over
-loopback by one client, in turns directly and through the frontend.")]
+A scheduler, a backend and a frontend start in this process, each with threads of its own. One client
+sends requests for the demo model over loopback, alternately to the backend and through the frontend.")]
 pub(crate) struct FrontendBenchArgs {
-    /// Requests of one turn
-    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    /// Requests of one measurement
+    #[arg(
+        long,
+        default_value_t = 500,
+        value_parser = clap::value_parser!(u32).range(1..=1_000_000)
+    )]
     pub(crate) requests: u32,
 
-    /// Turns of each kind
+    /// Measurements of each kind
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub(crate) rounds: u32,
 
@@ -53,9 +57,9 @@ pub(crate) struct FrontendBenchArgs {
 }
 
 const MODEL: &str = "digits";
-/// Requests before anything is measured.
+/// Requests before the measurement.
 const WARMUP_REQUESTS: u32 = 200;
-/// Longest wait for the cluster to be ready.
+/// Max time until the cluster is ready.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Values of one input of the demo model.
 const PIXELS: usize = 64;
@@ -94,7 +98,7 @@ fn addresses(server: &RunningServer) -> Result<(SocketAddr, SocketAddr), Failure
     server
         .http_addr
         .zip(server.grpc_addr)
-        .ok_or_else(|| Failure::failed("a server listens nowhere"))
+        .ok_or_else(|| Failure::failed("a server does not listen"))
 }
 
 impl LocalCluster {
@@ -105,7 +109,7 @@ impl LocalCluster {
         let model = folder.join(format!("{MODEL}.onnx"));
         std::fs::write(&model, DIGITS_ONNX).map_err(Failure::failed)?;
         let (backend_threads, frontend_threads) = (tokio_runtime()?, tokio_runtime()?);
-        // The store's own work needs threads to run on.
+        // The store spawns tasks, which need a runtime.
         let store = {
             let _inside = backend_threads.enter();
             store::open("memory", clock()).map_err(Failure::failed)?
@@ -152,7 +156,7 @@ impl LocalCluster {
                 grpc: address_text(server.grpc_addr),
                 http: address_text(server.http_addr),
             };
-            // Reports go on for as long as the process does.
+            // Reports continue until the process ends.
             std::mem::forget(service.join(store, &keys, &record));
             Ok::<RunningServer, Failure>(server)
         })?;
@@ -183,11 +187,11 @@ impl Drop for LocalCluster {
     }
 }
 
-/// A client of REST on one connection, with nothing between it and the socket.
+/// A REST client with one connection, directly on the socket.
 struct RestClient {
     stream: TcpStream,
     request: Vec<u8>,
-    answer: Vec<u8>,
+    reply: Vec<u8>,
 }
 
 impl RestClient {
@@ -217,24 +221,24 @@ impl RestClient {
             json.len() + raw.len()
         );
         let request = [head.into_bytes(), json.into_bytes(), raw].concat();
-        Ok(RestClient { stream, request, answer: vec![0; 1 << 16] })
+        Ok(RestClient { stream, request, reply: vec![0; 1 << 16] })
     }
 
-    /// One request; the status that came back.
-    fn ask(&mut self) -> std::io::Result<u16> {
+    /// Sends one request; returns the status of the reply.
+    fn send(&mut self) -> std::io::Result<u16> {
         self.stream.write_all(&self.request)?;
         let mut got = 0;
         loop {
-            let count = self.stream.read(&mut self.answer[got..])?;
+            let count = self.stream.read(&mut self.reply[got..])?;
             if count == 0 {
                 return Err(std::io::ErrorKind::UnexpectedEof.into());
             }
             got += count;
-            let Some(end) = self.answer[..got].windows(4).position(|part| part == b"\r\n\r\n")
+            let Some(end) = self.reply[..got].windows(4).position(|part| part == b"\r\n\r\n")
             else {
                 continue;
             };
-            let head = String::from_utf8_lossy(&self.answer[..end]).to_ascii_lowercase();
+            let head = String::from_utf8_lossy(&self.reply[..end]).to_ascii_lowercase();
             let length = head.lines().find_map(|line| line.strip_prefix("content-length:"));
             let length: usize = length.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
             if got >= end + 4 + length {
@@ -245,7 +249,7 @@ impl RestClient {
     }
 }
 
-/// A client of gRPC on a thread of its own.
+/// A gRPC client with a runtime of its own.
 struct GrpcClient {
     runtime: Runtime,
     client: GrpcInferenceServiceClient<Channel>,
@@ -275,7 +279,7 @@ impl GrpcClient {
         Ok(GrpcClient { runtime, client, message })
     }
 
-    fn ask(&mut self) -> Result<(), Failure> {
+    fn send(&mut self) -> Result<(), Failure> {
         let call = self.client.model_infer(self.message.clone());
         self.runtime.block_on(call).map(|_| ()).map_err(Failure::failed)
     }
@@ -285,22 +289,22 @@ type RequestFn = Box<dyn FnMut() -> Result<(), Failure>>;
 
 fn rest(address: SocketAddr, binary: bool) -> Result<RequestFn, Failure> {
     let mut client = RestClient::connect(address, binary).map_err(Failure::failed)?;
-    Ok(Box::new(move || match client.ask().map_err(Failure::failed)? {
+    Ok(Box::new(move || match client.send().map_err(Failure::failed)? {
         200 => Ok(()),
-        status => Err(Failure::failed(format!("a request was answered with {status}"))),
+        status => Err(Failure::failed(format!("a request got status {status}"))),
     }))
 }
 
 fn grpc(address: SocketAddr) -> Result<RequestFn, Failure> {
     let mut client = GrpcClient::connect(address)?;
-    Ok(Box::new(move || client.ask()))
+    Ok(Box::new(move || client.send()))
 }
 
 /// Microseconds of each of `count` requests, appended to `times`.
-fn turn(ask: &mut RequestFn, count: u32, times: &mut Vec<f64>) -> Result<(), Failure> {
+fn measure(send: &mut RequestFn, count: u32, times: &mut Vec<f64>) -> Result<(), Failure> {
     for _ in 0..count {
         let started = Instant::now();
-        ask()?;
+        send()?;
         times.push(started.elapsed().as_secs_f64() * 1e6);
     }
     Ok(())
@@ -319,12 +323,12 @@ fn compare(
     mut through: RequestFn,
 ) -> Result<ProtocolRow, Failure> {
     let mut warm = Vec::new();
-    turn(&mut direct, WARMUP_REQUESTS, &mut warm)?;
-    turn(&mut through, WARMUP_REQUESTS, &mut warm)?;
+    measure(&mut direct, WARMUP_REQUESTS, &mut warm)?;
+    measure(&mut through, WARMUP_REQUESTS, &mut warm)?;
     let (mut without, mut with) = (Vec::new(), Vec::new());
     for _ in 0..args.rounds {
-        turn(&mut direct, args.requests, &mut without)?;
-        turn(&mut through, args.requests, &mut with)?;
+        measure(&mut direct, args.requests, &mut without)?;
+        measure(&mut through, args.requests, &mut with)?;
     }
     let tenth = |value: f64| (value * 10.0).round() / 10.0;
     let of = |times: &mut [f64]| (tenth(quantile(times, 0.5)), tenth(quantile(times, 0.99)));
@@ -345,9 +349,9 @@ fn wait_until_ready(address: SocketAddr) -> Result<(), Failure> {
     let started = Instant::now();
     while started.elapsed() < START_TIMEOUT {
         if let Ok(mut client) = RestClient::connect(address, false)
-            && client.ask().is_ok_and(|status| status == 200)
+            && client.send().is_ok_and(|status| status == 200)
         {
-            // The backend measures the model when it is new; that is not to be measured with.
+            // Waits until the backend has profiled the new model.
             std::thread::sleep(Duration::from_secs(2));
             return Ok(());
         }
@@ -356,14 +360,24 @@ fn wait_until_ready(address: SocketAddr) -> Result<(), Failure> {
     Err(Failure::failed("the cluster did not become ready"))
 }
 
-/// Runs the command.
+/// Runs the benchmark.
 pub(crate) fn run(args: &FrontendBenchArgs) -> Result<(), Failure> {
-    let bed = LocalCluster::start(&args.device)?;
-    wait_until_ready(bed.through.0)?;
+    let cluster = LocalCluster::start(&args.device)?;
+    wait_until_ready(cluster.through.0)?;
     let rows = [
-        compare("REST, JSON", args, rest(bed.direct.0, false)?, rest(bed.through.0, false)?)?,
-        compare("REST, binary", args, rest(bed.direct.0, true)?, rest(bed.through.0, true)?)?,
-        compare("gRPC", args, grpc(bed.direct.1)?, grpc(bed.through.1)?)?,
+        compare(
+            "REST, JSON",
+            args,
+            rest(cluster.direct.0, false)?,
+            rest(cluster.through.0, false)?,
+        )?,
+        compare(
+            "REST, binary",
+            args,
+            rest(cluster.direct.0, true)?,
+            rest(cluster.through.0, true)?,
+        )?,
+        compare("gRPC", args, grpc(cluster.direct.1)?, grpc(cluster.through.1)?)?,
     ];
     if args.json {
         println!(

@@ -1,4 +1,4 @@
-//! `atoll bench padding`: one network beside another on a GPU, by every way of running both.
+//! `atoll bench padding`: two networks on a GPU at the same time, under several methods.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -21,25 +21,26 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::{environment, models};
 
-/// Turns that the ways of a pair take.
+/// How often the methods of a pair alternate.
 const TURNS: usize = 3;
 
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
   atoll bench padding --device cuda:0 --models models --json padding.json
-  atoll bench padding --device cuda:0 --models models --pairs vgg19+resnet152,distilbert+vgg19 --seconds 1
-  atoll bench padding --device cuda:0 --models models --ways alone,partition --partition-sms 8,24
+  atoll bench padding --device cuda:0 --models models --pairs vgg19+resnet152 --seconds 1
+  atoll bench padding --device cuda:0 --models models --methods alone,partition --partition-sms 8,24
 
-Of a pair the first network is real time, replayed without pause as one graph; the second is best effort. Ways:
-  alone   real time only; always there, since all others are compared with it
-  fused   launches of real time that also do tiles of best effort (REEF, section 5), as many as end in time by its rules
-  free    best effort without end in a stream of low priority
-  partition  the same on so many multiprocessors, one way for each of --partition-sms
-  apart   the same, and real time on all other multiprocessors only
+The first network of a pair is real time, replayed without pause as one CUDA graph; the second is
+best effort. Methods:
+  alone      real time only; always measured, as the baseline
+  fused      real-time launches that also compute tiles of best effort (REEF, section 5)
+  free       best effort in a stream of low priority
+  partition  the same on an SM partition, once for each of --partition-sms
+  apart      the same, with real time on all other SMs only
 
-Ways take turns. Best effort is the same launches in all of them, without clusters and without leaving. What it gets done is
-a share of what it does alone in the same time. Outputs of both networks are compared bit by bit with those alone, and the
-command fails where they differ.")]
+Methods alternate. Best effort has the same launches under all of them, without clusters and not
+preemptible; its share is relative to its throughput alone. Outputs of both networks are compared bit
+by bit with those alone, and the command fails if they differ.")]
 pub(crate) struct PaddingArgs {
     /// GPU: cuda:N
     #[arg(long, default_value = "cuda:0")]
@@ -49,28 +50,49 @@ pub(crate) struct PaddingArgs {
     #[arg(long, value_name = "FOLDER")]
     pub(crate) models: Option<PathBuf>,
 
-    /// Pairs like vgg19+resnet152, separated by commas, or ALL of the DISB networks
+    /// Pairs like vgg19+resnet152, separated by commas, or ALL pairs of DISB's networks
     #[arg(long, default_value = "ALL")]
     pub(crate) pairs: String,
 
-    /// Ways, separated by commas
-    #[arg(long, default_value = "alone,fused,free,partition,apart", value_delimiter = ',')]
-    pub(crate) ways: Vec<String>,
+    /// Methods, separated by commas
+    #[arg(
+        long,
+        alias = "ways",
+        default_value = "alone,fused,free,partition,apart",
+        value_delimiter = ','
+    )]
+    pub(crate) methods: Vec<String>,
 
-    /// Multiprocessors of partitions, in eights, separated by commas
-    #[arg(long, alias = "corners", default_value = "8,16,32,64", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(8..=128))]
+    /// SMs of partitions, multiples of 8, separated by commas
+    #[arg(
+        long,
+        alias = "corners",
+        default_value = "8,16,32,64",
+        value_delimiter = ',',
+        value_parser = clap::value_parser!(u32).range(8..=128)
+    )]
     pub(crate) partition_sms: Vec<u32>,
 
-    /// Seconds of each way of a pair
+    /// Seconds per method and pair
     #[arg(long, default_value_t = 0.2, value_parser = seconds)]
     pub(crate) seconds: f64,
 
-    /// Graphs of the fused form, at most, until best effort begins anew
-    #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=256))]
+    /// Max graphs of the fused method until best effort starts over
+    #[arg(
+        long,
+        value_name = "COUNT",
+        default_value_t = 16,
+        value_parser = clap::value_parser!(u16).range(1..=256)
+    )]
     pub(crate) graphs: u16,
 
-    /// Kernels made of two for a pair, at most; steps that would need more are launched alone
-    #[arg(long, value_name = "COUNT", default_value_t = 150, value_parser = clap::value_parser!(u16).range(1..=4096))]
+    /// Max fused kernels of a pair; steps that would need more are launched alone
+    #[arg(
+        long,
+        value_name = "COUNT",
+        default_value_t = 150,
+        value_parser = clap::value_parser!(u16).range(1..=4096)
+    )]
     pub(crate) fused_kernels: u16,
 
     /// Seed of inputs
@@ -85,22 +107,22 @@ pub(crate) struct PaddingArgs {
     pub(crate) settings: DeviceSettings,
 }
 
-/// Between a hundredth and ten minutes.
+/// Parses a length between a hundredth of a second and ten minutes.
 fn seconds(text: &str) -> Result<f64, String> {
     let seconds: f64 = text.parse().map_err(|_| format!("'{text}' is no number of seconds"))?;
     match (0.01..=600.0).contains(&seconds) {
         true => Ok(seconds),
-        false => Err("a way takes between 0.01 and 600 seconds".to_string()),
+        false => Err("a method takes between 0.01 and 600 seconds".to_string()),
     }
 }
 
-/// Runs the command.
+/// Runs the benchmark.
 pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
-    let (pairs, ways) = (pairs(&args.pairs)?, ways(&args.ways, &args.partition_sms)?);
+    let (pairs, methods) = (pairs(&args.pairs)?, methods(&args.methods, &args.partition_sms)?);
     let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
     let device = assembly::open_gpu_with(&named, |options| options.partition_multiprocessors = 0)?;
     let mut table = NetworkTable::load(args, &device, &pairs)?;
-    let fused = ways.contains(&PaddingWay::Fused);
+    let fused = methods.contains(&PaddingWay::Fused);
     let rounds: Vec<FusedRound> = match fused {
         true => pairs.iter().map(|pair| table.round(args, pair)).collect(),
         false => vec![FusedRound::default(); pairs.len()],
@@ -119,13 +141,13 @@ pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
         pairs: Vec::new(),
     };
     let turn = Duration::from_secs_f64(args.seconds / TURNS as f64);
-    let options = PaddingOptions { ways, turns: TURNS, turn };
+    let options = PaddingOptions { ways: methods, turns: TURNS, turn };
     for (number, (pair, round)) in pairs.iter().zip(&rounds).enumerate() {
         let measured = table.measure(pair, round, &options)?;
-        say(number + 1, pairs.len(), &measured);
+        print_pair(number + 1, pairs.len(), &measured);
         report.pairs.push(measured);
         report.summaries = summaries(&report.pairs);
-        // After every pair: a run that is cut short leaves what it has.
+        // After every pair, so that an interrupted run keeps its results.
         if let Some(Some(path)) = &args.json {
             write_file(path, &to_json(&report)?)?;
         }
@@ -136,9 +158,9 @@ pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
 /// A real-time and a best-effort network.
 type Pair = (String, String);
 
-fn pairs(asked: &str) -> Result<Vec<Pair>, Failure> {
+fn pairs(requested: &str) -> Result<Vec<Pair>, Failure> {
     let all = disb::pairs();
-    let names: Vec<&str> = match asked {
+    let names: Vec<&str> = match requested {
         "ALL" => all.iter().map(String::as_str).collect(),
         list => list.split(',').map(str::trim).collect(),
     };
@@ -153,29 +175,29 @@ fn pairs(asked: &str) -> Result<Vec<Pair>, Failure> {
     names.iter().map(pair).collect()
 }
 
-/// The ways to measure, alone first, each partition one of its own.
-fn ways(asked: &[String], partitions: &[u32]) -> Result<Vec<PaddingWay>, Failure> {
-    let mut ways = vec![PaddingWay::Alone];
-    for name in asked {
+/// The methods to measure, alone first, one for each partition size.
+fn methods(requested: &[String], partitions: &[u32]) -> Result<Vec<PaddingWay>, Failure> {
+    let mut methods = vec![PaddingWay::Alone];
+    for name in requested {
         match name.trim() {
             "alone" => {}
-            "fused" => ways.push(PaddingWay::Fused),
-            "free" => ways.push(PaddingWay::Free),
+            "fused" => methods.push(PaddingWay::Fused),
+            "free" => methods.push(PaddingWay::Free),
             "partition" | "corner" => {
-                ways.extend(partitions.iter().copied().map(PaddingWay::Partition))
+                methods.extend(partitions.iter().copied().map(PaddingWay::Partition))
             }
-            "apart" => ways.extend(partitions.iter().copied().map(PaddingWay::Apart)),
+            "apart" => methods.extend(partitions.iter().copied().map(PaddingWay::Apart)),
             other => {
                 return Err(Failure::usage(format!(
-                    "there is no way '{other}'; known: alone, fused, free, partition, apart"
+                    "there is no method '{other}'; known: alone, fused, free, partition, apart"
                 )));
             }
         }
     }
-    let twice = |(at, way): (usize, &PaddingWay)| ways[..at].contains(way);
-    match ways.iter().enumerate().any(twice) {
-        true => Err(Failure::usage("a way or a partition is named twice")),
-        false => Ok(ways),
+    let twice = |(at, method): (usize, &PaddingWay)| methods[..at].contains(method);
+    match methods.iter().enumerate().any(twice) {
+        true => Err(Failure::usage("a method or a partition is named twice")),
+        false => Ok(methods),
     }
 }
 
@@ -231,18 +253,18 @@ impl NetworkTable {
         round(&real_time, &side(best_effort, |step| &step.best_effort), limits)
     }
 
-    /// Makes all kernels that `rounds` need.
+    /// Compiles all kernels that `rounds` need.
     fn fuse(&mut self, rounds: &[FusedRound]) -> Result<(), Failure> {
         let kernels: BTreeSet<(usize, usize)> =
             rounds.iter().flat_map(|round| round.kernels.iter().copied()).collect();
-        let (began, bar) = (Instant::now(), bar("kernels of two")?);
+        let (began, bar) = (Instant::now(), bar("fused kernels")?);
         self.bench
             .fuse(&kernels, &|done, all| advance(&bar, done, all))
             .map_err(Failure::failed)?;
         bar.finish_and_clear();
         self.compile_seconds = began.elapsed().as_secs_f64();
         self.fused_kernels = kernels.len();
-        eprintln!("{} kernels of two made in {:.1} s", kernels.len(), self.compile_seconds);
+        eprintln!("{} fused kernels compiled in {:.1} s", kernels.len(), self.compile_seconds);
         Ok(())
     }
 
@@ -268,7 +290,7 @@ impl NetworkTable {
             best_effort: best_effort.clone(),
             best_effort_alone: spread(&timed.best_effort_alone),
             fused: fused.then(|| self.facts(real_time, best_effort, round)),
-            ways: method_reports(&timed),
+            methods: method_reports(&timed),
         })
     }
 
@@ -356,8 +378,8 @@ fn spread(timing: &PaddingTiming) -> TimingSummary {
     TimingSummary { replays, median_us, mean_us, p99_us }
 }
 
-fn method_name(way: PaddingWay) -> String {
-    match way {
+fn method_name(method: PaddingWay) -> String {
+    match method {
         PaddingWay::Alone => "alone".to_string(),
         PaddingWay::Fused => "fused".to_string(),
         PaddingWay::Free => "free".to_string(),
@@ -366,37 +388,37 @@ fn method_name(way: PaddingWay) -> String {
     }
 }
 
-/// What was timed, against real time alone and against what best effort does alone in the same time.
+/// Compares with real time alone, and with the throughput of best effort alone.
 fn method_reports(timed: &PairTiming) -> Vec<MethodReport> {
-    let alone = timed.ways.first().map(|way| spread(&way.real_time)).unwrap_or_default();
+    let alone = timed.ways.first().map(|method| spread(&method.real_time)).unwrap_or_default();
     let run_seconds = timed.best_effort_alone.median_us / 1e6;
-    let report = |way: &cuda::WayTiming| {
-        let real_time = spread(&way.real_time);
-        let share = way.best_effort_runs * run_seconds / way.seconds.max(f64::MIN_POSITIVE);
+    let report = |method: &cuda::WayTiming| {
+        let real_time = spread(&method.real_time);
+        let share = method.best_effort_runs * run_seconds / method.seconds.max(f64::MIN_POSITIVE);
         MethodReport {
-            way: method_name(way.way),
-            multiprocessors: way.multiprocessors,
+            method: method_name(method.way),
+            multiprocessors: method.multiprocessors,
             real_time,
             ratio: SlowdownRatios::of(&real_time, &alone),
-            best_effort_share: if way.seconds > 0.0 { share } else { 0.0 },
-            best_effort_runs: way.best_effort_runs,
-            wrong_real_time: way.wrong_real_time,
-            wrong_best_effort: way.wrong_best_effort,
-            checks: way.checks,
+            best_effort_share: if method.seconds > 0.0 { share } else { 0.0 },
+            best_effort_runs: method.best_effort_runs,
+            wrong_real_time: method.wrong_real_time,
+            wrong_best_effort: method.wrong_best_effort,
+            checks: method.checks,
         }
     };
     timed.ways.iter().map(report).collect()
 }
 
-/// One line on a pair that was measured.
-fn say(number: usize, of: usize, pair: &PairReport) {
-    let way = |way: &MethodReport| {
-        let (more, share) = ((way.ratio.median - 1.0) * 100.0, way.best_effort_share * 100.0);
-        format!("{} {more:+.1} % for {share:.0} %", way.way)
+/// Prints one line on a measured pair.
+fn print_pair(number: usize, of: usize, pair: &PairReport) {
+    let method = |method: &MethodReport| {
+        let (more, share) = ((method.ratio.median - 1.0) * 100.0, method.best_effort_share * 100.0);
+        format!("{} {more:+.1} % for {share:.0} %", method.method)
     };
-    let ways: Vec<String> = pair.ways.iter().skip(1).map(way).collect();
+    let methods: Vec<String> = pair.methods.iter().skip(1).map(method).collect();
     let (real_time, best_effort) = (&pair.real_time, &pair.best_effort);
-    eprintln!("{number}/{of} {real_time}+{best_effort}: {}", ways.join(", "));
+    eprintln!("{number}/{of} {real_time}+{best_effort}: {}", methods.join(", "));
 }
 
 fn to_json(report: &PaddingReport) -> Result<String, Failure> {
@@ -423,7 +445,7 @@ mod tests {
     use cuda::WayTiming;
 
     #[test]
-    fn pairs_are_two_names() {
+    fn pairs_have_two_names() {
         assert_eq!(pairs("ALL").unwrap().len(), 25);
         let one = ("vgg19".to_string(), "resnet50".to_string());
         assert_eq!(pairs("vgg19+resnet50").unwrap(), [one]);
@@ -433,27 +455,27 @@ mod tests {
     }
 
     #[test]
-    fn alone_is_first_and_every_partition_is_a_way() {
+    fn alone_is_first_and_every_partition_is_a_method() {
         let named = |list: &str| -> Vec<String> { list.split(',').map(str::to_string).collect() };
-        let all = ways(&named("partition,fused,alone"), &[8, 16]).unwrap();
+        let all = methods(&named("partition,fused,alone"), &[8, 16]).unwrap();
         use PaddingWay::{Alone, Fused, Partition};
         assert_eq!(all, [Alone, Partition(8), Partition(16), Fused]);
-        assert!(ways(&named("fused,nobody"), &[]).is_err());
-        assert!(ways(&named("fused,fused"), &[]).is_err());
-        assert!(ways(&named("partition"), &[8, 8]).is_err());
+        assert!(methods(&named("fused,nobody"), &[]).is_err());
+        assert!(methods(&named("fused,fused"), &[]).is_err());
+        assert!(methods(&named("partition"), &[8, 8]).is_err());
         assert!(seconds("0").is_err() && seconds("x").is_err() && seconds("0.5") == Ok(0.5));
     }
 
     #[test]
-    fn shares_are_of_what_best_effort_does_alone() {
+    fn shares_are_relative_to_best_effort_alone() {
         let timing = |median_us| PaddingTiming {
             replays: 9,
             median_us,
             mean_us: median_us,
             p99_us: median_us,
         };
-        let way = |way, median_us, best_effort_runs| WayTiming {
-            way,
+        let method = |method, median_us, best_effort_runs| WayTiming {
+            way: method,
             multiprocessors: None,
             real_time: timing(median_us),
             best_effort_runs,
@@ -462,8 +484,10 @@ mod tests {
             wrong_real_time: 0,
             wrong_best_effort: 0,
         };
-        let ways = vec![way(PaddingWay::Alone, 400.0, 0.0), way(PaddingWay::Free, 500.0, 50.0)];
-        let reports = method_reports(&PairTiming { best_effort_alone: timing(2000.0), ways });
+        let methods =
+            vec![method(PaddingWay::Alone, 400.0, 0.0), method(PaddingWay::Free, 500.0, 50.0)];
+        let reports =
+            method_reports(&PairTiming { best_effort_alone: timing(2000.0), ways: methods });
         assert_eq!((reports[0].ratio.median, reports[0].best_effort_share), (1.0, 0.0));
         assert_eq!(reports[1].ratio.median, 1.25);
         // Fifty runs of two milliseconds in half a second.

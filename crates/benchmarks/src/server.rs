@@ -1,8 +1,9 @@
-//! `atoll bench server`: what of the engine's rate is left when the same requests come over a socket.
+//! `atoll bench server`: the share of the engine's throughput that remains when the same requests
+//! come over a socket.
 //!
-//! The engine runs in this process and is asked by threads with tensors in memory. The server is a process of its own, started with
-//! the same settings, and asked over loopback by threads of this one, with messages that were encoded once. Both are asked in
-//! turns, with equally many requests outstanding.
+//! The engine runs in this process; threads send it tensors in memory. The server is a process of
+//! its own with the same settings; threads of this process send it messages over loopback, which
+//! were encoded once. Both are measured alternately, with equally many requests outstanding.
 
 mod args;
 mod child;
@@ -28,10 +29,10 @@ use self::window::MeasuredWindow;
 use self::wire_load::ProtocolClients;
 use crate::environment;
 
-/// Two turns that differ by less than this in a row end it.
+/// Warm-up ends when two consecutive rates differ by less than this.
 const WARM_CHANGE: f64 = 0.05;
 
-/// The settings that the server gets, as arguments.
+/// The arguments of the server.
 fn serve_arguments(args: &ServerBenchArgs, model: &Path) -> Vec<String> {
     let settings = &args.device.settings;
     let mut arguments = vec!["serve".to_string()];
@@ -68,7 +69,7 @@ fn model_file(args: &ServerBenchArgs) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Asks until the rate stands.
+/// Sends requests until the rate is stable.
 fn warm(
     limit: Duration,
     mut turn: impl FnMut() -> Result<Measurement, Failure>,
@@ -81,14 +82,14 @@ fn warm(
             return Ok(());
         }
         if began.elapsed() >= limit {
-            tracing::warn!("the rate still changes after {} s of warming up", limit.as_secs());
+            tracing::warn!("rate is not stable after {} s of warm-up", limit.as_secs());
             return Ok(());
         }
         before = now;
     }
 }
 
-/// A server and how it is asked.
+/// A server with the clients of one protocol.
 struct ServerUnderTest {
     name: String,
     server: Arc<ServerProcess>,
@@ -101,7 +102,7 @@ impl ServerUnderTest {
     }
 }
 
-/// Runs the command.
+/// Runs the benchmark.
 pub(crate) fn run(args: &ServerBenchArgs, parse_serve: ParseServeArguments) -> Result<(), Failure> {
     if !(0.05..=3600.0).contains(&args.seconds) {
         return Err(Failure::usage(format!("--seconds {} is not from 0.05 to 3600", args.seconds)));
@@ -161,7 +162,7 @@ fn start_servers(
 ) -> Result<Vec<ServerUnderTest>, Failure> {
     let own = std::env::current_exe().map_err(Failure::failed)?;
     let limit = Duration::from_secs(args.start_timeout_secs);
-    // Each has a registry of its own: two servers cannot share one.
+    // Each has a registry of its own, because two servers cannot share one.
     let start = |binary: &Path, data: &str| {
         ServerProcess::start(binary, arguments, &folder.join(data), limit).map(Arc::new)
     };
@@ -192,6 +193,8 @@ fn finish(args: &ServerBenchArgs, report: &ServerReport) -> Result<(), Failure> 
     }
     match report.wrong() {
         0 => Ok(()),
-        wrong => Err(Failure::failed(format!("{wrong} answers are not the engine's, or missing"))),
+        wrong => {
+            Err(Failure::failed(format!("{wrong} replies differ from the engine's or are missing")))
+        }
     }
 }

@@ -21,15 +21,15 @@ use self::device::SwappingDevice;
 use self::large_model::{LargeModel, LargeModelRound};
 use crate::{environment, models};
 
-/// Runs the command.
+/// Runs the benchmark.
 pub(crate) fn run(args: &SwapArgs) -> Result<(), Failure> {
     let opened = SwappingDevice::open(args)?;
     if let Some(operations) = args.soak {
         return soak::run(args, &opened, operations);
     }
-    // On its own it is all that is asked for.
-    let only_big = args.big.is_some() && !args.beside;
-    let cases = if only_big { Vec::new() } else { cases(args)? };
+    // Without --co-located, only the large model is measured.
+    let only_large_model = args.large_model.is_some() && !args.co_located;
+    let cases = if only_large_model { Vec::new() } else { cases(args)? };
     let speed = opened.speed()?;
     let models = load(args, &*opened.device)?;
     let options = SwapOptions {
@@ -49,15 +49,15 @@ pub(crate) fn run(args: &SwapArgs) -> Result<(), Failure> {
         distinct_answers: swap.distinct(),
         copy_bytes_per_second: [speed, speed],
         warm: swap.warm(),
-        big_bytes: None,
+        large_model_bytes: None,
         rows: Vec::new(),
-        beside: Vec::new(),
+        co_located: Vec::new(),
     };
     for case in cases {
         let row = swap.run(case).map_err(Failure::failed)?;
         eprintln!(
             "{} of {} {} x{}: {}/s, cold p50 {} us of {} us, {} errors",
-            row.room,
+            row.resident,
             row.models,
             row.access,
             row.concurrency,
@@ -67,9 +67,9 @@ pub(crate) fn run(args: &SwapArgs) -> Result<(), Failure> {
             row.errors + row.wrong
         );
         report.rows.push(row);
-        keep(args, &report)?;
+        write_report(args, &report)?;
     }
-    if args.beside || only_big {
+    if args.co_located || only_large_model {
         run_co_located(args, &opened, &swap, &mut report)?;
     }
     report.copy_bytes_per_second[1] = opened.speed()?;
@@ -82,11 +82,11 @@ fn class(name: &str) -> Result<Class, Failure> {
 }
 
 fn cases(args: &SwapArgs) -> Result<Vec<SwapCase>, Failure> {
-    if args.count.len() != args.room.len() {
-        return Err(Failure::usage("--count and --room need equally many numbers"));
+    if args.count.len() != args.resident.len() {
+        return Err(Failure::usage("--count and --resident need equally many numbers"));
     }
     let mut cases = Vec::new();
-    for (count, room) in args.count.iter().zip(&args.room) {
+    for (count, resident) in args.count.iter().zip(&args.resident) {
         for access in &args.access {
             let access = AccessPattern::parse(access.trim()).ok_or_else(|| {
                 Failure::usage(format!(
@@ -94,10 +94,10 @@ fn cases(args: &SwapArgs) -> Result<Vec<SwapCase>, Failure> {
                 ))
             })?;
             for concurrency in &args.concurrency {
-                let (count, room) = (usize::from(*count), usize::from(*room));
+                let (count, resident) = (usize::from(*count), usize::from(*resident));
                 cases.push(SwapCase {
                     count,
-                    room,
+                    resident,
                     access,
                     concurrency: usize::from(*concurrency),
                 });
@@ -107,10 +107,10 @@ fn cases(args: &SwapArgs) -> Result<Vec<SwapCase>, Failure> {
     Ok(cases)
 }
 
-/// As many models as the largest case needs.
+/// Loads as many models as the largest case needs.
 fn load(args: &SwapArgs, device: &dyn Device) -> Result<Vec<SwapModel>, Failure> {
     let most = args.count.iter().copied().max().map_or(1, usize::from);
-    let count = match (args.beside, args.big.is_some()) {
+    let count = match (args.co_located, args.large_model.is_some()) {
         (false, true) => 1,
         (beside, _) => most + usize::from(beside),
     };
@@ -142,52 +142,59 @@ fn run_co_located(
     report: &mut SwapReport,
 ) -> Result<(), Failure> {
     let count = args.count.iter().copied().max().map_or(1, usize::from);
-    let room = args.room.iter().copied().max().map_or(1, usize::from).min(count);
-    let big = args.big.as_ref().map(|file| LargeModel::open(args, opened, file.as_deref()));
-    let big = big.transpose()?;
-    report.big_bytes = big.as_ref().map(|big| big.bytes);
-    let bring = |_: &runtime::Node| big.as_ref().map_or(Ok(0), LargeModel::bring);
-    let load = |node: &runtime::Node| big.as_ref().map_or(Ok(0), |big| big.load(node));
+    let resident = args.resident.iter().copied().max().map_or(1, usize::from).min(count);
+    let large_model =
+        args.large_model.as_ref().map(|file| LargeModel::open(args, opened, file.as_deref()));
+    let large_model = large_model.transpose()?;
+    report.large_model_bytes = large_model.as_ref().map(|large_model| large_model.bytes);
+    let load_weights =
+        |_: &runtime::Node| large_model.as_ref().map_or(Ok(0), LargeModel::load_weights);
+    let load = |node: &runtime::Node| {
+        large_model.as_ref().map_or(Ok(0), |large_model| large_model.load(node))
+    };
     let mut backgrounds = Vec::new();
-    if args.beside {
-        backgrounds.push(BackgroundLoad::Serving { count: room, clients: 2 });
+    if args.co_located {
+        backgrounds.push(BackgroundLoad::Serving { count: resident, clients: 2 });
         backgrounds.push(BackgroundLoad::Swapping {
             count,
-            room: room.min(count - 1).max(1),
+            resident: resident.min(count - 1).max(1),
             clients: 2,
         });
     }
-    if let Some(LargeModel { name, bytes, .. }) = &big {
-        let (bring, load): (&LargeModelRound<'_>, &LargeModelRound<'_>) = (&bring, &load);
-        for (what, round) in [("loaded and evicted", bring), ("prepared, loaded and removed", load)]
+    if let Some(LargeModel { name, bytes, .. }) = &large_model {
+        let (load_weights, load): (&LargeModelRound<'_>, &LargeModelRound<'_>) =
+            (&load_weights, &load);
+        for (what, round) in
+            [("loaded and evicted", load_weights), ("prepared, loaded and removed", load)]
         {
             backgrounds.push(BackgroundLoad::Other {
                 name: format!("{name} being {what}"),
                 round,
-                room: *bytes,
+                resident: *bytes,
             });
         }
     }
-    for noise in backgrounds {
-        let beside = swap.beside(&noise, 50.0, args.seconds * 3.0).map_err(Failure::failed)?;
+    for background in backgrounds {
+        let row =
+            swap.co_located(&background, 50.0, args.seconds * 3.0).map_err(Failure::failed)?;
         eprintln!(
             "beside {}: p99 {} us, {:+.2} %, {} rounds, {} GB/s, {} errors {:?}",
-            beside.noise,
-            beside.noisy.p99_us,
-            beside.p99_change_pct,
-            beside.events,
-            beside.gigabytes_per_second,
-            beside.errors,
-            beside.first_error
+            row.background,
+            row.with_background.p99_us,
+            row.p99_change_pct,
+            row.events,
+            row.gigabytes_per_second,
+            row.errors,
+            row.first_error
         );
-        report.beside.push(beside);
-        keep(args, report)?;
+        report.co_located.push(row);
+        write_report(args, report)?;
     }
     Ok(())
 }
 
-fn keep(args: &SwapArgs, report: &SwapReport) -> Result<(), Failure> {
-    // After every case: a run that is cut short leaves what it has.
+fn write_report(args: &SwapArgs, report: &SwapReport) -> Result<(), Failure> {
+    // After every case, so that an interrupted run keeps its results.
     match &args.json {
         Some(Some(path)) => write_file(path, &to_json(report)?),
         _ => Ok(()),
@@ -199,15 +206,15 @@ fn to_json(report: &SwapReport) -> Result<String, Failure> {
 }
 
 fn finish(args: &SwapArgs, report: &SwapReport) -> Result<(), Failure> {
-    keep(args, report)?;
+    write_report(args, report)?;
     match &args.json {
         Some(None) => print!("{}", to_json(report)?),
         _ => print!("{}", table(report)),
     }
     let errors: u64 = report.rows.iter().map(|row| row.errors + row.wrong).sum::<u64>()
-        + report.beside.iter().map(|beside| beside.errors).sum::<u64>();
+        + report.co_located.iter().map(|row| row.errors).sum::<u64>();
     match errors {
         0 => Ok(()),
-        count => Err(Failure::failed(format!("{count} requests failed or were answered wrong"))),
+        count => Err(Failure::failed(format!("{count} requests failed or were got wrong replies"))),
     }
 }

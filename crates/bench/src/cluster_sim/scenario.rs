@@ -1,4 +1,4 @@
-//! A cluster's day in a file: GPUs, sessions, steps in load and faults, planned by the real scheduler.
+//! A cluster scenario: GPUs, sessions, changes of load and faults, planned by the real scheduler.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -28,15 +28,15 @@ pub struct SessionGroup {
     pub name: String,
     /// How many.
     pub count: usize,
-    /// Milliseconds each request adds to a batch.
+    /// Milliseconds that each request adds to a batch.
     pub alpha_ms: f64,
     /// Milliseconds of a batch apart from its requests.
     pub beta_ms: f64,
     /// The largest batch.
     pub batch_max: u32,
-    /// Objective in milliseconds.
+    /// SLO in milliseconds.
     pub slo_ms: u64,
-    /// Requests a second of all of them together.
+    /// Requests per second of all of them together.
     pub rate: f64,
     /// Rates follow a Zipf distribution with this exponent; 0 for equal ones.
     #[serde(default)]
@@ -49,14 +49,14 @@ pub struct SessionGroup {
 pub struct LoadStep {
     /// When, in seconds.
     pub at_s: u64,
-    /// The sessions, by the name of their kind; all when empty.
+    /// Name of the sessions; all if empty.
     #[serde(default)]
     pub name: String,
-    /// Rates become this multiple of the file's.
+    /// Factor on the rates of the file.
     pub factor: f64,
 }
 
-/// Machines that are lost for a time.
+/// GPUs that are lost for a time.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GpuLoss {
@@ -68,7 +68,7 @@ pub struct GpuLoss {
     pub for_s: u64,
 }
 
-/// The whole of it.
+/// A cluster scenario.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ClusterScenario {
@@ -76,39 +76,39 @@ pub struct ClusterScenario {
     pub name: String,
     /// `cluster`.
     pub kind: String,
-    /// GPUs there are.
+    /// Number of GPUs.
     pub gpus: usize,
-    /// Seconds of load, after the first plan has settled.
+    /// Seconds of load, after the first plan is in effect.
     pub seconds: u64,
     /// Seed of everything random.
     pub seed: u64,
     /// Capacity beyond the observed load.
     pub headroom: f64,
-    /// Seconds between two plans.
+    /// Seconds of a plan epoch.
     pub epoch_s: u64,
-    /// Least seconds between two plans because of load.
+    /// Min seconds between two plans because of load.
     pub spacing_s: u64,
-    /// Milliseconds until a lost machine is missed.
+    /// Milliseconds until a lost machine's lease expires.
     pub lease_ms: u64,
     /// Milliseconds that loading a model takes.
     pub load_ms: u64,
     /// `squishy` or `certified`.
     pub packer: String,
-    /// Whether machines of one session share its requests turn by turn.
+    /// Whether machines of one session form a backend pool.
     pub pooled: bool,
-    /// Frontends, each of which knows only what it sent itself.
+    /// Number of frontends; each knows only its own requests.
     pub frontends: usize,
     /// Sessions.
     pub sessions: Vec<SessionGroup>,
     /// Changes of load.
     pub steps: Vec<LoadStep>,
-    /// Losses.
+    /// Lost GPUs.
     pub losses: Vec<GpuLoss>,
-    /// Amplitude of a day's wave in load, and its length in seconds; none when 0.
+    /// Amplitude of a wave in load, as a share; 0 for none.
     pub wave: f64,
-    /// Length of the wave.
+    /// Length of the wave in seconds.
     pub wave_s: f64,
-    /// The most percent of requests that may go wrong.
+    /// Max percent of requests that may miss their SLO.
     pub bad_percent_max: f64,
 }
 
@@ -138,14 +138,14 @@ impl Default for ClusterScenario {
     }
 }
 
-/// What a run came to.
+/// The report of a scenario.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ClusterReport {
     /// The scenario.
     pub name: String,
     /// Requests.
     pub requests: u64,
-    /// Requests not answered in time, or not at all.
+    /// Requests without reply in time.
     pub bad: u64,
     /// The same in percent.
     pub bad_percent: f64,
@@ -153,21 +153,21 @@ pub struct ClusterReport {
     pub used: Vec<usize>,
     /// Requests in thousands and bad ones in percent, by second.
     pub seconds: Vec<(f64, f64)>,
-    /// Seconds from the first step in load until a plan with more GPUs was in force.
+    /// Seconds from the first increase of load until a plan with more GPUs was in effect.
     pub reaction_s: Option<f64>,
-    /// Plans made.
+    /// Number of plans.
     pub plans: u64,
-    /// Loads of models.
+    /// Number of model loads.
     pub moves: u64,
-    /// The longest a decision with a new plan took on this machine, in milliseconds.
+    /// Max milliseconds of a decision with a new plan on this machine.
     pub plan_ms_max: f64,
-    /// The longest it took to turn written routes into a table, in milliseconds.
+    /// Max milliseconds of applying routes.
     pub table_ms_max: f64,
-    /// Bytes of all routes and assignments as written.
+    /// Bytes of all routes and assignments.
     pub record_bytes: usize,
-    /// GPUs in the last plan, and the bound at that moment.
+    /// GPUs of the last plan, and its bound.
     pub gpus_last: (usize, f64),
-    /// Broken promises; empty when there are none.
+    /// Violations; empty if there are none.
     pub violations: Vec<String>,
 }
 
@@ -180,7 +180,7 @@ impl ClusterScenario {
         toml::from_str(&text).map_err(|err| ScenarioError::Parse(name, err))
     }
 
-    /// Whether a TOML text is one of these.
+    /// Whether a TOML text is a cluster scenario.
     pub fn is_one(text: &str) -> bool {
         let kind = text.parse::<toml::Table>().ok().and_then(|table| table.get("kind").cloned());
         kind.and_then(|kind| kind.as_str().map(|kind| kind == "cluster")).unwrap_or(false)
@@ -206,11 +206,11 @@ struct ScenarioRun<'a> {
     core: Core,
     meters: Vec<Rates>,
     base: Vec<(usize, f64)>,
-    /// When a machine will be missed, or be back.
+    /// When a lost machine's lease expires (`false`) or it is back (`true`).
     events: Vec<(Nanos, bool, usize)>,
-    /// Loads under way: when done, machine, model.
+    /// Loads in flight: GPU and session, and when they end.
     loading: BTreeMap<(usize, usize), Nanos>,
-    /// What was last written under a key.
+    /// The latest value of each key.
     written: BTreeMap<String, Vec<u8>>,
     report: ClusterReport,
     random: Random,
@@ -230,7 +230,7 @@ fn session_name(index: usize) -> String {
 pub fn run(scenario: &ClusterScenario) -> Result<ClusterReport, String> {
     let packer: Packer = scenario.packer.parse()?;
     let mut run = ScenarioRun::new(scenario, packer);
-    // The first plan's models are there before the load begins.
+    // The models of the first plan are loaded before the load begins.
     for _ in 0..4 {
         run.decide(Nanos::ZERO);
         run.finish_loads(Nanos::MAX);
@@ -273,7 +273,11 @@ impl ScenarioRun<'_> {
                 budget: Nanos::from_millis(group.slo_ms),
                 feeds: Vec::new(),
             });
-            sources.push(QuerySource { rate: *rate, asks: vec![(index, 1)], poisson: true });
+            sources.push(QuerySource {
+                rate: *rate,
+                sessions_per_query: vec![(index, 1)],
+                poisson: true,
+            });
         }
         let settings = SchedulerSettings {
             epoch: Nanos::from_millis(scenario.epoch_s * 1000),
@@ -331,7 +335,7 @@ impl ScenarioRun<'_> {
         for loss in self.scenario.losses.iter().filter(|loss| loss.at_s == second) {
             self.lose(loss, second);
         }
-        // The scheduler looks twice a second, as its agent does.
+        // The scheduler runs twice per second, as its agent does.
         for half in 0..2 {
             let now = Nanos::from_millis(second * 1000 + half * 500);
             self.cluster.run_until(now);
@@ -419,7 +423,7 @@ impl ScenarioRun<'_> {
         self.apply(now, decision);
     }
 
-    /// Backends learn what to hold, frontends where to send; both only of what changed, as by a watch.
+    /// Applies what changed, as a watch would: assignments to backends, routes to frontends.
     fn apply(&mut self, now: Nanos, decision: Decision) {
         let changed: Vec<(String, Vec<u8>)> = decision
             .routes
@@ -447,7 +451,7 @@ impl ScenarioRun<'_> {
         let took_ms = started.elapsed().as_secs_f64() * 1e3;
         self.report.table_ms_max = self.report.table_ms_max.max(took_ms);
         self.written.extend(changed);
-        // Frontends know before a model goes: what is on its way then is sent elsewhere.
+        // Frontends learn routes before a model is unloaded, so that requests go elsewhere.
         for (name, assignment) in &decision.assignments {
             let value = encode(assignment).to_vec();
             if self.written.get(name) == Some(&value) {
@@ -510,18 +514,20 @@ impl ScenarioRun<'_> {
     }
 
     fn finish(mut self) -> ClusterReport {
-        // What was asked in the last moments is still to be answered.
+        // Waits for the last replies.
         let end = Nanos::from_millis((self.scenario.seconds + 2) * 1000);
         for source in 0..self.base.len() {
             self.cluster.set_rate(source, 1e-6);
         }
         self.cluster.run_until(end);
-        let percent = |bad: u64, asked: u64| bad as f64 * 100.0 / asked.max(1) as f64;
+        let percent = |bad: u64, sent_queries: u64| bad as f64 * 100.0 / sent_queries.max(1) as f64;
         let report = &mut self.report;
         for counts in self.cluster.seconds().iter().take(self.scenario.seconds as usize) {
-            report.requests += counts.asked;
+            report.requests += counts.sent_queries;
             report.bad += counts.bad;
-            report.seconds.push((counts.asked as f64 / 1e3, percent(counts.bad, counts.asked)));
+            report
+                .seconds
+                .push((counts.sent_queries as f64 / 1e3, percent(counts.bad, counts.sent_queries)));
         }
         report.bad_percent = percent(report.bad, report.requests);
         report.record_bytes = self.written.iter().map(|(key, value)| key.len() + value.len()).sum();
@@ -539,7 +545,7 @@ fn index_of(name: &str) -> Option<usize> {
     name.get(1..)?.parse().ok()
 }
 
-/// The report for a terminal.
+/// The report as text.
 pub fn text(report: &ClusterReport) -> String {
     let used = |f: fn(usize, usize) -> usize| report.used.iter().copied().reduce(f).unwrap_or(0);
     let worst = report.seconds.iter().map(|(_, bad)| *bad).fold(0.0, f64::max);
@@ -594,7 +600,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_and_a_loss_are_mastered_and_runs_repeat() {
+    fn load_steps_and_losses_are_handled_and_runs_repeat() {
         let report = run(&scenario()).unwrap();
         assert!(report.violations.is_empty(), "{}", text(&report));
         assert!(report.reaction_s.is_some_and(|s| s <= 13.0), "{}", text(&report));

@@ -1,8 +1,9 @@
-//! Nexus's two case studies (SOSP'19, section 7.3) with its techniques turned off one after another: figures 10 and 11.
+//! Nexus's two case studies (SOSP'19, section 7.3) with its techniques turned off one after
+//! another: figures 10 and 11.
 //!
-//! Profiles are linear through the times the paper gives for a batch of one; how much larger batches save is not
-//! published, so the slopes are ours and stated here. Everything else is the product's: query split, packing, routing,
-//! batching and dropping.
+//! Profiles are linear through the times the paper gives for a batch of one; how much larger
+//! batches save is not published, so the slopes are ours and stated here. Everything else is the
+//! product's: query split, packing, routing, batching and dropping.
 
 use std::collections::HashMap;
 
@@ -21,21 +22,21 @@ use super::{ClusterSession, ClusterSim, QuerySource, RouteTarget};
 /// Techniques that are on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Techniques {
-    /// Machines of one model share its requests turn by turn; not in the paper.
+    /// Machines of one model form a backend pool; not in the paper.
     pub pools: bool,
     /// Prefix batching: specialised versions of a model run as one.
     pub prefix: bool,
-    /// The query's objective is split for the fewest GPUs; else evenly.
+    /// The query's SLO is split for the fewest GPUs; otherwise evenly.
     pub split: bool,
-    /// Batch-aware packing; else shares of GPUs by rate over best throughput.
+    /// Batch-aware packing; otherwise shares of GPUs by rate over best throughput.
     pub squishy: bool,
-    /// Early drop; else requests are dropped only once they are late.
+    /// Early drop; otherwise requests are dropped only once they are late.
     pub early: bool,
-    /// The CPU prepares the next batch while the GPU runs this one; else one after the other.
+    /// The CPU prepares the next batch while the GPU runs this one; otherwise one after the other.
     pub overlap: bool,
 }
 
-/// All on.
+/// All techniques.
 pub const FULL: Techniques = Techniques {
     pools: true,
     prefix: true,
@@ -48,11 +49,11 @@ pub const FULL: Techniques = Techniques {
 /// A row of the table.
 #[derive(Clone, Debug, Serialize)]
 pub struct StudyRow {
-    /// What is off, in the paper's words.
+    /// Techniques that are off, in the paper's words.
     pub system: &'static str,
-    /// Highest rate of queries of which 99 % are answered in time.
+    /// Highest rate of queries with 99 % of replies in time.
     pub rate: f64,
-    /// The paper's figure, where it gives one.
+    /// The paper's figure, if there is one.
     pub paper: Option<f64>,
 }
 
@@ -70,12 +71,12 @@ struct StudyModel {
 /// CPU cores that prepare requests of one GPU.
 const CORES: u32 = 6;
 const GPUS: usize = 16;
-/// Seconds of load a rate is judged by, after one to settle.
+/// Seconds of load by which a rate is judged, after a second of warm-up.
 const SECONDS: u64 = 8;
 const GOOD: f64 = 0.99;
 
 impl StudyModel {
-    /// Milliseconds the GPU is taken by a batch.
+    /// Milliseconds that a batch occupies the GPU.
     fn ms(&self, batch: u32, overlap: bool) -> f64 {
         let run = self.alpha_ms * f64::from(batch) + self.beta_ms;
         let prepare = self.prepare_ms * f64::from(batch.div_ceil(CORES));
@@ -87,15 +88,15 @@ impl StudyModel {
     }
 }
 
-/// A study made concrete for one set of techniques and one rate.
+/// A study for one set of techniques and one rate.
 struct Setup {
-    /// Models with their rate, objective and curve.
+    /// Models with rate, SLO and batch times.
     stages: Vec<(f64, f64, Curve)>,
     feeds: Vec<Vec<(usize, f64)>>,
     sources: Vec<QuerySource>,
 }
 
-/// Share of queries answered in time.
+/// Share of queries with replies in time.
 fn good_share(setup: Setup, techniques: Techniques) -> f64 {
     let name = |index: usize| format!("s{index:03}");
     let machines: Vec<Machine> = (0..GPUS)
@@ -154,11 +155,12 @@ fn good_share(setup: Setup, techniques: Techniques) -> f64 {
     routes.iter().enumerate().for_each(|(session, targets)| cluster.route(session, targets));
     cluster.run_until(Nanos::from_millis((SECONDS + 1) * 1000));
     let seconds = &cluster.seconds()[1..=(SECONDS as usize - 1)];
-    let (asked, bad) = seconds.iter().fold((0, 0), |(a, b), t| (a + t.asked, b + t.bad));
-    1.0 - bad as f64 / (asked as f64).max(1.0)
+    let (sent_queries, bad) =
+        seconds.iter().fold((0, 0), |(a, b), t| (a + t.sent_queries, b + t.bad));
+    1.0 - bad as f64 / (sent_queries as f64).max(1.0)
 }
 
-/// The highest rate of which enough is good, to a percent.
+/// The highest rate with enough replies in time, to a percent.
 fn highest(setup: impl Fn(f64) -> Option<Setup>, techniques: Techniques, top: f64) -> f64 {
     let works = |rate: f64| setup(rate).is_some_and(|s| good_share(s, techniques) >= GOOD);
     let (mut low, mut high) = (0.0, top);
@@ -169,7 +171,8 @@ fn highest(setup: impl Fn(f64) -> Option<Setup>, techniques: Techniques, top: f6
     low
 }
 
-/// Twenty games, frames with six numbers and an icon, 50 ms: LeNet and ResNet-50, specialised for each game.
+/// Twenty games with an SLO of 50 ms; frames have six numbers and an icon: LeNet and ResNet-50,
+/// specialised for each game.
 fn game(rate: f64, techniques: Techniques) -> Option<Setup> {
     const GAMES: usize = 20;
     const SLO_MS: f64 = 50.0;
@@ -177,7 +180,7 @@ fn game(rate: f64, techniques: Techniques) -> Option<Setup> {
     let lenet = StudyModel { alpha_ms: 0.02, beta_ms: 0.08, prepare_ms: 1.0, batch_max: 64 };
     let weight = |game: usize| 1.0 / ((game + 1) as f64).powf(0.9);
     let total: f64 = (0..GAMES).map(weight).sum();
-    // Preparing takes its time from the objective in any case.
+    // Preparing takes its time from the SLO in any case.
     let slo = |model: &StudyModel| SLO_MS - if techniques.overlap { model.prepare_ms } else { 0.0 };
     let mut setup = Setup { stages: Vec::new(), feeds: Vec::new(), sources: Vec::new() };
     let variants = if techniques.prefix { 1 } else { GAMES };
@@ -195,14 +198,15 @@ fn game(rate: f64, techniques: Techniques) -> Option<Setup> {
         let rate = rate * weight(game) / total;
         setup.sources.push(QuerySource {
             rate,
-            asks: vec![(icon, 1), (number, 6)],
+            sessions_per_query: vec![(icon, 1), (number, 6)],
             poisson: false,
         });
     }
     Some(setup)
 }
 
-/// Twenty cameras, 400 ms: SSD on every frame, then a face or a car model on what it finds.
+/// Twenty cameras with an SLO of 400 ms: SSD on every frame, then a face or a car model on each
+/// detection.
 fn traffic(rate: f64, techniques: Techniques, rush: bool) -> Option<Setup> {
     const SLO_MS: f64 = 400.0;
     let ssd = StudyModel { alpha_ms: 22.0, beta_ms: 25.0, prepare_ms: 10.0, batch_max: 16 };
@@ -228,7 +232,8 @@ fn traffic(rate: f64, techniques: Techniques, rush: bool) -> Option<Setup> {
         setup.feeds.push(if index == 0 { vec![(1, faces), (2, cars)] } else { Vec::new() });
     }
     for _ in 0..20 {
-        let source = QuerySource { rate: rate / 20.0, asks: vec![(0, 1)], poisson: false };
+        let source =
+            QuerySource { rate: rate / 20.0, sessions_per_query: vec![(0, 1)], poisson: false };
         setup.sources.push(source);
     }
     Some(setup)
@@ -286,7 +291,7 @@ fn study(
     rows.iter().map(row).collect()
 }
 
-/// The table for a terminal.
+/// The table as text.
 pub fn text(title: &str, rows: &[StudyRow]) -> String {
     let mut text = format!("{title}\n{:<22} {:>10} {:>10}\n", "system", "queries/s", "paper");
     for row in rows {

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_trace_is_found() {
+    fn violations_of_a_trace_are_found() {
         let end = |request| Action::End { request, end: End::Done };
         let launch = |request| Action::Launch { queue: 0, request, steps: 0..1, tile: 0 };
         let fine = found(|recorder, one, other| {
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_in_slices_is_checked_like_a_whole_one() {
+    fn slices_are_checked_like_a_whole_trace() {
         let mut core = Core::new(CoreOptions::default());
         let (one, other) = (core.next_request_id().unwrap(), core.next_request_id().unwrap());
         let end = |request| Action::End { request, end: End::Done };

@@ -1,4 +1,4 @@
-//! What policies came to, beside each other.
+//! Reports of batching policies, and comparisons between them.
 
 use std::fmt::Write as _;
 
@@ -10,40 +10,40 @@ use crate::plot::Chart;
 /// One load under one policy.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct PhaseResult {
-    /// Requests a second that came.
+    /// Requests per second.
     pub offered_rps: f64,
-    /// Answers a second before the load's end.
+    /// Replies per second before the end of the load.
     pub answered_rps: f64,
-    /// From when a request was due to its answer.
+    /// From when a request was due to its reply.
     pub latency: Latency,
-    /// Runs on the device.
+    /// Batches run.
     pub batches: u64,
-    /// Rows of one on average.
+    /// Mean rows of a batch.
     pub mean_batch: f64,
-    /// Answers that were looked at and not that input's.
+    /// Checked replies that were wrong.
     pub wrong: u64,
-    /// Requests without an answer.
+    /// Requests without reply.
     pub errors: u64,
-    /// Cores kept busy, those that ask included.
+    /// Busy cores, including the threads that send.
     pub cpu_cores: f64,
 }
 
 /// One policy on one model.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct PolicyResult {
-    /// Its name.
+    /// The policy.
     pub policy: String,
     /// At low load.
     pub low: PhaseResult,
     /// At high load.
     pub high: PhaseResult,
-    /// The highest rate tried with 99 of 100 answers inside the objective.
+    /// The highest rate tried with 99 of 100 replies within the SLO.
     pub best_rps: f64,
     /// At that rate.
     pub best: PhaseResult,
     /// Share of the time at full load in which no batch ran on the device, in percent.
     pub idle_pct: Option<f64>,
-    /// Some batches one after another at full load: when each began and ended, by the device's clock.
+    /// Start and end of some consecutive batches at full load, by the device's clock.
     pub timeline_us: Vec<(f64, f64)>,
     /// Mean latency at low load against the tuned window's, in percent; less is better.
     pub low_pct: Option<f64>,
@@ -62,9 +62,9 @@ pub struct NetworkReport {
     pub alone_us: f64,
     /// A batch of 32 with its copies.
     pub batch_32_us: f64,
-    /// The objective.
+    /// The SLO.
     pub slo_ms: f64,
-    /// Answers a second when there is always more to do.
+    /// Replies per second when there is always a request waiting.
     pub capacity_rps: f64,
     /// Low load.
     pub low_rps: f64,
@@ -74,7 +74,8 @@ pub struct NetworkReport {
     pub memory_one: u64,
     /// Device memory with workers of 1, 1, 2, 4, 8 and 16.
     pub memory_six: u64,
-    /// The window that is compared with: of those tried, the one with the highest rate inside the objective that waits.
+    /// The setting of `window` that others are compared with: the one with the highest rate within
+    /// the SLO that waits.
     pub tuned: Option<String>,
     /// By policy.
     #[serde(rename = "contenders")]
@@ -88,22 +89,23 @@ pub struct LoadReport {
     pub device: String,
     /// Its driver.
     pub driver: Option<String>,
-    /// When.
+    /// The day.
     pub date: String,
-    /// The command.
+    /// The command line.
     pub command: String,
     /// Seed of arrivals.
     pub seed: u64,
-    /// Real-time queues.
-    pub lanes: usize,
+    /// Batches that may run at the same time.
+    #[serde(rename = "lanes")]
+    pub concurrent_batches: usize,
     /// By model.
     pub networks: Vec<NetworkReport>,
 }
 
 impl NetworkReport {
-    /// Sets policies beside the tuned window.
+    /// Compares policies with the tuned window.
     pub fn compare(&mut self) {
-        // TensorFlow Serving's guide tunes the wait for throughput; no wait at all is another policy, shown beside it.
+        // TensorFlow Serving's guide tunes the wait for throughput; no wait is another policy.
         let waits = |c: &&PolicyResult| c.policy.starts_with("window") && c.policy != "window 0 us";
         let better = |a: &&PolicyResult, b: &&PolicyResult| {
             let key = |c: &PolicyResult| (c.best_rps, -c.high.latency.mean_us);
@@ -123,7 +125,7 @@ impl NetworkReport {
     }
 }
 
-/// Share of the time between the first beginning and the last end that no run covers, in percent.
+/// Share of the time from the first start to the last end in which no batch runs, in percent.
 pub(super) fn idle_pct(mut runs: Vec<(f64, f64)>) -> Option<f64> {
     runs.sort_by(|one, other| one.0.total_cmp(&other.0));
     let (first, mut covered) = (runs.first()?.0, runs.first()?.0);
@@ -135,7 +137,7 @@ pub(super) fn idle_pct(mut runs: Vec<(f64, f64)>) -> Option<f64> {
     Some((idle / (covered - first).max(1e-9) * 1e4).round() / 100.0)
 }
 
-/// Everything as text.
+/// The report as text.
 pub fn table(networks: &[NetworkReport]) -> String {
     let mut text = String::new();
     for network in networks {
@@ -194,7 +196,7 @@ pub fn table(networks: &[NetworkReport]) -> String {
     text
 }
 
-/// Figures 8 and 9 of Ebird: mean latency at both loads, and the highest rate inside the objective.
+/// Figures 8 and 9 of Ebird: mean latency at both loads, and the highest rate within the SLO.
 pub fn charts(networks: &[NetworkReport]) -> Vec<Chart> {
     let shown = |network: &NetworkReport, c: &PolicyResult| {
         !c.policy.starts_with("window") || network.tuned.as_ref() == Some(&c.policy)
@@ -235,16 +237,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_that_no_run_covers_is_idle() {
+    fn idle_time_is_time_without_batches() {
         assert_eq!(idle_pct(vec![]), None);
         assert_eq!(idle_pct(vec![(0.0, 10.0), (10.0, 20.0)]), Some(0.0));
-        // One inside another, one beside it, and a gap of 5 in 25.
+        // One inside another, one that overlaps, and a gap of 5 in 25.
         let runs = vec![(20.0, 25.0), (0.0, 10.0), (2.0, 4.0), (8.0, 15.0)];
         assert_eq!(idle_pct(runs), Some(20.0));
     }
 
     #[test]
-    fn policies_are_compared_with_the_window_that_was_tuned() {
+    fn policies_are_compared_with_the_tuned_window() {
         let result = |policy: &str, low_us: f64, best_rps: f64| {
             let mut result =
                 PolicyResult { policy: policy.to_string(), best_rps, ..PolicyResult::default() };

@@ -8,7 +8,7 @@ fn step(kernel: usize, tiles: u32, us: f64, blocks: u32) -> MeasuredStep {
     MeasuredStep { kernel, tiles, cluster: 1, us, blocks_per_multiprocessor: blocks }
 }
 
-/// What is wrong with a round, found without a look at how it was made.
+/// Faults of a round, found without knowing how it was made.
 fn faults(
     round: &FusedRound,
     real_time: &[MeasuredStep],
@@ -17,7 +17,8 @@ fn faults(
 ) -> Vec<String> {
     let mut faults = Vec::new();
     let mut fault = |text: String| faults.push(text);
-    // Tiles in the order they must be done: all of a step, then all of the next, and again.
+    // Tiles in the order in which they must be done: all of a step, then all of the next, over and
+    // over.
     let mut expected = (0..best_effort.len())
         .cycle()
         .flat_map(|step| (0..best_effort[step].tiles).map(move |tile| (step, tile)))
@@ -63,14 +64,14 @@ fn faults(
     faults
 }
 
-/// Whether `tiles` of `guest`, on multiprocessors that `host` leaves and one wave after another, end before `host` does.
+/// Whether `tiles` of `guest`, in waves on the SMs that `host` leaves idle, end before `host` does.
 fn fits(host: &MeasuredStep, guest: &MeasuredStep, tiles: u32, limits: FusedRoundLimits) -> bool {
     let held = f64::from(host.tiles) / f64::from(host.blocks_per_multiprocessor);
     let free = f64::from(limits.multiprocessors) - held.ceil();
     let a_wave = f64::from(limits.multiprocessors * guest.blocks_per_multiprocessor);
     let block_us = guest.us / (f64::from(guest.tiles) / a_wave).ceil();
     let waves = (f64::from(tiles) / (free * f64::from(guest.blocks_per_multiprocessor))).ceil();
-    // Times are whole nanoseconds to the policy.
+    // The policy counts in whole nanoseconds.
     free > 0.0 && waves * block_us <= host.us + waves * 0.001
 }
 
@@ -86,7 +87,7 @@ fn network(random: &mut Random, steps: usize) -> Vec<MeasuredStep> {
 }
 
 #[test]
-fn every_round_keeps_to_the_rules() {
+fn rounds_follow_the_rules() {
     let mut random = Random::new(7);
     let (mut slices, mut begun_anew, mut refused) = (0, 0, 0);
     for case in 0..400 {
@@ -111,7 +112,7 @@ fn every_round_keeps_to_the_rules() {
 }
 
 #[test]
-fn the_checker_finds_what_is_broken() {
+fn checker_finds_planted_faults() {
     let real_time = [step(0, 66, 10.0, 2), step(1, 40, 20.0, 1)];
     let best_effort = [step(2, 300, 6.0, 4), step(3, 900, 9.0, 2)];
     let sound = round(&real_time, &best_effort, H200);
@@ -132,8 +133,8 @@ fn the_checker_finds_what_is_broken() {
 }
 
 #[test]
-fn best_effort_goes_on_from_replay_to_replay() {
-    // Ten multiprocessors are free for one wave of four blocks each.
+fn best_effort_continues_across_replays() {
+    // Ten SMs are idle for one wave of four blocks each.
     let real_time = [step(0, 122, 5.0, 1)];
     let best_effort = [step(1, 100, 5.0, 4), step(2, 40, 5.0, 4)];
     let round = round(&real_time, &best_effort, H200);
@@ -146,7 +147,7 @@ fn best_effort_goes_on_from_replay_to_replay() {
 }
 
 #[test]
-fn what_fits_nowhere_ends_the_round() {
+fn a_step_that_fits_nowhere_ends_the_round() {
     let real_time = [step(0, 122, 5.0, 1)];
     let long = [step(1, 40, 5.0, 4), step(2, 40, 50.0, 4)];
     let round = round(&real_time, &long, H200);

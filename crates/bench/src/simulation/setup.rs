@@ -1,4 +1,4 @@
-//! From a scenario to a simulation at time zero.
+//! Makes a simulation at time zero from a scenario.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::arrival::ArrivalTimes;
 use crate::checker::{Checker, CheckerLimits};
 use crate::scenario::{Scenario, ScenarioError};
 
-/// A segment that is not heard of for so long means a reset.
+/// A segment without completion for so long means a device reset.
 const WATCHDOG: Nanos = Nanos::from_millis(5_000);
 
 impl Simulation {
@@ -26,7 +26,7 @@ impl Simulation {
         Simulation::with_profiles(scenario, &scenario.profiles()?, options)
     }
 
-    /// A simulation at time zero on profiles of the caller's.
+    /// A simulation at time zero, with profiles given by the caller.
     pub fn with_profiles(
         scenario: &Scenario,
         set: &ProfileSet,
@@ -57,7 +57,8 @@ impl Simulation {
         if options.spans {
             gpu.record_spans();
         }
-        // Where all models fit they are there from the start; elsewhere they come and go.
+        // If all models fit, they are resident from the start; otherwise they are loaded and
+        // evicted.
         let weights: u64 = set.models.iter().map(|model| model.weight_bytes).sum();
         let managed = weights > set.gpu.memory_bytes;
         let core = core_of(scenario, &set.gpu, layout, policy, options, managed);
@@ -79,7 +80,7 @@ impl Simulation {
             rt_streams,
             streams,
             rt_waiting: 0,
-            episode: None,
+            preempt_started: None,
             actions: Vec::new(),
             outcome: Outcome::default(),
         };
@@ -111,7 +112,7 @@ fn policy_of(
             name: scenario.policy.clone(),
             known: NAMES.join(", "),
         })?;
-    Ok(match options.planted {
+    Ok(match options.planted_bug {
         Some(PlantedBug::Restore) => Box::new(BrokenRestore(policy)),
         _ => policy,
     })
@@ -139,9 +140,9 @@ fn core_of(
     options: SimulationOptions,
     managed: bool,
 ) -> Core {
-    let planted = |bug| options.planted == Some(bug);
-    let sms = if planted(PlantedBug::Budget) { gpu.sms * 2 } else { gpu.sms };
-    let real_time_order = match planted(PlantedBug::EarliestDeadline) {
+    let planted_bug = |bug| options.planted_bug == Some(bug);
+    let sms = if planted_bug(PlantedBug::Budget) { gpu.sms * 2 } else { gpu.sms };
+    let real_time_order = match planted_bug(PlantedBug::EarliestDeadline) {
         true => RealTimeOrder::Fifo,
         false => scenario.order(),
     };
@@ -160,7 +161,7 @@ fn core_of(
             gap: Nanos(gpu.gap_ns),
             inside_tile: gpu.preemption() == device::PreemptionLevel::InsideTile,
         },
-        mutation: planted(PlantedBug::ExactlyOnce).then_some(Mutation::EndsTwice),
+        mutation: planted_bug(PlantedBug::ExactlyOnce).then_some(Mutation::EndsTwice),
         ..CoreOptions::default()
     };
     Core::with_policy(core, policy)

@@ -1,7 +1,7 @@
-//! A real-time model that is asked for regularly, with and without something beside it that loads.
+//! A real-time model with regular requests, co-located with a background load and without it.
 //!
-//! Quiet and noisy stretches take phases, so that whatever drifts drifts for both. A noisy stretch ends when the last of what
-//! began in it is over, and the quiet one behind it lasts as long.
+//! Idle and loaded phases alternate, so that drift affects both. A loaded phase ends when the last
+//! round that began in it has ended, and the idle phase after it lasts as long.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
@@ -12,74 +12,77 @@ use serde::Serialize;
 use super::{Swap, SwapError, TestNode, report};
 use crate::live::Latency;
 
-/// Least length of a stretch, quiet or noisy.
-const STRETCH: Nanos = Nanos::from_millis(500);
+/// Min length of a phase.
+const PHASE: Nanos = Nanos::from_millis(500);
 
-/// The longest quiet stretch.
-const QUIET_MOST: Nanos = Nanos::from_millis(5_000);
+/// Max length of an idle phase.
+const IDLE_PHASE_MAX: Nanos = Nanos::from_millis(5_000);
 
-/// How long behind the beginning of a stretch requests still feel the one before.
-const SETTLING: Nanos = Nanos(STRETCH.0 / 10);
+/// How long requests at the start of a phase still depend on the phase before.
+const SETTLING: Nanos = Nanos(PHASE.0 / 10);
 
-/// What goes on beside the real-time model.
+/// The load beside the real-time model.
 pub enum BackgroundLoad<'a> {
-    /// Best-effort requests of so many other models that have room for some, from so many clients.
+    /// Best-effort requests to other models, of which only some fit into memory.
     Swapping {
         /// Models.
         count: usize,
-        /// Models of these that have room.
-        room: usize,
+        /// How many of them fit into memory.
+        resident: usize,
         /// Clients.
         clients: usize,
     },
-    /// The same with room for all: what the requests themselves cost.
+    /// The same with enough memory for all: the cost of the requests themselves.
     Serving {
         /// Models.
         count: usize,
         /// Clients.
         clients: usize,
     },
-    /// Something else, again and again.
+    /// Another load, round after round.
     Other {
-        /// What it is, for the report.
+        /// Name for the report.
         name: String,
-        /// One round of it: the bytes of weights it brought, or what went wrong.
+        /// One round: the bytes of weights it loaded, or an error.
         round: &'a (dyn Fn(&runtime::Node) -> Result<u64, String> + Sync),
-        /// Bytes of weights that it needs room for.
-        room: u64,
+        /// Bytes of weights that it needs.
+        resident: u64,
     },
 }
 
-/// What became of it.
+/// Latency of the real-time model with and without the background load.
 #[derive(Clone, Debug, Serialize)]
 pub struct CoLocatedReport {
-    /// What went on.
-    pub noise: String,
-    /// Share of the device the real-time model asks for.
+    /// The background load.
+    #[serde(rename = "noise")]
+    pub background: String,
+    /// Share of the device that the real-time model uses.
     pub load_pct: f64,
-    /// Without it.
-    pub quiet: Latency,
-    /// With it.
-    pub noisy: Latency,
-    /// By how much the median differs.
+    /// In idle phases.
+    #[serde(rename = "quiet")]
+    pub without_background: Latency,
+    /// In loaded phases.
+    #[serde(rename = "noisy")]
+    pub with_background: Latency,
+    /// Change of the median.
     pub p50_change_pct: f64,
-    /// By how much the 99th percentile differs.
+    /// Change of the 99th percentile.
     pub p99_change_pct: f64,
-    /// Noisy over quiet 99th percentile.
+    /// Ratio of the 99th percentiles.
     pub p99_ratio: f64,
-    /// Requests or rounds of the noise.
+    /// Requests or rounds of the background load.
     pub events: u64,
-    /// Weights the node loaded in the noisy stretches.
+    /// Models that the node loaded.
     pub loads: u64,
-    /// Seconds of quiet and of noisy stretches.
+    /// Seconds of idle and of loaded phases.
     pub seconds: [f64; 2],
-    /// Weights brought in the noisy stretches, over their time.
+    /// Weights loaded, over the time of loaded phases.
     pub gigabytes_per_second: f64,
-    /// Periods of the real-time model that had passed and were dropped.
+    /// Periods of the real-time model that were dropped.
     pub dropped: u64,
-    /// Requests without an answer, and rounds that went wrong.
+    /// Requests without reply, and rounds that failed.
     pub errors: u64,
-    /// What the first of them said.
+    /// Message of the first error.
     pub first_error: Option<String>,
 }
 
@@ -87,7 +90,7 @@ pub struct CoLocatedReport {
 struct BackgroundCounters {
     on: AtomicBool,
     stop: AtomicBool,
-    /// Rounds of the noise under way.
+    /// Rounds in flight.
     busy: AtomicUsize,
     events: AtomicU64,
     bytes: AtomicU64,
@@ -104,63 +107,66 @@ impl BackgroundCounters {
 }
 
 impl Swap {
-    /// The first model at `load_pct` of what it can do, as real time and pinned, for so many seconds.
-    pub fn beside(
+    /// Runs the first model, pinned, as real time at `load_pct` of its throughput for `seconds`
+    /// seconds.
+    pub fn co_located(
         &self,
-        noise: &BackgroundLoad<'_>,
+        background: &BackgroundLoad<'_>,
         load_pct: f64,
         seconds: f64,
     ) -> Result<CoLocatedReport, SwapError> {
-        let (name, count, room, more) = match noise {
-            BackgroundLoad::Swapping { count, room, clients } => (
-                format!("{clients} clients swapping {count} models, room for {room}"),
+        let (name, count, resident, more) = match background {
+            BackgroundLoad::Swapping { count, resident, clients } => (
+                format!("{clients} clients swapping {count} models, {resident} of them resident"),
                 *count,
-                *room,
+                *resident,
                 0,
             ),
             BackgroundLoad::Serving { count, clients } => {
                 (format!("{clients} clients of {count} models that are there"), *count, *count, 0)
             }
-            BackgroundLoad::Other { name, room, .. } => (name.clone(), 0, self.models.len(), *room),
+            BackgroundLoad::Other { name, resident, .. } => {
+                (name.clone(), 0, self.models.len(), *resident)
+            }
         };
-        let memory = Bytes(self.bytes * (room as u64 + 1) + more);
-        let stage = self.stage(count + 1, memory, Some(0))?;
+        let memory = Bytes(self.bytes * (resident as u64 + 1) + more);
+        let test_node = self.test_node(count + 1, memory, Some(0))?;
         let counters = BackgroundCounters::default();
         let mut served = std::thread::scope(|scope| {
-            match noise {
+            match background {
                 BackgroundLoad::Swapping { clients, .. }
                 | BackgroundLoad::Serving { clients, .. } => {
                     for client in 0..*clients {
-                        let (stage, counters) = (&stage, &counters);
-                        scope.spawn(move || stage.make_noise(counters, client, count));
+                        let (test_node, counters) = (&test_node, &counters);
+                        scope.spawn(move || test_node.send_background(counters, client, count));
                     }
                 }
                 BackgroundLoad::Other { round, .. } => {
-                    let (stage, counters) = (&stage, &counters);
+                    let (test_node, counters) = (&test_node, &counters);
                     scope.spawn(move || {
-                        counters.while_on(|_| round(&stage.node));
+                        counters.run_while_on(|_| round(&test_node.node));
                     });
                 }
             }
-            let samples = stage.real_time(&counters, load_pct, seconds);
+            let samples = test_node.real_time(&counters, load_pct, seconds);
             counters.stop.store(true, Ordering::Release);
             samples
         });
-        let swaps = stage.node.memory().swaps;
-        stage.end()?;
+        let swaps = test_node.node.memory().swaps;
+        test_node.end()?;
         let bytes = counters.bytes.into_inner().max(swaps.loaded.0);
-        let (quiet, noisy) = (Latency::of(&mut served.quiet), Latency::of(&mut served.noisy));
+        let (without, with) = (Latency::of(&mut served.without), Latency::of(&mut served.with));
         let [_, noisy_seconds] = served.seconds;
         let change =
-            |noisy: f64, quiet: f64| report::round((noisy / quiet.max(1e-9) - 1.0) * 100.0);
+            |with: f64, without: f64| report::round((with / without.max(1e-9) - 1.0) * 100.0);
         Ok(CoLocatedReport {
-            noise: name,
+            background: name,
             load_pct,
-            quiet,
-            noisy,
-            p50_change_pct: change(noisy.p50_us, quiet.p50_us),
-            p99_change_pct: change(noisy.p99_us, quiet.p99_us),
-            p99_ratio: report::round(noisy.p99_us / quiet.p99_us.max(1e-9)),
+            without_background: without,
+            with_background: with,
+            p50_change_pct: change(with.p50_us, without.p50_us),
+            p99_change_pct: change(with.p99_us, without.p99_us),
+            p99_ratio: report::round(with.p99_us / without.p99_us.max(1e-9)),
             events: counters.events.into_inner(),
             loads: swaps.loads,
             seconds: served.seconds.map(report::round),
@@ -173,11 +179,12 @@ impl Swap {
 }
 
 impl BackgroundCounters {
-    /// Does `round` again and again in the noisy stretches; it says how many bytes it brought.
-    fn while_on(&self, mut round: impl FnMut(u64) -> Result<u64, String>) {
+    /// Runs `round` again and again in loaded phases; it returns the bytes that it loaded.
+    fn run_while_on(&self, mut round: impl FnMut(u64) -> Result<u64, String>) {
         let mut number = 0;
         while !self.stop.load(Ordering::Acquire) {
-            // Said before it is looked: whoever sees nobody busy after having said stop sees no one begin.
+            // Incremented before `on` is read: when `on` is false and `busy` is 0, no round can
+            // begin.
             self.busy.fetch_add(1, Ordering::SeqCst);
             if !self.on.load(Ordering::SeqCst) {
                 self.busy.fetch_sub(1, Ordering::SeqCst);
@@ -196,19 +203,20 @@ impl BackgroundCounters {
 }
 
 impl TestNode<'_> {
-    fn make_noise(&self, counters: &BackgroundCounters, client: usize, count: usize) {
-        counters.while_on(|round| {
+    fn send_background(&self, counters: &BackgroundCounters, client: usize, count: usize) {
+        counters.run_while_on(|round| {
             let model = 1 + (round as usize + client * (count / 2)) % count.max(1);
-            let answer =
-                self.ask(model, Class::BestEffort, false).map_err(|why| why.to_string())?;
-            match answer.outputs == self.swap.expected[model] {
+            let reply = self
+                .send_request(model, Class::BestEffort, false)
+                .map_err(|why| why.to_string())?;
+            match reply.outputs == self.swap.expected[model] {
                 true => Ok(0),
-                false => Err(format!("an answer of model {model} is wrong")),
+                false => Err(format!("a reply of model {model} is wrong")),
             }
         });
     }
 
-    /// The first model in quiet and in noisy stretches.
+    /// Sends the requests of the real-time model in idle and in loaded phases.
     fn real_time(
         &self,
         counters: &BackgroundCounters,
@@ -225,19 +233,19 @@ impl TestNode<'_> {
             while self.clock.now() < next {
                 std::hint::spin_loop();
             }
-            if phases.look(next, || counters.busy.load(Ordering::SeqCst)) {
+            if phases.advance(next, || counters.busy.load(Ordering::SeqCst)) {
                 counters.on.store(phases.on, Ordering::SeqCst);
             }
-            match self.ask(0, Class::RealTime, true) {
-                Ok(answer) => {
-                    if answer.outputs != self.swap.expected[0] {
-                        counters.failed("an answer of the real-time model is wrong".to_string());
+            match self.send_request(0, Class::RealTime, true) {
+                Ok(reply) => {
+                    if reply.outputs != self.swap.expected[0] {
+                        counters.failed("a reply of the real-time model is wrong".to_string());
                     }
-                    // What is made only once is made in the first two stretches.
+                    // The first two phases are warm-up.
                     if phases.number > 1 && next - phases.since > SETTLING {
-                        let noisy = phases.is_noisy();
-                        let kind = if noisy { &mut served.noisy } else { &mut served.quiet };
-                        kind.push(answer.latency);
+                        let with = phases.is_loaded();
+                        let kind = if with { &mut served.with } else { &mut served.without };
+                        kind.push(reply.latency);
                     }
                 }
                 Err(why) => counters.failed(why.to_string()),
@@ -250,47 +258,47 @@ impl TestNode<'_> {
                 served.dropped += (now - next).0 / period.0.max(1);
                 next = now;
             }
-            served.seconds[usize::from(phases.is_noisy())] += (next - last).0 as f64 / 1e9;
+            served.seconds[usize::from(phases.is_loaded())] += (next - last).0 as f64 / 1e9;
         }
         counters.on.store(false, Ordering::SeqCst);
         served
     }
 }
 
-/// What became of the real-time model's requests.
+/// Latencies of the real-time model.
 #[derive(Default)]
 struct RealTimeSamples {
-    quiet: Vec<Nanos>,
-    noisy: Vec<Nanos>,
+    without: Vec<Nanos>,
+    with: Vec<Nanos>,
     dropped: u64,
-    /// Of quiet and of noisy stretches.
+    /// Of idle and of loaded phases.
     seconds: [f64; 2],
 }
 
-/// Whose turn it is.
+/// Alternates idle and loaded phases.
 struct PhaseSchedule {
-    /// The noise may begin something.
+    /// The background load may begin a round.
     on: bool,
-    /// It may not any more, and what it began goes on.
+    /// It may not, and its last rounds are still in flight.
     ending: bool,
     since: Nanos,
-    /// How long this stretch lasts at least.
+    /// Min length of this phase.
     length: Nanos,
     number: u64,
 }
 
 impl PhaseSchedule {
-    /// Quiet first.
+    /// Begins with an idle phase.
     fn new(now: Nanos) -> PhaseSchedule {
-        PhaseSchedule { on: false, ending: false, since: now, length: STRETCH, number: 0 }
+        PhaseSchedule { on: false, ending: false, since: now, length: PHASE, number: 0 }
     }
 
-    fn is_noisy(&self) -> bool {
+    fn is_loaded(&self) -> bool {
         self.on || self.ending
     }
 
-    /// Goes on to the next stretch when it is time; whether `on` may have changed.
-    fn look(&mut self, now: Nanos, busy: impl Fn() -> usize) -> bool {
+    /// Begins the next phase when it is due; returns whether `on` may have changed.
+    fn advance(&mut self, now: Nanos, busy: impl Fn() -> usize) -> bool {
         if now - self.since < self.length {
             return false;
         }
@@ -305,8 +313,8 @@ impl PhaseSchedule {
         self.number += 1;
         (self.on, self.since) = (!self.ending, now);
         self.length = match self.ending {
-            true => lasted.min(QUIET_MOST),
-            false => STRETCH,
+            true => lasted.min(IDLE_PHASE_MAX),
+            false => PHASE,
         };
         self.ending = false;
         true
@@ -318,17 +326,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_noisy_stretch_lasts_until_the_noise_is_over_and_the_quiet_one_as_long() {
+    fn idle_phases_last_as_long_as_loaded_ones() {
         let at = Nanos::from_millis;
         let mut phases = PhaseSchedule::new(at(0));
-        assert!(!phases.look(at(499), || 0) && !phases.is_noisy());
-        assert!(phases.look(at(500), || 0) && phases.on);
-        assert!(!phases.look(at(900), || 1));
-        assert!(phases.look(at(1_000), || 1) && !phases.on && phases.is_noisy());
-        assert!(!phases.look(at(1_700), || 1) && phases.is_noisy(), "it still goes on");
-        assert!(phases.look(at(1_800), || 0) && !phases.is_noisy());
-        assert!(!phases.look(at(3_000), || 0), "quiet for 1.3 seconds, too");
-        assert!(phases.look(at(3_100), || 0) && phases.on);
+        assert!(!phases.advance(at(499), || 0) && !phases.is_loaded());
+        assert!(phases.advance(at(500), || 0) && phases.on);
+        assert!(!phases.advance(at(900), || 1));
+        assert!(phases.advance(at(1_000), || 1) && !phases.on && phases.is_loaded());
+        assert!(!phases.advance(at(1_700), || 1) && phases.is_loaded(), "it still goes on");
+        assert!(phases.advance(at(1_800), || 0) && !phases.is_loaded());
+        assert!(!phases.advance(at(3_000), || 0), "without for 1.3 seconds, too");
+        assert!(phases.advance(at(3_100), || 0) && phases.on);
         assert_eq!(phases.number, 3);
     }
 }

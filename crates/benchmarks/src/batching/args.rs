@@ -8,12 +8,13 @@ use clap::Args;
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
   atoll bench batching
-  atoll bench batching --device cuda:0 --models models --network resnet50,vgg19 --json batching.json --svg batching.svg
-  atoll bench batching --device cpu --models models --network resnet50 --policy window,auto --seconds 5
+  atoll bench batching --device cuda:0 --models models --network resnet50,vgg19 \\
+                       --json batching.json --svg batching.svg
+  atoll bench batching --device cpu --models models --network resnet50 --policy window,auto
 
-On a real device each network gets a low and a high load under every policy, then rates are tried for the highest one with 99 of
-100 answers inside the objective. 'window' assembles batches of up to 32 as TensorFlow Serving does, with each of --waits; the
-best that waits is what others are compared with.")]
+On a real device each network gets a low and a high load under every policy. Then several rates are
+tried to find the highest one with 99 of 100 replies within the SLO. 'window' forms batches of up to
+32 as TensorFlow Serving does, with each of --waits; the best of those that wait is the baseline.")]
 pub(crate) struct BatchingArgs {
     /// Device: sim for virtual time; cpu or cuda:N for real models in real time
     #[arg(long, default_value = "sim")]
@@ -43,25 +44,25 @@ pub(crate) struct BatchingArgs {
     #[arg(long, default_value_t = 1.0)]
     pub(crate) seconds: f64,
 
-    /// Rates tried for the highest inside the objective
+    /// Number of rates tried to find the highest within the SLO
     #[arg(long, default_value_t = 6)]
     pub(crate) probes: usize,
 
-    /// The objective in milliseconds; thrice a batch of 32 when absent
+    /// SLO in milliseconds [default: three times a batch of 32]
     #[arg(long)]
     pub(crate) slo_ms: Option<f64>,
 
-    /// Low load in percent of what the device can do
+    /// Low load in percent of the device's throughput
     #[arg(long, default_value_t = 5.0)]
     pub(crate) low: f64,
 
-    /// High load in percent of what the device can do
+    /// High load in percent of the device's throughput
     #[arg(long, default_value_t = 70.0)]
     pub(crate) high: f64,
 
-    /// Batches that may run side by side
-    #[arg(long, default_value_t = 2)]
-    pub(crate) lanes: usize,
+    /// Batches that may run at the same time
+    #[arg(long, alias = "lanes", default_value_t = 2)]
+    pub(crate) concurrent_batches: usize,
 
     /// Seed of arrivals and inputs
     #[arg(long, default_value_t = 1)]

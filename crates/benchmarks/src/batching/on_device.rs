@@ -1,4 +1,4 @@
-//! `atoll bench batching` on a real device: batching policies beside each other under open loads.
+//! `atoll bench batching` on a real device: batching policies under open load.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use model::LaunchPlan;
 use super::args::BatchingArgs;
 use crate::environment;
 
-/// Different inputs of a model.
+/// Number of different inputs of a model.
 const INPUTS: usize = 8;
 
-/// Runs the command on the device that `args` name.
+/// Runs the benchmark on the device that `args` name.
 pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
     let settings = settings(args)?;
     let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
@@ -26,7 +26,7 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
         slo_ms: args.slo_ms,
         probes: args.probes,
         shares: (args.low / 100.0, args.high / 100.0),
-        lanes: args.lanes,
+        concurrent_batches: args.concurrent_batches,
     };
     let mut report = LoadReport {
         device: device.info().description.clone(),
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
         date: environment::today(),
         command: environment::command(),
         seed: args.seed,
-        lanes: args.lanes,
+        concurrent_batches: args.concurrent_batches,
         networks: Vec::new(),
     };
     let load = Load::new(device.clone(), options, timeline);
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
         let memory = memory(&*device, &plan)?;
         let program = device.load(plan).map_err(|err| Failure::failed(format!("{name}: {err}")))?;
         let model = LoadModel { name: name.clone(), program, inputs };
-        let told = |c: &load::PolicyResult| {
+        let report_result = |c: &load::PolicyResult| {
             eprintln!(
                 "{name} {}: low {:.0} us, high {:.0} us in batches of {:.1}, at most {:.0}/s",
                 c.policy,
@@ -53,10 +53,10 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
                 c.best_rps
             );
         };
-        let mut network = load.run(&model, &settings, told).map_err(Failure::failed)?;
+        let mut network = load.run(&model, &settings, report_result).map_err(Failure::failed)?;
         (network.memory_one, network.memory_six) = memory;
         report.networks.push(network);
-        // After every network: a run that is cut short leaves what it has.
+        // After every network, so that an interrupted run keeps its results.
         if let Some(Some(path)) = &args.json {
             write_file(path, &to_json(&report)?)?;
         }
@@ -72,11 +72,11 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
     let bad = |p: &load::PhaseResult| p.wrong > 0 || p.errors > 0;
     match results.into_iter().find(|c| bad(&c.low) || bad(&c.high) || bad(&c.best)) {
         None => Ok(()),
-        Some(c) => Err(Failure::failed(format!("{}: answers are wrong or missing", c.policy))),
+        Some(c) => Err(Failure::failed(format!("{}: replies are wrong or missing", c.policy))),
     }
 }
 
-/// The device, and its timeline where it has one.
+/// The device, and its timeline if it has one.
 fn open(args: &DeviceArgs) -> Result<(Arc<dyn Device>, Option<load::DeviceTimeline>), Failure> {
     if !args.device.starts_with("cuda") {
         return Ok((assembly::open_device(args)?, None));
@@ -129,7 +129,7 @@ fn read(
     Ok((Arc::new(plan), inputs))
 }
 
-/// Device memory of one worker of 32, and of six.
+/// Device memory with one worker of 32, and with six workers.
 fn memory(device: &dyn Device, plan: &Arc<LaunchPlan>) -> Result<(u64, u64), Failure> {
     let with = |batches: &[usize]| {
         let program = device.load(plan.clone()).map_err(Failure::failed)?;

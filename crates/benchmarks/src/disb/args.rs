@@ -13,16 +13,17 @@ use clap::Args;
   atoll bench disb --device sim --gpu h200 --scaled --workload C --policy ALL
   atoll bench disb --device cuda:0 --models models --workload A,D --policy ALL --rates scaled \\
                    --seconds 10 --json disb.json --svg disb.svg
-  atoll bench disb --device cuda:0 --models models --workload REAL --trace REAL.json --rates scaled \\
-                   --soak 480 --json soak.json
+  atoll bench disb --device cuda:0 --models models --workload REAL --trace REAL.json \\
+                   --rates scaled --soak 480 --json soak.json
 
-With --soak one workload runs for so many seconds under one policy (atoll unless --policy says otherwise), its trace played
-again whenever it ends. Beside it, at random, further best-effort copies of the networks are loaded, asked and unloaded,
-models in use are replaced, and requests are given up as by clients that disconnect. Every answer is compared bit by bit
-with an undisturbed run's. The checkers go over the recorded trace as it comes, four times a second, and what they have seen
-is forgotten. Memory of the device and of the process, threads and open files are read about every second, when no copy is
-there; the first tenth is warm-up, the second is what the last is compared with. The command fails when the median of the last
-is more by 2 % and 16 MiB on the device, by 5 % and 64 MiB in the process, by 8 threads or by 16 files.
+With --soak one workload runs for so many seconds under one policy (atoll by default); its trace is
+repeated. Meanwhile, at random times, best-effort copies of the networks are loaded, used and
+unloaded, models in use are replaced, and requests are cancelled. Every reply is compared bit by bit
+with that of an undisturbed run, and the recorded trace is checked four times per second. Memory of
+the device and of the process, threads and open files are sampled about every second. The first tenth
+of the time is warm-up; the medians of the second and the last tenth are compared. The command fails
+if the last is more by 2 % and 16 MiB on the device, by 5 % and 64 MiB in the process, by 8 threads or
+by 16 files.
 
 On a real device the folder holds resnet152.onnx, densenet201.onnx, vgg19.onnx, inception_v3.onnx and
 distilbert.onnx, as far as the workloads need them; real time alone always runs first.")]
@@ -35,8 +36,8 @@ pub(crate) struct DisbArgs {
     #[arg(long, value_name = "FOLDER")]
     pub(crate) models: Option<PathBuf>,
 
-    /// A, B, C, D, E, REAL, several of them separated by commas, ALL of these, or PAIRS: every real-time model beside
-    /// every best-effort one, alone (vgg19+resnet152 is one of them)
+    /// A, B, C, D, E, REAL, several separated by commas, or ALL; PAIRS for every real-time model
+    /// with every best-effort one (such as vgg19+resnet152)
     #[arg(long, default_value = "ALL")]
     pub(crate) workload: String,
 
@@ -52,23 +53,34 @@ pub(crate) struct DisbArgs {
     #[arg(long, default_value_t = 60.0)]
     pub(crate) seconds: f64,
 
-    /// On a real device: seconds of load before each of them, and of each model on its own
+    /// On a real device: seconds of warm-up before each workload, and of each model alone
     #[arg(long, value_name = "SECONDS", default_value_t = 0.4)]
     pub(crate) warm_seconds: f64,
 
-    /// On a real device: how much longer, in percent, real time may take so that best effort goes on beside it
-    #[arg(long, alias = "bearable", value_name = "PERCENT", default_value_t = 1.0, value_parser = value_parsers::max_rt_slowdown)]
+    /// On a real device: max slowdown of real time, in percent, for best effort that co-runs
+    #[arg(
+        long,
+        alias = "bearable",
+        value_name = "PERCENT",
+        default_value_t = 1.0,
+        value_parser = value_parsers::max_rt_slowdown
+    )]
     pub(crate) max_rt_slowdown: f64,
 
-    /// Instead: one workload for so many seconds on a real device, disturbed all the time; does anything break or grow?
-    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["seconds", "plot"], value_parser = soak_seconds)]
+    /// Instead: soak one workload for so many seconds on a real device, with churn
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        conflicts_with_all = ["seconds", "plot"],
+        value_parser = soak_seconds
+    )]
     pub(crate) soak: Option<f64>,
 
-    /// Seed of random arrivals, and of what disturbs with --soak
+    /// Seed of random arrivals, and of the churn of --soak
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
 
-    /// Raise the rates so that real time alone uses as much of this GPU as it used of the paper's
+    /// Scale the rates so that real time alone uses the same share of this GPU as of the paper's
     #[arg(long)]
     pub(crate) scaled: bool,
 
@@ -76,7 +88,7 @@ pub(crate) struct DisbArgs {
     #[arg(long)]
     pub(crate) rates: Option<String>,
 
-    /// DISB's REAL workload in its own JSON
+    /// File of DISB's REAL workload, in its JSON format
     #[arg(long, env = "ATOLL_DISB_REAL", value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
 
@@ -92,7 +104,7 @@ pub(crate) struct DisbArgs {
     pub(crate) settings: DeviceSettings,
 }
 
-/// Between a second and a week.
+/// Parses a length between a second and a week.
 fn soak_seconds(text: &str) -> Result<f64, String> {
     let seconds: f64 = text.parse().map_err(|_| format!("'{text}' is no number of seconds"))?;
     match (1.0..=604_800.0).contains(&seconds) {

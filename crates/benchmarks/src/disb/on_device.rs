@@ -1,4 +1,5 @@
-//! `atoll bench disb` on a real device: loads the benchmark's models and runs every policy in real time.
+//! `atoll bench disb` on a real device: loads the models of DISB and runs every policy in real
+//! time.
 
 use assembly::{DeviceArgs, Failure, write_file};
 use bench::disb;
@@ -13,11 +14,11 @@ use serde::Serialize;
 use super::args::DisbArgs;
 use crate::{environment, models};
 
-/// Why `reef` is left out of ALL.
+/// Why ALL does not contain `reef`.
 const REEF: &str =
     "it kills and fuses kernels, which no device here can; it runs with --device sim";
 
-/// Runs the command on the device that `args` name.
+/// Runs the benchmark on the device that `args` name.
 pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
     if let Some(seconds) = args.soak {
         return soak(args, seconds);
@@ -50,7 +51,7 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
                 );
                 report.cells.push(cell);
                 live.finish(&mut report.cells);
-                // After every cell: a run that is cut short leaves what it has.
+                // After every cell, so that an interrupted run keeps its results.
                 if let Some(Some(path)) = &args.json {
                     write_file(path, &to_json(&report)?)?;
                 }
@@ -60,7 +61,7 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
     finish(args, &report)
 }
 
-/// The models of `workloads` on the device that `args` name, each measured alone, and the device in words.
+/// Loads the models of `workloads` and measures each alone; also returns the device's description.
 fn open(args: &DisbArgs, workloads: &[Workload]) -> Result<(Live, String), Failure> {
     let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
     let device = assembly::open_device(&named)?;
@@ -84,7 +85,7 @@ fn open(args: &DisbArgs, workloads: &[Workload]) -> Result<(Live, String), Failu
     Ok((live, description))
 }
 
-/// A soak, with where and when it was.
+/// The report of a soak, with its environment.
 #[derive(Serialize)]
 struct SoakFile {
     device: String,
@@ -94,11 +95,11 @@ struct SoakFile {
     seed: u64,
     #[serde(flatten)]
     soak: SoakReport,
-    /// Why it did not hold; empty when it did.
+    /// Why the soak failed; empty if it did not.
     failures: Vec<String>,
 }
 
-/// One workload for a long time under one policy.
+/// Soaks one workload under one policy.
 fn soak(args: &DisbArgs, seconds: f64) -> Result<(), Failure> {
     let policy = soak_policy(&args.policy)?;
     let workloads = workloads(args)?;
@@ -134,9 +135,9 @@ fn soak(args: &DisbArgs, seconds: f64) -> Result<(), Failure> {
     }
 }
 
-/// The one policy of a soak: one that runs best effort, which is what is disturbed.
-fn soak_policy(asked: &str) -> Result<&str, Failure> {
-    let policy = if asked == "ALL" { "atoll" } else { asked };
+/// The policy of a soak; it must run best effort, which churn uses.
+fn soak_policy(requested: &str) -> Result<&str, Failure> {
+    let policy = if requested == "ALL" { "atoll" } else { requested };
     match policy {
         "reef" => Err(Failure::usage(format!("policy 'reef' cannot be run here: {REEF}"))),
         "rt_only" => Err(Failure::usage("--soak disturbs best effort, which rt_only does not run")),
@@ -172,16 +173,16 @@ fn to_json(report: &LiveReport) -> Result<String, Failure> {
     Ok(text + "\n")
 }
 
-/// The policies to run, real time alone first as all others are compared with it, and those left out.
-fn policies(asked: &str) -> Result<(Vec<String>, Vec<SkippedPolicy>), Failure> {
-    let (asked, skipped): (Vec<&str>, Vec<SkippedPolicy>) = match asked {
+/// The policies to run, real time alone first as the baseline, and those that cannot run.
+fn policies(requested: &str) -> Result<(Vec<String>, Vec<SkippedPolicy>), Failure> {
+    let (requested, skipped): (Vec<&str>, Vec<SkippedPolicy>) = match requested {
         "ALL" => {
             let able = NAMES.into_iter().filter(|name| *name != "reef").collect();
             (able, vec![SkippedPolicy { policy: "reef".to_string(), why: REEF.to_string() }])
         }
         list => (list.split(',').map(str::trim).collect(), Vec::new()),
     };
-    for name in &asked {
+    for name in &requested {
         if !NAMES.contains(name) {
             let known = NAMES.join(", ");
             return Err(Failure::usage(format!("there is no policy '{name}'; known: {known}")));
@@ -190,7 +191,7 @@ fn policies(asked: &str) -> Result<(Vec<String>, Vec<SkippedPolicy>), Failure> {
             return Err(Failure::usage(format!("policy 'reef' cannot be run here: {REEF}")));
         }
     }
-    let others = asked.into_iter().filter(|name| *name != "rt_only").map(str::to_string);
+    let others = requested.into_iter().filter(|name| *name != "rt_only").map(str::to_string);
     Ok((["rt_only".to_string()].into_iter().chain(others).collect(), skipped))
 }
 

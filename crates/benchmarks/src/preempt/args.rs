@@ -11,9 +11,9 @@ use clap::Args;
   atoll bench preempt --device cuda:0 --models models --json preempt.json
   atoll bench preempt --device cuda:0 --models models --best-effort resnet152 --rounds 10000
 
-On a GPU best effort runs without pause and is made to leave at random times, 200 a second: by a probe that tells when its
-first block runs and when it has one on every multiprocessor, then by real requests of the real-time model. Outputs of best
-effort are compared bit by bit with an undisturbed run's.")]
+On a GPU best effort runs without pause and is preempted at random times, 200 per second: first by a
+probe that reports when its first block runs and when every SM runs one, then by requests to the
+real-time model. Outputs of best effort are compared bit by bit with those of an undisturbed run.")]
 pub(crate) struct PreemptArgs {
     /// Device: sim for virtual time, or cuda:N
     #[arg(long, default_value = "sim")]

@@ -1,4 +1,5 @@
-//! `atoll bench preempt` on a GPU: how soon real time runs, how soon best effort is gone, and what it loses.
+//! `atoll bench preempt` on a GPU: how soon real time runs, how soon best effort is preempted, and
+//! what a preemption costs.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,19 +18,19 @@ use serde::Serialize;
 use super::args::PreemptArgs;
 use crate::{environment, models};
 
-/// Preemptions a second.
+/// Preemptions per second.
 const RATE: f64 = 200.0;
 
-/// Time best effort runs undisturbed, to compare with.
+/// How long best effort runs undisturbed, as the baseline.
 const UNDISTURBED: Duration = Duration::from_millis(600);
 
-/// So long after the order to leave, best effort is gone, and the device has been idle for a while.
+/// How long before a real-time request best effort is preempted, so that the device is idle.
 const HEAD_START: Duration = Duration::from_millis(1);
 
 /// Rows of products that take about 10 us, 100 us, 1 ms and 10 ms on a large GPU.
 const PRODUCT_ROWS: [usize; 4] = [128, 1_024, 10_240, 81_920];
 
-/// Products in a row, and how wide they are.
+/// Number of consecutive products, and their width.
 const PRODUCTS: usize = 8;
 const WIDTH: usize = 4_096;
 
@@ -42,32 +43,35 @@ struct PreemptReport {
     rounds: usize,
     /// Microseconds until a probe runs on an idle device.
     idle: ProbeLatency,
-    /// Of the real-time model, from the call to the answer, with nothing else on the device.
+    /// Latency of the real-time model alone.
     real_time_alone: LatencySpread,
     cases: Vec<BestEffortCase>,
 }
 
-/// What one best-effort model meets and does to real time; all in microseconds.
+/// Results of one best-effort model; latencies are microseconds.
 #[derive(Debug, Serialize)]
 struct BestEffortCase {
     best_effort: String,
     steps: usize,
-    /// A run that nothing disturbs.
+    /// An undisturbed run.
     run_us: f64,
     probe: ProbeLatency,
-    /// Until the queue has its work back and knows how far it got.
-    left: LatencySpread,
+    /// Until the queue has its task back and knows its progress.
+    #[serde(rename = "left")]
+    preempted: LatencySpread,
     real_time: LatencySpread,
     /// Over the model alone, in percent.
     real_time_mean_increase_pct: f64,
     real_time_p99_increase_pct: f64,
-    /// The same when best effort was made to leave so early that it was gone: what a device costs that has just run something else.
+    /// The same when best effort was preempted early enough to be gone: the cost of a device that
+    /// has just run something else.
     real_time_after: LatencySpread,
     real_time_after_mean_increase_pct: f64,
     preemptions: u64,
     runs: u64,
     wrong_outputs: u64,
-    /// Best-effort time a preemption costs, the probe's own included: what was redone, leaving, coming back.
+    /// Best-effort time that a preemption costs, including the probe's: repeated work, preempting,
+    /// resuming.
     lost_us_per_preemption: f64,
 }
 
@@ -103,7 +107,7 @@ impl LatencySpread {
     }
 }
 
-/// Runs the command on the GPU that `args` name.
+/// Runs the benchmark on the GPU that `args` name.
 pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
     let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
     let device = assembly::open_gpu(&named)?;
@@ -157,15 +161,15 @@ pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
 impl PreemptReport {
     fn add(&mut self, case: BestEffortCase) {
         eprintln!(
-            "{}: first block p50 {} p99 {} us, everywhere p50 {} p99 {}, left p50 {} p99 {}; real time {:+.1} % mean, \
+            "{}: first block p50 {} p99 {} us, everywhere p50 {} p99 {}, preempted p50 {} p99 {}; real time {:+.1} % mean, \
              {:+.1} % p99, {:+.1} % mean when it was gone before; {:.1} us lost a preemption",
             case.best_effort,
             case.probe.first_block.p50,
             case.probe.first_block.p99,
             case.probe.all_blocks.p50,
             case.probe.all_blocks.p99,
-            case.left.p50,
-            case.left.p99,
+            case.preempted.p50,
+            case.preempted.p99,
             case.real_time_mean_increase_pct,
             case.real_time_p99_increase_pct,
             case.real_time_after_mean_increase_pct,
@@ -193,7 +197,7 @@ struct PreemptBenchmark {
 }
 
 impl PreemptBenchmark {
-    /// Waits for about a period, so that preemptions fall anywhere in a run.
+    /// Waits for about a period, so that preemptions are spread over a run.
     fn pause(&mut self) {
         let micros = (1e6 / RATE * (0.5 + self.random.unit_f64())) as u64;
         spin_until(Instant::now() + Duration::from_micros(micros));
@@ -223,7 +227,7 @@ impl PreemptBenchmark {
         })
     }
 
-    /// Requests of the real-time model, for each of which `load` is kept off the device from `ahead` before it on.
+    /// Requests of the real-time model; before each, `load` is preempted `ahead` early.
     fn real_time(
         &mut self,
         model: &LiveModel,
@@ -249,7 +253,7 @@ impl PreemptBenchmark {
             if completion.outcome != Outcome::Done {
                 return Err(Failure::failed(format!("real time ended: {:?}", completion.outcome)));
             }
-            // The first few are on a device that is not warm.
+            // The first few warm the device up.
             if round >= 20 {
                 taken.push(began.elapsed().as_secs_f64() * 1e6);
             }
@@ -309,8 +313,8 @@ impl PreemptBenchmark {
             steps: model.program.plan().steps.len(),
             run_us: 1e6 / undisturbed_rate.max(1e-9),
             probe: measured.probe,
-            left: LatencySpread::of(
-                load.left.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            preempted: LatencySpread::of(
+                load.preempted.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             ),
             real_time: measured.real_time,
             real_time_mean_increase_pct: increase(measured.real_time.mean, self.alone.mean),
@@ -325,14 +329,14 @@ impl PreemptBenchmark {
     }
 }
 
-/// Without sleep: whoever orders is awake, as a dispatcher is.
+/// Spins, because a dispatcher that preempts is awake, too.
 fn spin_until(until: Instant) {
     while Instant::now() < until {
         std::hint::spin_loop();
     }
 }
 
-/// What was seen of one best-effort model.
+/// Samples of one best-effort model.
 struct CaseSamples {
     undisturbed_runs: f64,
     disturbed: PreemptedPeriod,
@@ -341,29 +345,29 @@ struct CaseSamples {
     after: LatencySpread,
 }
 
-/// A stretch of time with preemptions.
+/// A period with preemptions.
 struct PreemptedPeriod {
     seconds: f64,
     runs: f64,
     preemptions: f64,
 }
 
-/// Best effort that runs without pause and goes on whenever it was made to leave.
+/// Best effort that runs without pause and resumes whenever it was preempted.
 struct BestEffortLoad<'a> {
     model: &'a LiveModel,
     runner: TaskRunner,
     reference: Vec<Tensor>,
     epoch: Instant,
-    /// When the last order to leave was given, in nanoseconds of `epoch`.
+    /// When it was last preempted, in nanoseconds since `epoch`.
     preempt_sent: AtomicU64,
     stop: AtomicBool,
-    /// Real time has the device: nothing is launched.
+    /// Nothing is launched, because real time has the device.
     held: AtomicBool,
     steps_done: AtomicU64,
     steps: u64,
     preempted_count: AtomicU64,
     wrong: AtomicU64,
-    left: Mutex<Vec<f64>>,
+    preempted: Mutex<Vec<f64>>,
 }
 
 impl<'a> BestEffortLoad<'a> {
@@ -389,7 +393,7 @@ impl<'a> BestEffortLoad<'a> {
             steps,
             preempted_count: AtomicU64::new(0),
             wrong: AtomicU64::new(0),
-            left: Mutex::new(Vec::new()),
+            preempted: Mutex::new(Vec::new()),
         })
     }
 
@@ -423,7 +427,7 @@ impl<'a> BestEffortLoad<'a> {
         Ok(())
     }
 
-    /// Makes it leave, and keeps it off the device.
+    /// Preempts it and keeps it from resuming.
     fn hold(&self) {
         self.preempt_sent.store(self.epoch.elapsed().as_nanos() as u64, Ordering::Release);
         self.held.store(true, Ordering::Release);
@@ -434,10 +438,10 @@ impl<'a> BestEffortLoad<'a> {
         let now = self.epoch.elapsed().as_nanos() as u64;
         let micros = now.saturating_sub(self.preempt_sent.load(Ordering::Acquire)) as f64 / 1e3;
         self.preempted_count.fetch_add(1, Ordering::AcqRel);
-        self.left.lock().unwrap_or_else(PoisonError::into_inner).push(micros);
+        self.preempted.lock().unwrap_or_else(PoisonError::into_inner).push(micros);
     }
 
-    /// Runs so far, in parts where one is under way.
+    /// Runs so far; one in flight counts in part.
     fn finished(&self) -> f64 {
         self.steps_done.load(Ordering::Acquire) as f64 / self.steps.max(1) as f64
     }
@@ -447,7 +451,7 @@ impl<'a> BestEffortLoad<'a> {
     }
 
     fn runs_in(&self, span: Duration) -> f64 {
-        // Whatever is made on first use is made.
+        // Warm-up.
         std::thread::sleep(span / 4);
         let (began, before) = (Instant::now(), self.finished());
         std::thread::sleep(span);
@@ -455,7 +459,7 @@ impl<'a> BestEffortLoad<'a> {
     }
 }
 
-/// Products of so many rows, in a row: kernels of any length.
+/// A chain of matrix products with `rows` rows: kernels of any length.
 fn products(device: &CudaDevice, rows: usize, random: &mut Random) -> Result<LiveModel, Failure> {
     let info = |name: String, shape: Vec<usize>| ValueInfo {
         name,

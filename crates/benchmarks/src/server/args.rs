@@ -8,12 +8,12 @@ use clap::{Args, ValueEnum};
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
   atoll bench server --model resnet50.onnx --device cuda:0 --json server.json
-  atoll bench server --models models --network resnet50 --clients 256 --connections 16 --seconds 5 --rounds 5
+  atoll bench server --models models --network resnet50 --clients 256 --connections 16 --rounds 5
   atoll bench server --model tiny.onnx --protocols grpc -- --real-time-lanes 4
 
-What follows -- goes to atoll serve, and holds for the engine alone as well.")]
+Arguments after -- are those of atoll serve; they apply to the engine alone, too.")]
 pub(crate) struct ServerBenchArgs {
-    /// The ONNX file; settings beside it hold, as for atoll serve
+    /// The ONNX file; settings beside it apply, as for atoll serve
     #[arg(long, value_name = "FILE.onnx", required_unless_present = "models")]
     pub(crate) model: Option<PathBuf>,
 
@@ -33,27 +33,28 @@ pub(crate) struct ServerBenchArgs {
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub(crate) clients: u16,
 
-    /// Connections of gRPC, each with a thread of its own; REST has one connection for each request outstanding, on as many threads
+    /// gRPC connections, each with a thread; REST has a connection per outstanding request, on as
+    /// many threads
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) connections: u16,
 
-    /// Threads that ask the engine alone
+    /// Threads that send requests to the engine alone
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) engine_threads: u16,
 
-    /// Seconds of one turn
+    /// Seconds of one measurement
     #[arg(long, default_value_t = 3.0)]
     pub(crate) seconds: f64,
 
-    /// Turns of each kind
+    /// Measurements of each kind
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=1000))]
     pub(crate) rounds: u16,
 
-    /// The most seconds of warming up of each kind, which ends when the rate stands
+    /// Max seconds of warm-up of each kind; it ends when the rate is stable
     #[arg(long, default_value_t = 30)]
     pub(crate) warm_secs: u64,
 
-    /// ProtocolClients to ask the server over, separated by commas
+    /// Protocols, separated by commas
     #[arg(long, value_enum, default_value = "grpc,rest", value_delimiter = ',')]
     pub(crate) protocols: Vec<Protocol>,
 
@@ -61,7 +62,7 @@ pub(crate) struct ServerBenchArgs {
     #[arg(long, default_value_t = 300)]
     pub(crate) start_timeout_secs: u64,
 
-    /// Another atoll binary to serve in turns with this one, for comparison
+    /// Another atoll binary to compare with, measured alternately
     #[arg(long, value_name = "FILE")]
     pub(crate) against: Option<PathBuf>,
 
@@ -76,17 +77,17 @@ pub(crate) struct ServerBenchArgs {
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
 
-    /// More settings of atoll serve
+    /// Further arguments of atoll serve
     #[arg(last = true)]
     pub(crate) serve: Vec<String>,
 }
 
-/// How the server is asked.
+/// Protocol of the requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Protocol {
     /// Raw tensors in protobuf
     Grpc,
-    /// Binary tensors behind JSON
+    /// Binary tensors after JSON
     Rest,
 }
 

@@ -1,4 +1,4 @@
-//! The server under test, a process of its own that ends with its owner.
+//! The server under test: a process that ends with its parent.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::report::process_seconds;
 
-/// Settings from outside that would make it another server.
+/// Environment variables that would change the server.
 const NOT_INHERITED: [&str; 7] = [
     "ATOLL_MODEL_REPOSITORY",
     "ATOLL_LOAD_MODEL",
@@ -23,7 +23,7 @@ const NOT_INHERITED: [&str; 7] = [
     "ATOLL_DATA_DIR",
 ];
 
-/// Longest wait for its metrics.
+/// Max time until its metrics are read.
 const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A running `atoll serve`.
@@ -34,14 +34,14 @@ pub(super) struct ServerProcess {
     metrics: SocketAddr,
 }
 
-/// Inferences and runs on the device so far.
+/// Inferences and batches so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
     pub(super) inferences: f64,
     pub(super) executions: f64,
 }
 
-/// Ends a process that nobody took over.
+/// Ends a process unless it was taken out.
 struct Guard(Option<std::process::Child>);
 
 impl Drop for Guard {
@@ -53,7 +53,7 @@ impl Drop for Guard {
 }
 
 fn end(process: &mut std::process::Child) {
-    // Ended already, or no longer wanted.
+    // It may have ended already.
     let _ = process.kill();
     let _ = process.wait();
 }
@@ -71,7 +71,7 @@ impl ServerProcess {
         for name in NOT_INHERITED {
             command.env_remove(name);
         }
-        // Its standard input ends when this process does, however that comes about.
+        // Its standard input ends when this process does, even if it is killed.
         command.arg("--until-input-ends").stdin(Stdio::piped());
         command.stdout(Stdio::null()).stderr(Stdio::piped());
         let failed = |err| Failure::failed(format!("cannot start {}: {err}", binary.display()));
@@ -89,12 +89,12 @@ impl ServerProcess {
         Ok(ServerProcess { process, http, grpc, metrics })
     }
 
-    /// Seconds of all cores it has used.
+    /// Processor time it has used, in seconds.
     pub(super) fn cpu_seconds(&self) -> f64 {
         process_seconds(Some(self.process.id()))
     }
 
-    /// What its metrics say it has done.
+    /// Counts from its metrics.
     pub(super) fn counts(&self) -> Result<Counts, Failure> {
         let text = fetch(self.metrics).map_err(|err| Failure::failed(format!("metrics: {err}")))?;
         let sum = |name: &str| {
@@ -114,19 +114,19 @@ impl Drop for ServerProcess {
     }
 }
 
-/// The lines of a log, read on a thread of their own to the end, so that who writes never waits.
+/// Reads the lines of a log on a thread, so that its writer never blocks.
 fn read_lines(log: impl Read + Send + 'static) -> Receiver<String> {
     let (sender, lines) = sync_channel(1024);
     std::thread::spawn(move || {
         for line in BufReader::new(log).lines().map_while(Result::ok) {
-            // Nobody reads on once the server is ready.
+            // No line is read once the server is ready.
             let _ = sender.try_send(line);
         }
     });
     lines
 }
 
-/// What the server says when it is ready.
+/// The log event with which the server reports that it is ready.
 fn wait_until_ready(lines: &Receiver<String>, limit: Duration) -> Result<Value, Failure> {
     let (until, mut said) = (Instant::now() + limit, Vec::new());
     loop {

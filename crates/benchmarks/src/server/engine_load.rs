@@ -1,4 +1,4 @@
-//! The engine alone: the server's device_group in this process, asked by threads with tensors in memory.
+//! The engine alone: the server's device group in this process, with requests from threads.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use super::report::{Measurement, ReplyStats, process_seconds};
 use super::test_model::TestModel;
 use super::window::MeasuredWindow;
 
-/// One answer in so many is compared.
+/// One reply of so many is compared.
 const SAMPLE: usize = 16;
 
-/// What `atoll serve` does with its arguments, as far as the engine is concerned.
+/// What the arguments of `atoll serve` mean for the engine.
 pub struct ServeSettings {
     /// The devices.
     pub device: DeviceArgs,
@@ -41,7 +41,7 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// Loads the model in `path` as `atoll serve` with `args` would.
+    /// Loads the model in `path` as `atoll serve` with these settings would.
     pub(super) fn start(settings: &ServeSettings, path: &Path) -> Result<Engine, Failure> {
         let repository = Repository::open(path).map_err(Failure::usage)?;
         let entries = repository.list().map_err(Failure::usage)?;
@@ -65,18 +65,18 @@ impl Engine {
         device_group::describe(&self.device_group)
     }
 
-    /// The same inputs where the server would put them.
+    /// Copies inputs to where the server would receive them.
     pub(super) fn in_host_pool(&self, inputs: Vec<Tensor>) -> Vec<Tensor> {
         sample_inputs::in_host_pool(self.device_group.host_pool(), inputs)
     }
 
     fn submit(&self, inputs: &[Tensor], reply: Box<dyn FnOnce(Reply) + Send>) {
         let inputs = inputs.to_vec();
-        let asked = Asked { inputs, class: None, priority: None, timeout: None };
-        self.device_group.submit(self.key, asked, reply);
+        let sent = Asked { inputs, class: None, priority: None, timeout: None };
+        self.device_group.submit(self.key, sent, reply);
     }
 
-    /// The outputs of one request on its own.
+    /// The outputs of one request alone.
     pub(super) fn once(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>, Failure> {
         let (sender, receiver) = channel();
         // The receiver waits below.
@@ -84,7 +84,7 @@ impl Engine {
         receiver.recv().map_err(Failure::failed)?.result.map_err(Failure::failed)
     }
 
-    /// Keeps `clients` requests under way from `threads` threads.
+    /// Keeps `clients` requests in flight from `threads` threads.
     pub(super) fn run(
         &self,
         test_model: &TestModel,
@@ -100,13 +100,13 @@ impl Engine {
                 let most = share(thread);
                 scope.spawn(move || self.keep_busy(test_model, (start, window), most, thread))
             };
-            let asking: Vec<_> = (0..threads).map(spawn).collect();
+            let sending: Vec<_> = (0..threads).map(spawn).collect();
             std::thread::sleep(window.ramp);
             let (used, began) = (process_seconds(None), Instant::now());
             std::thread::sleep(window.counted);
             let cores = (process_seconds(None) - used) / began.elapsed().as_secs_f64();
             let mut stats = ReplyStats::new(start, window);
-            for thread in asking {
+            for thread in sending {
                 let done = thread.join().map_err(|_| Failure::failed("a client panicked"))?;
                 stats.add(done?);
             }
@@ -127,30 +127,30 @@ impl Engine {
         let (mut next, mut in_flight) = (first, 0);
         while in_flight > 0 || Instant::now() < end {
             while in_flight < most && Instant::now() < end {
-                self.ask(test_model, next % test_model.inputs.len(), &sender);
+                self.send(test_model, next % test_model.inputs.len(), &sender);
                 (next, in_flight) = (next + 1, in_flight + 1);
             }
             let answer: EngineReply = receiver.recv().map_err(Failure::failed)?;
             in_flight -= 1;
-            let EngineReply { index, asked, answered, reply } = answer;
+            let EngineReply { index, sent, replied, reply } = answer;
             let outputs = reply.result.map_err(Failure::failed)?;
             if reply.timing.first {
-                stats.batch(reply.timing.rows.max(1), answered);
+                stats.batch(reply.timing.rows.max(1), replied);
             }
             let raw: Vec<&[u8]> =
                 outputs.iter().flat_map(|o| o.raw()).map(|raw| &raw[..]).collect();
             let checked = stats.due_for_check(SAMPLE);
-            let right = !checked || test_model.is_answer(index, &raw);
-            stats.answer(asked, answered, checked, right);
+            let right = !checked || test_model.is_expected(index, &raw);
+            stats.record(sent, replied, checked, right);
         }
         Ok(stats)
     }
 
-    fn ask(&self, test_model: &TestModel, index: usize, sender: &Sender<EngineReply>) {
-        let (sender, asked) = (sender.clone(), Instant::now());
+    fn send(&self, test_model: &TestModel, index: usize, sender: &Sender<EngineReply>) {
+        let (sender, sent) = (sender.clone(), Instant::now());
         let reply = move |reply: Reply| {
-            // Nobody listens only when the run has failed.
-            let _ = sender.send(EngineReply { index, asked, answered: Instant::now(), reply });
+            // The receiver is gone only when the run has failed.
+            let _ = sender.send(EngineReply { index, sent, replied: Instant::now(), reply });
         };
         self.submit(&test_model.inputs[index], Box::new(reply));
     }
@@ -158,7 +158,7 @@ impl Engine {
 
 struct EngineReply {
     index: usize,
-    asked: Instant,
-    answered: Instant,
+    sent: Instant,
+    replied: Instant,
     reply: Reply,
 }

@@ -1,4 +1,4 @@
-//! What turns came to, and what they come to together.
+//! Measurements, and their summaries.
 
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
@@ -7,17 +7,17 @@ use serde::Serialize;
 
 use super::window::MeasuredWindow;
 
-/// Seconds of all cores that a process has used: that of `pid`, or this one.
+/// Processor time of process `pid`, or of this one, in seconds.
 pub(super) fn process_seconds(pid: Option<u32>) -> f64 {
     let name = pid.map_or("self".to_string(), |pid| pid.to_string());
     let Ok(text) = std::fs::read_to_string(format!("/proc/{name}/stat")) else { return 0.0 };
     let after_name = text.rsplit_once(')').map_or("", |(_, rest)| rest);
     let field = |index: usize| after_name.split_whitespace().nth(index)?.parse::<f64>().ok();
-    // The kernel counts in hundredths of a second for every architecture it tells user space about.
+    // Linux reports hundredths of a second to user space on every architecture.
     (field(11).unwrap_or(0.0) + field(12).unwrap_or(0.0)) / 100.0
 }
 
-/// What clients saw.
+/// Statistics of replies.
 #[derive(Debug)]
 pub(super) struct ReplyStats {
     begin: Instant,
@@ -32,7 +32,7 @@ pub(super) struct ReplyStats {
 }
 
 impl ReplyStats {
-    /// Of a turn that began at `start`.
+    /// For a measurement that began at `start`.
     pub(super) fn new(start: Instant, window: MeasuredWindow) -> ReplyStats {
         ReplyStats {
             begin: start + window.ramp,
@@ -51,31 +51,31 @@ impl ReplyStats {
         at.checked_duration_since(self.begin).is_some_and(|since| since < self.counted)
     }
 
-    /// Whether the next answer is one in `sample`.
+    /// Whether the next reply is to be checked, one of `sample`.
     pub(super) fn due_for_check(&self, sample: usize) -> bool {
         self.answers.is_multiple_of(sample)
     }
 
-    /// An answer came.
-    pub(super) fn answer(&mut self, asked: Instant, answered: Instant, checked: bool, right: bool) {
+    /// A reply came.
+    pub(super) fn record(&mut self, sent: Instant, replied: Instant, checked: bool, right: bool) {
         self.answers += 1;
         self.checked += u64::from(checked);
         self.wrong += u64::from(!right);
-        if self.counts(answered) {
-            self.latencies.push(answered - asked);
+        if self.counts(replied) {
+            self.latencies.push(replied - sent);
         }
     }
 
     /// A batch of `rows` was done.
-    pub(super) fn batch(&mut self, rows: usize, answered: Instant) {
-        if self.counts(answered) {
+    pub(super) fn batch(&mut self, rows: usize, replied: Instant) {
+        if self.counts(replied) {
             self.batches += 1;
             self.rows += rows as u64;
             self.rows_max = self.rows_max.max(rows);
         }
     }
 
-    /// Takes over what another saw.
+    /// Adds the statistics of another client.
     pub(super) fn add(&mut self, mut other: ReplyStats) {
         self.latencies.append(&mut other.latencies);
         self.answers += other.answers;
@@ -86,7 +86,7 @@ impl ReplyStats {
         self.rows_max = self.rows_max.max(other.rows_max);
     }
 
-    /// What it comes to.
+    /// The result.
     pub(super) fn finish(mut self) -> Measurement {
         self.latencies.sort_unstable();
         let count = self.latencies.len();
@@ -115,29 +115,30 @@ pub(super) fn thousandth(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
 
-/// One turn.
+/// One measurement.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Measurement {
-    /// Answers a second.
+    /// Replies per second.
     pub(super) rps: f64,
     pub(super) p50_ms: f64,
     pub(super) p99_ms: f64,
-    /// Cores that the server's process kept busy; for the engine alone this one's, clients included.
+    /// Cores that the server's process kept busy; for the engine alone those of this process,
+    /// clients included.
     pub(super) server_cores: f64,
     /// Cores that the clients' process kept busy.
     pub(super) client_cores: f64,
-    /// Rows of a run on the device, on average.
+    /// Mean rows of a batch.
     pub(super) mean_batch: Option<f64>,
-    /// The most of them; only the engine alone tells.
+    /// Max rows of a batch; only the engine alone reports it.
     pub(super) largest_batch: Option<usize>,
-    /// Bytes of one request and its answer, without the frames' own.
+    /// Bytes of one request and its reply, without framing.
     pub(super) request_bytes: usize,
     pub(super) answer_bytes: usize,
-    /// Gigabytes a second through loopback, both ways.
+    /// Gigabytes per second through loopback, in both directions.
     pub(super) gb_per_second: f64,
-    /// Answers compared with the engine's on its own.
+    /// Replies compared with the engine's outputs.
     pub(super) checked: u64,
-    /// Those that were others.
+    /// Replies that differed.
     pub(super) wrong: u64,
 }
 
@@ -153,13 +154,13 @@ pub(super) struct Round {
 pub(super) struct Summary {
     pub(super) name: String,
     pub(super) rps: f64,
-    /// Of the engine's rate in the same round, in percent.
+    /// Share of the engine's rate in the same round, in percent.
     pub(super) of_engine_pct: f64,
     pub(super) p50_ms: f64,
     pub(super) p99_ms: f64,
     pub(super) server_cores: f64,
     pub(super) client_cores: f64,
-    /// Answers a second for each core that the server keeps busy.
+    /// Replies per second for each core that the server keeps busy.
     pub(super) rps_per_core: f64,
     pub(super) mean_batch: Option<f64>,
     pub(super) largest_batch: Option<usize>,
@@ -177,7 +178,7 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 impl Summary {
-    /// Of the engine and of servers of these names.
+    /// Summaries of the engine and of servers with these names.
     pub(super) fn all<'a>(names: impl Iterator<Item = &'a str>, rounds: &[Round]) -> Vec<Summary> {
         let engine = |round: &Round| round.engine.clone();
         let mut all = vec![Summary::of("engine", rounds, engine)];
@@ -209,7 +210,7 @@ impl Summary {
     }
 }
 
-/// All of it.
+/// A whole run.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct ServerReport {
     pub(super) device: String,
@@ -227,7 +228,7 @@ pub(super) struct ServerReport {
 }
 
 impl ServerReport {
-    /// Answers that were not the engine's.
+    /// Replies that differ from the engine's.
     pub(super) fn wrong(&self) -> u64 {
         let measurements =
             self.rounds.iter().flat_map(|r| std::iter::once(&r.engine).chain(&r.servers));
@@ -235,7 +236,7 @@ impl ServerReport {
     }
 }
 
-/// The medians, for people.
+/// The medians as text.
 pub(super) fn table(report: &ServerReport) -> String {
     let mut text = format!(
         "{} ({}) on {}\n{} requests outstanding, {} connections of gRPC, {} rounds of {} s; medians\n",
@@ -290,13 +291,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_answers_inside_the_window_count() {
+    fn only_replies_inside_the_window_count() {
         let start = Instant::now();
         let (ramp, counted) = (Duration::from_millis(100), Duration::from_millis(1000));
         let mut stats = ReplyStats::new(start, MeasuredWindow { ramp, counted });
         let at = |ms: u64| start + Duration::from_millis(ms);
-        for (asked, answered) in [(0, 50), (50, 150), (900, 1099), (1000, 1100)] {
-            stats.answer(at(asked), at(answered), true, answered != 50);
+        for (sent, replied) in [(0, 50), (50, 150), (900, 1099), (1000, 1100)] {
+            stats.record(at(sent), at(replied), true, replied != 50);
         }
         stats.batch(7, at(1100));
         stats.batch(3, at(500));
@@ -307,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_those_of_their_own_round() {
+    fn shares_are_relative_to_the_same_round() {
         let measurement = |rps| Measurement { rps, ..Measurement::default() };
         let round = |engine, server| Round {
             engine: measurement(engine),

@@ -1,4 +1,4 @@
-//! The model under test: inputs, the messages that carry them, and what answers must be.
+//! The model under test: inputs, the messages that carry them, and the expected outputs.
 
 use api::proto;
 use assembly::{Failure, sample_inputs};
@@ -9,23 +9,24 @@ use prost::Message;
 
 use super::engine_load::Engine;
 
-/// Different inputs.
+/// Number of different inputs.
 const INPUTS: usize = 8;
 
-/// How far an answer may be from the same input's on its own, beside the largest number of it: other batches have other kernels.
+/// How far an output may differ from that of the same input alone, relative to its largest value:
+/// other batches use other kernels.
 const TOLERANCE: f32 = 0.05;
 
-/// A model with inputs to ask it with.
+/// A model with inputs for its requests.
 pub(super) struct TestModel {
     pub(super) name: String,
     names: Vec<String>,
-    /// One tensor for each input of the model, several times.
+    /// One tensor per input of the model, for each request.
     pub(super) inputs: Vec<Vec<Tensor>>,
     expected: Vec<Vec<Tensor>>,
 }
 
 impl TestModel {
-    /// Inputs at random, and what the engine makes of each on its own.
+    /// Random inputs, and the engine's outputs of each alone.
     pub(super) fn new(engine: &Engine, bind: &[String], seed: u64) -> Result<TestModel, Failure> {
         let plan = engine.plan();
         let bindings = sample_inputs::parse_bindings(bind)?;
@@ -37,21 +38,21 @@ impl TestModel {
         };
         let inputs = (0..INPUTS).map(&mut one).collect::<Result<Vec<_>, _>>()?;
         if inputs.iter().flatten().any(|tensor| tensor.raw().is_none()) {
-            return Err(Failure::usage("models of strings are not asked here"));
+            return Err(Failure::usage("models of strings are not sent here"));
         }
         let expected = inputs.iter().map(|inputs| engine.once(inputs)).collect::<Result<_, _>>()?;
         let names = plan.inputs.iter().map(|id| plan.value(*id).name.clone()).collect();
         Ok(TestModel { name: engine.name.clone(), names, inputs, expected })
     }
 
-    /// Types and shapes of the inputs, in arguments.
+    /// Types and shapes of the inputs.
     pub(super) fn shapes(&self) -> Vec<String> {
         let arguments =
             |tensor: &Tensor| format!("{}{:?}", tensor.dtype().wire_name(), tensor.shape());
         self.inputs.first().into_iter().flatten().map(arguments).collect()
     }
 
-    /// What a client of gRPC sends for each input: the message behind its length.
+    /// The gRPC message of each input, with its length prefix.
     pub(super) fn grpc_messages(&self) -> Vec<Bytes> {
         self.inputs.iter().map(|inputs| self.grpc_message(inputs)).collect()
     }
@@ -77,7 +78,7 @@ impl TestModel {
         framed.freeze()
     }
 
-    /// What a client of REST sends for each input, head and all.
+    /// The REST request of each input, with its HTTP head.
     pub(super) fn rest_messages(&self) -> Vec<Bytes> {
         self.inputs.iter().map(|inputs| self.rest_message(inputs)).collect()
     }
@@ -107,8 +108,8 @@ impl TestModel {
         message.freeze()
     }
 
-    /// Whether these are the outputs of the input `index`, one after another.
-    pub(super) fn is_answer(&self, index: usize, outputs: &[&[u8]]) -> bool {
+    /// Whether `outputs`, one after another, are those of input `index`.
+    pub(super) fn is_expected(&self, index: usize, outputs: &[&[u8]]) -> bool {
         let expected = &self.expected[index];
         let mut rest = outputs.concat();
         for tensor in expected {
@@ -144,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_told_apart() {
+    fn outputs_are_distinguished() {
         let tensor =
             |values: &[f32]| Tensor::from_vec(vec![values.len()], values.to_vec()).unwrap();
         let (first, second) = (tensor(&[1.0, -2.0]), tensor(&[3.0]));
@@ -155,11 +156,11 @@ mod tests {
             expected: vec![vec![first.clone(), second.clone()]],
         };
         let raw = |tensor: &Tensor| tensor.raw().unwrap().clone();
-        assert!(test_model.is_answer(0, &[&raw(&first), &raw(&second)]));
-        assert!(test_model.is_answer(0, &[&[raw(&first), raw(&second)].concat()]));
-        assert!(test_model.is_answer(0, &[&raw(&tensor(&[1.01, -2.0])), &raw(&second)]));
-        assert!(!test_model.is_answer(0, &[&raw(&second), &raw(&first)]));
-        assert!(!test_model.is_answer(0, &[&raw(&first)]));
-        assert!(!test_model.is_answer(0, &[&raw(&first), &raw(&second), &raw(&second)]));
+        assert!(test_model.is_expected(0, &[&raw(&first), &raw(&second)]));
+        assert!(test_model.is_expected(0, &[&[raw(&first), raw(&second)].concat()]));
+        assert!(test_model.is_expected(0, &[&raw(&tensor(&[1.01, -2.0])), &raw(&second)]));
+        assert!(!test_model.is_expected(0, &[&raw(&second), &raw(&first)]));
+        assert!(!test_model.is_expected(0, &[&raw(&first)]));
+        assert!(!test_model.is_expected(0, &[&raw(&first), &raw(&second), &raw(&second)]));
     }
 }

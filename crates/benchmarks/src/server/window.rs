@@ -1,8 +1,8 @@
-//! The measured part of a turn.
+//! The measured part of a measurement.
 
 use std::time::Duration;
 
-/// When answers of a turn begin to count, and for how long they do.
+/// When replies begin to count, and for how long.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MeasuredWindow {
     pub(crate) ramp: Duration,

@@ -1,7 +1,7 @@
-//! The server's clients: messages that were encoded once, sent again and again over loopback.
+//! The server's clients: they send messages over loopback that were encoded once.
 //!
-//! A connection of gRPC is the `h2` crate's, so that a client costs little beside what it measures: who asks writes frames into the
-//! connection's own buffer, and the bytes of a message are never copied in this process.
+//! gRPC connections use the `h2` crate directly, so that a client costs little: it writes frames
+//! into the connection's buffer, and never copies the bytes of a message.
 
 use std::io::{Error, ErrorKind};
 use std::net::SocketAddr;
@@ -26,27 +26,27 @@ use super::report::{Measurement, ReplyStats, process_seconds, thousandth};
 use super::test_model::TestModel;
 use super::window::MeasuredWindow;
 
-/// One answer in so many is compared.
+/// One reply of so many is compared.
 const SAMPLE: usize = 16;
-/// Bytes that the server may send ahead, of one answer and of all.
+/// Flow control windows of one reply and of a connection, in bytes.
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 16 << 20;
-/// The largest answer over REST.
+/// Max bytes of a REST reply.
 const REPLY_BYTES_MAX: usize = 64 << 20;
 
 const METHOD: &str = "/inference.GRPCInferenceService/ModelInfer";
 
-/// What a client sends, and what it holds the answers against.
+/// The requests of a client, and the expected replies.
 struct RequestScript {
     protocol: Protocol,
     messages: Vec<Bytes>,
     test_model: Arc<TestModel>,
     address: SocketAddr,
-    /// Bytes of the latest answer.
+    /// Bytes of the latest reply.
     answer_bytes: AtomicUsize,
 }
 
-/// Clients of one server over one wire.
+/// Clients of one server over one protocol.
 pub(super) struct ProtocolClients {
     script: Arc<RequestScript>,
     clients: usize,
@@ -71,7 +71,7 @@ impl ProtocolClients {
         ProtocolClients { script, clients, threads: usize::from(args.connections).min(clients) }
     }
 
-    /// One turn against `server`.
+    /// Measures `server` once.
     pub(super) fn run(
         &self,
         window: MeasuredWindow,
@@ -85,7 +85,7 @@ impl ProtocolClients {
                 let (script, count) = (self.script.clone(), share(thread));
                 scope.spawn(move || run_thread(script, (start, window), count, thread))
             };
-            let asking: Vec<_> = (0..threads).map(spawn).collect();
+            let sending: Vec<_> = (0..threads).map(spawn).collect();
             std::thread::sleep(window.ramp);
             let before =
                 (server.cpu_seconds(), process_seconds(None), server.counts(), Instant::now());
@@ -94,7 +94,7 @@ impl ProtocolClients {
             let server_cores = thousandth((server.cpu_seconds() - before.0) / spent);
             let client_cores = thousandth((process_seconds(None) - before.1) / spent);
             let mut stats = ReplyStats::new(start, window);
-            for thread in asking {
+            for thread in sending {
                 let done = thread.join().map_err(|_| Failure::failed("a client panicked"))?;
                 stats.add(done?);
             }
@@ -123,7 +123,7 @@ fn broken(why: impl std::fmt::Display) -> Failure {
     Failure::failed(format!("a client: {why}"))
 }
 
-/// Keeps `count` requests under way on this thread.
+/// Keeps `count` requests in flight on this thread.
 fn run_thread(
     script: Arc<RequestScript>,
     (start, window): (Instant, MeasuredWindow),
@@ -142,8 +142,8 @@ fn run_thread(
             let (script, sender, first) = (script.clone(), sender.clone(), thread + client);
             tasks.spawn(async move {
                 match sender {
-                    Some(sender) => ask_grpc(&script, sender, (start, window), first).await,
-                    None => ask_rest(&script, (start, window), first).await,
+                    Some(sender) => send_grpc(&script, sender, (start, window), first).await,
+                    None => send_rest(&script, (start, window), first).await,
                 }
             });
         }
@@ -164,12 +164,12 @@ async fn connect(address: SocketAddr) -> Result<SendRequest<Bytes>, Failure> {
         .initial_connection_window_size(CONNECTION_WINDOW)
         .enable_push(false);
     let (sender, connection) = builder.handshake(stream).await.map_err(broken)?;
-    // Whoever uses it sees how it ends.
+    // Requests on the connection report its errors.
     tokio::spawn(async move { drop(connection.await) });
     Ok(sender)
 }
 
-async fn ask_grpc(
+async fn send_grpc(
     script: &RequestScript,
     mut sender: SendRequest<Bytes>,
     (start, window): (Instant, MeasuredWindow),
@@ -184,21 +184,21 @@ async fn ask_grpc(
         let head = Request::post(&uri).header("content-type", "application/grpc");
         let head = head.header("te", "trailers").body(()).map_err(broken)?;
         sender = sender.ready().await.map_err(broken)?;
-        let asked = Instant::now();
+        let sent = Instant::now();
         let (answer, mut stream) = sender.send_request(head, false).map_err(broken)?;
         stream.send_data(script.messages[index].clone(), true).map_err(broken)?;
-        let body = grpc_answer(answer.await.map_err(broken)?).await?;
-        let answered = Instant::now();
+        let body = grpc_reply(answer.await.map_err(broken)?).await?;
+        let replied = Instant::now();
         script.answer_bytes.store(body.len(), Ordering::Relaxed);
         let checked = stats.due_for_check(SAMPLE);
         let right = !checked || is_right(script, index, body)?;
-        stats.answer(asked, answered, checked, right);
+        stats.record(sent, replied, checked, right);
     }
     Ok(stats)
 }
 
-/// The answer's body, if the call went well.
-async fn grpc_answer(answer: http::Response<h2::RecvStream>) -> Result<Bytes, Failure> {
+/// The body of the reply, if the call succeeded.
+async fn grpc_reply(answer: http::Response<h2::RecvStream>) -> Result<Bytes, Failure> {
     let (head, mut body) = answer.into_parts();
     let mut got = BytesMut::new();
     while let Some(data) = body.data().await {
@@ -215,14 +215,14 @@ async fn grpc_answer(answer: http::Response<h2::RecvStream>) -> Result<Bytes, Fa
 }
 
 fn is_right(script: &RequestScript, index: usize, body: Bytes) -> Result<bool, Failure> {
-    // The message lies behind a flag and its length.
+    // The message follows a flag and its length.
     let message = body.get(5..).unwrap_or_default();
     let message = proto::ModelInferResponse::decode(message).map_err(broken)?;
     let outputs: Vec<&[u8]> = message.raw_output_contents.iter().map(|raw| &raw[..]).collect();
-    Ok(script.test_model.is_answer(index, &outputs))
+    Ok(script.test_model.is_expected(index, &outputs))
 }
 
-async fn ask_rest(
+async fn send_rest(
     script: &RequestScript,
     (start, window): (Instant, MeasuredWindow),
     first: usize,
@@ -235,21 +235,21 @@ async fn ask_rest(
     while Instant::now() < end {
         let index = next % script.messages.len();
         next += 1;
-        let asked = Instant::now();
+        let sent = Instant::now();
         stream.write_all(&script.messages[index]).await.map_err(broken)?;
-        let (json, body) = rest_answer(&mut stream, &mut buffer).await.map_err(broken)?;
-        let answered = Instant::now();
+        let (json, body) = rest_reply(&mut stream, &mut buffer).await.map_err(broken)?;
+        let replied = Instant::now();
         script.answer_bytes.store(body.len(), Ordering::Relaxed);
         let checked = stats.due_for_check(SAMPLE);
         let outputs = body.get(json..).unwrap_or_default();
-        let right = !checked || script.test_model.is_answer(index, &[outputs]);
-        stats.answer(asked, answered, checked, right);
+        let right = !checked || script.test_model.is_expected(index, &[outputs]);
+        stats.record(sent, replied, checked, right);
     }
     Ok(stats)
 }
 
-/// The body of the next answer, and where its binary part begins.
-async fn rest_answer(
+/// The body of the next reply, and the offset of its binary part.
+async fn rest_reply(
     stream: &mut TcpStream,
     buffer: &mut BytesMut,
 ) -> std::io::Result<(usize, BytesMut)> {
@@ -266,7 +266,7 @@ async fn rest_answer(
         let (length, json) = (number("content-length"), number("inference-header-content-length"));
         if head.get(9..12) != Some("200") || length > REPLY_BYTES_MAX {
             return Err(Error::other(format!(
-                "answered with {}",
+                "replied with {}",
                 head.lines().next().unwrap_or("")
             )));
         }

@@ -9,7 +9,7 @@ use device::paged::{Paged, PagedOptions};
 
 use super::args::SwapArgs;
 
-/// A device whose weights come and go.
+/// A device that loads and evicts weights.
 pub(crate) struct SwappingDevice {
     pub(crate) device: Arc<dyn Device>,
     gpu: Option<Arc<CudaDevice>>,
@@ -44,12 +44,12 @@ impl SwappingDevice {
         self.gpu.as_ref().map(|gpu| gpu.holdings())
     }
 
-    /// Gives back what is kept for later and is not in use.
+    /// Frees cached memory that is not in use.
     pub(crate) fn trim(&self) -> Result<(), Failure> {
         self.gpu.as_ref().map_or(Ok(()), |gpu| gpu.trim().map_err(Failure::failed))
     }
 
-    /// Bytes per second.
+    /// Speed of loading weights, in bytes per second.
     pub(crate) fn speed(&self) -> Result<f64, Failure> {
         match &self.gpu {
             Some(gpu) => gpu.copy_speed().map_err(Failure::failed),

@@ -1,4 +1,4 @@
-//! A model so large that loading it takes a while, to be loaded beside others.
+//! A model that is large enough that loading it takes a while.
 
 use std::path::Path;
 use std::sync::{Arc, mpsc};
@@ -16,29 +16,29 @@ use runtime::Node;
 use super::args::SwapArgs;
 use super::device::SwappingDevice;
 
-/// How long loading may take.
+/// Max time of a load.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// How wide the products of a made model are.
+/// Width of the matrix products of a model of random numbers.
 const WIDTH: usize = 4_096;
 
 /// One round of loading it.
 pub(crate) type LargeModelRound<'a> = dyn Fn(&Node) -> Result<u64, String> + Sync + 'a;
 
-/// A large model on a device whose weights come and go.
+/// A large model on a device that loads and evicts weights.
 pub(crate) struct LargeModel {
     pub(crate) name: String,
-    /// Of its weights on the device.
+    /// Bytes of its weights on the device.
     pub(crate) bytes: u64,
     device: Arc<dyn Device>,
     plan: Arc<LaunchPlan>,
-    /// Kept, so that its weights can be brought without anything else.
+    /// Keeps the program alive for `weights`.
     _program: Arc<dyn Program>,
     weights: Arc<dyn Residency>,
 }
 
 impl LargeModel {
-    /// The model in `file`, or one that is made of random numbers.
+    /// The model in `file`, or one of random numbers.
     pub(crate) fn open(
         args: &SwapArgs,
         opened: &SwappingDevice,
@@ -54,30 +54,30 @@ impl LargeModel {
                 let whole = !args.device.starts_with("cuda")
                     || matches!(args.settings.precision, PrecisionArg::F32);
                 let value_bytes = if whole { 4 } else { 2 };
-                let plan = made(args.big_mb * 1_000_000 / value_bytes, args.seed)?;
-                (format!("a model of {} MB", args.big_mb), plan)
+                let plan = random_model(args.large_model_mb * 1_000_000 / value_bytes, args.seed)?;
+                (format!("a model of {} MB", args.large_model_mb), plan)
             }
         };
         let (device, plan) = (opened.device.clone(), Arc::new(plan));
         let program = device.load(plan.clone()).map_err(Failure::failed)?;
-        let fixed = || Failure::failed(format!("the weights of {name} do not come and go"));
+        let fixed = || Failure::failed(format!("the weights of {name} are never evicted"));
         let weights = program.residency().ok_or_else(fixed)?;
         let bytes = weights.bytes().0;
-        if file.is_none() && bytes < args.big_mb * 1_000_000 {
-            let asked = args.big_mb;
-            return Err(Failure::failed(format!("{bytes} bytes of weights, not {asked} MB")));
+        if file.is_none() && bytes < args.large_model_mb * 1_000_000 {
+            let requested = args.large_model_mb;
+            return Err(Failure::failed(format!("{bytes} bytes of weights, not {requested} MB")));
         }
         eprintln!("{name}: {:.2} GB of weights on the device", bytes as f64 / 1e9);
         Ok(LargeModel { name, bytes, device, plan, _program: program, weights })
     }
 
-    /// Brings its weights, which are packed on the host, and takes them away again; how many bytes that were.
-    pub(crate) fn bring(&self) -> Result<u64, String> {
+    /// Loads its weights, which are packed on the host, and evicts them; returns their bytes.
+    pub(crate) fn load_weights(&self) -> Result<u64, String> {
         let (sender, receiver) = mpsc::channel();
         self.weights.load(
             false,
             Box::new(move |progress| {
-                // Whoever waits may have lost patience.
+                // The receiver may have timed out.
                 let _ = sender.send(progress);
             }),
         );
@@ -87,20 +87,20 @@ impl LargeModel {
                 Ok(LoadProgress::Runnable) => {}
                 Ok(LoadProgress::Loaded) => break,
                 Ok(LoadProgress::Failed(why)) => return Err(why.to_string()),
-                Err(_) => return Err("the weights were not there in a minute".to_string()),
+                Err(_) => return Err("the weights were not loaded within a minute".to_string()),
             }
         }
         self.weights.evict();
         Ok(self.bytes)
     }
 
-    /// Makes another program of its plan, brings that one's weights to the device and takes everything away again.
+    /// Loads another program of its plan with its weights, and removes it.
     pub(crate) fn load(&self, node: &Node) -> Result<u64, String> {
         let program = self.device.load(self.plan.clone()).map_err(|err| err.to_string())?;
         let key = node.add_model(program, &ModelConfig::default());
         node.preload(key);
         let since = Instant::now();
-        let there = loop {
+        let loaded = loop {
             if node.is_resident(key) {
                 break true;
             }
@@ -110,17 +110,17 @@ impl LargeModel {
             std::thread::sleep(Duration::from_micros(200));
         };
         node.remove_model(key);
-        let apart = node.wait_discarded(LIMIT);
-        match (there, apart) {
+        let freed = node.wait_discarded(LIMIT);
+        match (loaded, freed) {
             (true, true) => Ok(self.bytes),
             (false, _) => Err("the model was not loaded in a minute".to_string()),
-            (_, false) => Err("the model was not taken apart in a minute".to_string()),
+            (_, false) => Err("the model was not freed within a minute".to_string()),
         }
     }
 }
 
-/// Products in a row, with as many weights together as are asked for at least.
-fn made(numbers: u64, seed: u64) -> Result<LaunchPlan, Failure> {
+/// A chain of matrix products with at least `numbers` weights.
+fn random_model(numbers: u64, seed: u64) -> Result<LaunchPlan, Failure> {
     let width = WIDTH.min((numbers as f64).sqrt().ceil() as usize).max(1);
     let products = numbers.div_ceil((width * width) as u64).max(1);
     let info = |name: String, shape: Vec<usize>| ValueInfo {
@@ -163,9 +163,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_made_model_is_as_large_as_asked_for_and_sound() {
+    fn a_random_model_has_the_requested_size() {
         for numbers in [1, 100, 40_000_000] {
-            let plan = made(numbers, 1).unwrap_or_else(|err| panic!("{}", err.message()));
+            let plan = random_model(numbers, 1).unwrap_or_else(|err| panic!("{}", err.message()));
             plan.check().expect("a sound plan");
             let count = |tensor: &Tensor| tensor.shape().iter().product::<usize>() as u64;
             let have: u64 = plan.constants.iter().map(|(_, tensor)| count(tensor)).sum();

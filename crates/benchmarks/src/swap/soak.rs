@@ -1,9 +1,10 @@
-//! `atoll bench swap --soak N`: a whole server under random orders, and whether everything comes back.
+//! `atoll bench swap --soak N`: a whole server under random operations, and whether it releases all
+//! memory.
 //!
-//! Clients load, unload, register and ask at random. Whoever loads or registers waits until the model is in service, and most
-//! questions are for models that are; the others are for models that are not, and must be refused with the error that says so.
-//! After every round all is unloaded, and what the device holds then is put down by kind: what grows from one to the next is a
-//! leak.
+//! Clients load, unload, register and send requests at random. A load or registration waits until
+//! the model is ready. Most requests are for loaded models; the others must be refused with the
+//! documented error. After every round all models are unloaded and the device's memory is recorded
+//! by kind: what grows from round to round is a leak.
 
 mod model_states;
 mod report;
@@ -34,25 +35,25 @@ use super::args::SwapArgs;
 use super::device::SwappingDevice;
 use crate::{environment, models};
 
-/// Clients at once.
+/// Number of clients.
 const CLIENTS: u64 = 64;
 
-/// Rounds after each of which everything is unloaded.
+/// Rounds after the warm-up; all models are unloaded after each.
 const ROUNDS: u64 = 4;
 
-/// Of so many operations one is done before anything is compared: what is made only once is made then.
+/// One of so many operations is warm-up.
 const WARM_OF: u64 = 10;
 
-/// How long one order may take.
+/// Max time of one operation.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// How often a client that finds no model in service looks again.
+/// Interval in which a client polls for a loaded model.
 const WAIT: Duration = Duration::from_millis(1);
 
-/// How long memory may take to come back.
+/// How long memory may take to be released.
 const SETTLE: Duration = Duration::from_secs(10);
 
-/// A model and what it answers.
+/// Inputs of a model, and its outputs.
 struct ExpectedReply {
     inputs: Vec<NamedTensor>,
     expected: Vec<Tensor>,
@@ -63,22 +64,22 @@ struct Soak {
     networks: Vec<ExpectedReply>,
     digits: ExpectedReply,
     states: ModelStates,
-    left: AtomicU64,
+    remaining: AtomicU64,
 }
 
-/// Runs `operations` and says what became of them.
+/// Runs `operations` and reports them.
 pub(crate) fn run(
     args: &SwapArgs,
     opened: &SwappingDevice,
     operations: u64,
 ) -> Result<(), Failure> {
-    let start = rest(opened, "at the start");
+    let start = sample_memory(opened, "at the start");
     let folder = tempfile::tempdir().map_err(Failure::failed)?;
     let store = Store::open(folder.path()).map_err(Failure::failed)?;
     let repository = Repository::open(&args.models).map_err(Failure::usage)?;
     let device = opened.device.clone();
-    let room = args.room.first().copied().map_or(4, u64::from);
-    let budget = largest(args, &*device)? * room;
+    let resident = args.resident.first().copied().map_or(4, u64::from);
+    let budget = largest(args, &*device)? * resident;
     let options = NodeOptions { memory: Some(Bytes(budget)), ..NodeOptions::default() };
     let device_group = device_group_on(device, options)?;
     let loader = Arc::new(DiskLoader::new(device_group.clone(), vec![repository], Ok(store)));
@@ -137,7 +138,7 @@ async fn soak(
     let digits = ExpectedReply::of(&service, "registered-0", &plan, &mut random).await?;
     service.unload_model("registered-0").await.map_err(Failure::failed)?;
     let states = ModelStates::new(&args.network);
-    let soak = Arc::new(Soak { service, networks, digits, states, left: AtomicU64::new(0) });
+    let soak = Arc::new(Soak { service, networks, digits, states, remaining: AtomicU64::new(0) });
     let mut all = OperationStats::default();
     let began = Instant::now();
     let warm = report.operations / WARM_OF;
@@ -150,7 +151,7 @@ async fn soak(
             0 => format!("after {done} operations of warm-up"),
             _ => format!("after {done} operations"),
         };
-        report.rests.push(rest(opened, &when));
+        report.rests.push(sample_memory(opened, &when));
         eprintln!("{when}: {:.0} s, {} wrong", began.elapsed().as_secs_f64(), all.wrong);
     }
     report.seconds = began.elapsed().as_secs_f64();
@@ -160,19 +161,19 @@ async fn soak(
     report.most_held_bytes = opened.device.memory_use().map_or(0, |used| used.most_weights.0);
     report.most_registered = soak.states.most_registered();
     opened.trim()?;
-    report.rests.push(rest(opened, "after what was kept for later was given back"));
+    report.rests.push(sample_memory(opened, "after what was kept for later was given back"));
     Ok(())
 }
 
-/// What is held now that nothing is in service: waits for memory to come back, since models are taken apart behind the last
-/// answer.
-fn rest(opened: &SwappingDevice, when: &str) -> MemorySample {
+/// Memory in use while no model is loaded. Waits for memory to be released, because models are
+/// freed after their last reply.
+fn sample_memory(opened: &SwappingDevice, when: &str) -> MemorySample {
     let used = || opened.device.memory_use().unwrap_or_default();
     let since = Instant::now();
     while used().weights > Bytes(0) && since.elapsed() < SETTLE {
         std::thread::sleep(Duration::from_millis(5));
     }
-    // What was unmapped is released a moment later.
+    // Unmapped memory is released a moment later.
     std::thread::sleep(Duration::from_millis(200));
     MemorySample {
         when: when.to_string(),
@@ -183,8 +184,8 @@ fn rest(opened: &SwappingDevice, when: &str) -> MemorySample {
     }
 }
 
-/// How far an answer may be from that of the same model undisturbed, as a share of its size: requests that run together round
-/// differently. Another model's answer is far away.
+/// How far outputs may differ from those of the same model undisturbed, relative to their norm:
+/// batches round differently. Outputs of other models differ far more.
 const ROUNDING: f64 = 0.05;
 
 fn is_close(got: &[Tensor], want: &[Tensor]) -> bool {
@@ -200,7 +201,7 @@ fn is_close(got: &[Tensor], want: &[Tensor]) -> bool {
 }
 
 impl ExpectedReply {
-    /// What the model of this name, which is in service, answers.
+    /// The outputs of a loaded model.
     async fn of(
         service: &LocalNode,
         name: &str,
@@ -213,11 +214,15 @@ impl ExpectedReply {
             names.zip(tensors).map(|(name, tensor)| NamedTensor { name, tensor }).collect();
         let mut expected_reply = ExpectedReply { inputs, expected: Vec::new() };
         expected_reply.expected =
-            expected_reply.ask(service, name).await.map_err(Failure::failed)?;
+            expected_reply.request_reply(service, name).await.map_err(Failure::failed)?;
         Ok(expected_reply)
     }
 
-    async fn ask(&self, service: &LocalNode, name: &str) -> Result<Vec<Tensor>, ApiError> {
+    async fn request_reply(
+        &self,
+        service: &LocalNode,
+        name: &str,
+    ) -> Result<Vec<Tensor>, ApiError> {
         let request = InferRequest {
             id: String::new(),
             options: InferOptions::default(),
@@ -242,21 +247,21 @@ async fn register(service: &LocalNode, name: &str) -> Result<(), ApiError> {
     service.register(request).await.map(|_| ())
 }
 
-/// Does `order` within the limit, and says how long it took.
+/// Runs `operation` with a timeout, and measures it.
 async fn timed<T>(
-    order: impl Future<Output = Result<T, ApiError>>,
+    operation: impl Future<Output = Result<T, ApiError>>,
 ) -> (Nanos, Result<T, ApiError>) {
     let began = Instant::now();
-    let result = tokio::time::timeout(LIMIT, order).await.unwrap_or_else(|_| {
+    let result = tokio::time::timeout(LIMIT, operation).await.unwrap_or_else(|_| {
         Err(ApiError::internal(format!("no answer in {} seconds", LIMIT.as_secs())))
     });
     (Nanos::from(began.elapsed()), result)
 }
 
 impl Soak {
-    /// So many operations from all clients, on top of loading every network; then everything is unloaded.
+    /// Loads every network, runs `operations` operations from all clients, then unloads everything.
     async fn round(self: Arc<Self>, seed: u64, operations: u64) -> Result<OperationStats, Failure> {
-        self.left.store(operations, Ordering::Release);
+        self.remaining.store(operations, Ordering::Release);
         let mut all = OperationStats::default();
         let mut random = Random::new(seed);
         for _ in &self.networks {
@@ -277,15 +282,15 @@ impl Soak {
     async fn client(self: Arc<Self>, seed: u64) -> OperationStats {
         let mut random = Random::new(seed);
         let mut stats = OperationStats::default();
-        let take = |left: u64| left.checked_sub(1);
-        while self.left.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).is_ok() {
+        let take = |remaining: u64| remaining.checked_sub(1);
+        while self.remaining.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).is_ok() {
             match random.below(100) {
-                0..85 => self.ask_loaded(&mut random, &mut stats).await,
-                85..94 => self.ask_absent(&mut random, &mut stats).await,
+                0..85 => self.request_loaded(&mut random, &mut stats).await,
+                85..94 => self.request_absent(&mut random, &mut stats).await,
                 94..96 => self.load(&mut random, &mut stats).await,
                 96..98 => match self.states.begin_unload(&mut random) {
                     Some(model) => self.unload(&model, &mut stats).await,
-                    None => self.ask_loaded(&mut random, &mut stats).await,
+                    None => self.request_loaded(&mut random, &mut stats).await,
                 },
                 _ => self.register(&mut random, &mut stats).await,
             }
@@ -300,8 +305,8 @@ impl Soak {
         }
     }
 
-    /// A question for a model in service; somebody may unload it on the way.
-    async fn ask_loaded(&self, random: &mut Random, stats: &mut OperationStats) {
+    /// A request to a loaded model; another client may unload it meanwhile.
+    async fn request_loaded(&self, random: &mut Random, stats: &mut OperationStats) {
         let began = Instant::now();
         let model = loop {
             if let Some(model) = self.states.loaded(random) {
@@ -309,58 +314,64 @@ impl Soak {
             }
             if began.elapsed() > LIMIT {
                 let none = ApiError::internal("no model came into service");
-                return stats.note("wait", ExpectedResult::Done, began.elapsed().into(), Err(none));
+                return stats.record(
+                    "wait",
+                    ExpectedResult::Done,
+                    began.elapsed().into(),
+                    Err(none),
+                );
             }
             tokio::time::sleep(WAIT).await;
         };
         let expected_reply = self.expected_reply(model.source);
-        let (took, answer) = timed(expected_reply.ask(&self.service, &model.name)).await;
+        let (elapsed, answer) =
+            timed(expected_reply.request_reply(&self.service, &model.name)).await;
         stats.wrong +=
             u64::from(answer.as_ref().is_ok_and(|got| !is_close(got, &expected_reply.expected)));
-        stats.note("infer of a loaded model", ExpectedResult::Done, took, answer.map(|_| ()));
+        stats.record("infer of a loaded model", ExpectedResult::Done, elapsed, answer.map(|_| ()));
     }
 
-    /// A question that must be refused.
-    async fn ask_absent(&self, random: &mut Random, stats: &mut OperationStats) {
+    /// A request that must be refused.
+    async fn request_absent(&self, random: &mut Random, stats: &mut OperationStats) {
         let (name, never) = self.states.absent(random);
         let (what, kind) = match never {
             true => ("infer of a model that never was", ErrorKind::NotFound),
             false => ("infer of an unloaded model", ErrorKind::Unavailable),
         };
-        let (took, answer) = timed(self.digits.ask(&self.service, &name)).await;
-        stats.note(what, ExpectedResult::Refused(kind), took, answer.map(|_| ()));
+        let (elapsed, answer) = timed(self.digits.request_reply(&self.service, &name)).await;
+        stats.record(what, ExpectedResult::Refused(kind), elapsed, answer.map(|_| ()));
     }
 
-    /// Loads a network that is not in service, or else one that is once more; returns when it is ready.
+    /// Loads a network, preferably one that is not loaded; returns when it is ready.
     async fn load(&self, random: &mut Random, stats: &mut OperationStats) {
         let Some((model, fresh)) = self.states.begin_load(random) else {
-            // All of them are on their way.
-            return self.ask_loaded(random, stats).await;
+            // All of them are being loaded or unloaded.
+            return self.request_loaded(random, stats).await;
         };
-        let (took, result) = timed(self.service.load_model(&model.name)).await;
+        let (elapsed, result) = timed(self.service.load_model(&model.name)).await;
         if fresh {
             self.states.finish(&model, result.is_ok());
         }
-        stats.note("load", ExpectedResult::Done, took, result.map(|_| ()));
+        stats.record("load", ExpectedResult::Done, elapsed, result.map(|_| ()));
     }
 
-    /// Unloads a model and waits until its last request is answered and its memory is back.
+    /// Unloads a model and waits for its last reply and its memory.
     async fn unload(&self, model: &ModelName, stats: &mut OperationStats) {
-        let (took, result) = timed(self.service.unload_model(&model.name)).await;
+        let (elapsed, result) = timed(self.service.unload_model(&model.name)).await;
         self.states.finish(model, false);
-        stats.note("unload", ExpectedResult::Done, took, result);
+        stats.record("unload", ExpectedResult::Done, elapsed, result);
     }
 
-    /// Registers a model under a new name, after another has made room where there are as many as may be.
+    /// Registers a model under a new name, or unloads the oldest if there are too many.
     async fn register(&self, random: &mut Random, stats: &mut OperationStats) {
         let model = match self.states.begin_register() {
             Ok(model) => model,
             Err(Some(oldest)) => return self.unload(&oldest, stats).await,
-            Err(None) => return self.ask_loaded(random, stats).await,
+            Err(None) => return self.request_loaded(random, stats).await,
         };
-        let (took, result) = timed(register(&self.service, &model.name)).await;
+        let (elapsed, result) = timed(register(&self.service, &model.name)).await;
         self.states.finish(&model, result.is_ok());
-        stats.note("register", ExpectedResult::Done, took, result);
+        stats.record("register", ExpectedResult::Done, elapsed, result);
     }
 }
 
@@ -376,14 +387,14 @@ mod tests {
     }
 
     #[test]
-    fn a_small_server_takes_every_kind_of_order_and_gives_all_memory_back() {
+    fn a_small_server_handles_all_operations_and_releases_memory() {
         let folder = tempfile::tempdir().unwrap();
         for name in ["one", "other"] {
             std::fs::write(folder.path().join(format!("{name}.onnx")), DIGITS_ONNX).unwrap();
         }
         let (models, json) = (folder.path(), folder.path().join("soak.json"));
         let (models, json) = (models.to_str().unwrap(), json.to_str().unwrap());
-        let line = ["swap", "--models", models, "--network", "one,other", "--room", "1"];
+        let line = ["swap", "--models", models, "--network", "one,other", "--resident", "1"];
         let line = line.into_iter().chain(["--threads", "1", "--json", json]);
         let args = Line::parse_from(line).swap;
         let opened = SwappingDevice::open(&args).unwrap_or_else(|err| panic!("{}", err.message()));

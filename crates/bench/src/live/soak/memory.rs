@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn growth_is_told_from_warming_up_and_from_noise() {
+    fn growth_is_distinguished_from_warm_up_and_noise() {
         const MIB: u64 = 1 << 20;
         let still = series(|_| 4_000 * MIB, |at| (900 + at % 7) * MIB);
         assert_eq!(grown(&still), [Some(false); 3], "open files were never read");
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn without_readings_nothing_is_claimed() {
+    fn without_samples_no_growth_is_reported() {
         let mut series = ResourceSeries::new(10.0);
         assert!(series.growth().is_empty());
         series.push(0.5, ResourceReading { values: [Some(1), None, None, None] });

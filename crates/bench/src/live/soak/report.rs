@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_soak_fails_for_every_reason_it_may() {
+    fn a_soak_fails_for_each_reason() {
         let growth = |grown| ResourceGrowth {
             what: "device bytes",
             samples: 9,

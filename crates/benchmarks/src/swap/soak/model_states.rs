@@ -1,29 +1,29 @@
-//! Which models the clients of a soak know of, and where each stands as far as they know.
+//! The models that the clients of a soak know, and their states.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::Random;
 
-/// Registered models in service at once.
+/// Max registered models.
 pub(super) const REGISTERED_MAX: usize = 24;
 
-/// Names of registered models that are not in service any more which are remembered.
+/// Number of unloaded names that are remembered.
 const UNLOADED_MAX: usize = 64;
 
-/// What a model answers like.
+/// Where a model comes from, which determines its outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ModelSource {
     /// The n-th network of the repository.
     Network(usize),
-    /// The one that clients register.
+    /// The model that clients register.
     Registered,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Absent,
-    /// Somebody loads or unloads it.
+    /// A client loads or unloads it.
     Changing,
     Loaded,
 }
@@ -50,7 +50,7 @@ struct ModelEntries {
     most_registered: usize,
 }
 
-/// All models.
+/// The states of all models.
 #[derive(Debug, Default)]
 pub(super) struct ModelStates {
     entries: Mutex<ModelEntries>,
@@ -71,15 +71,15 @@ impl ModelStates {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One that is in service.
+    /// A loaded model.
     pub(super) fn loaded(&self, random: &mut Random) -> Option<ModelName> {
         let entries = self.lock();
         pick(&entries.all, random, |entry| entry.state == State::Loaded)
             .map(|at| entries.all[at].named())
     }
 
-    /// A name that is not in service and will not be: of a model that was unloaded for good where there is one, and `false`,
-    /// or one that never was, and `true`.
+    /// A name that is not loaded and will not be: an unloaded one and `false`, or one that never
+    /// existed and `true`.
     pub(super) fn absent(&self, random: &mut Random) -> (Arc<str>, bool) {
         let entries = self.lock();
         let never = entries.gone.is_empty() || random.below(2) == 0;
@@ -92,7 +92,7 @@ impl ModelStates {
         }
     }
 
-    /// A network that is not in service and that the caller is to load, or else one that is, to be loaded again, and `false`.
+    /// A network that the caller must load, and `true`; or a loaded one to load again, and `false`.
     pub(super) fn begin_load(&self, random: &mut Random) -> Option<(ModelName, bool)> {
         let mut entries = self.lock();
         if let Some(at) = pick(&entries.all, random, |entry| entry.state == State::Absent) {
@@ -103,7 +103,8 @@ impl ModelStates {
         pick(&entries.all, random, again).map(|at| (entries.all[at].named(), false))
     }
 
-    /// One in service that the caller is to unload, rather one that was registered; never the last, which others ask.
+    /// A loaded model that the caller must unload, preferably a registered one; never the last,
+    /// which other clients need.
     pub(super) fn begin_unload(&self, random: &mut Random) -> Option<ModelName> {
         let mut entries = self.lock();
         if entries.all.iter().filter(|entry| entry.state == State::Loaded).count() < 2 {
@@ -118,7 +119,8 @@ impl ModelStates {
         Some(entries.all[at].named())
     }
 
-    /// A new name to register under, or one in service that must be unloaded before there is room.
+    /// A new name to register; or, if there are too many, a model that the caller must unload
+    /// first.
     pub(super) fn begin_register(&self) -> Result<ModelName, Option<ModelName>> {
         let mut entries = self.lock();
         let registered = entries.all.iter().filter(|entry| !entry.is_network()).count();
@@ -139,7 +141,7 @@ impl ModelStates {
         Ok(named)
     }
 
-    /// What was begun is over: the model is in service, or is not.
+    /// Ends a load or unload: the model is now loaded or not.
     pub(super) fn finish(&self, model: &ModelName, loaded: bool) {
         let mut entries = self.lock();
         let Some(at) = entries.all.iter().position(|entry| entry.name == model.name) else {
@@ -158,7 +160,7 @@ impl ModelStates {
         }
     }
 
-    /// All that is in service, for the caller to unload.
+    /// All loaded models, which the caller must unload.
     pub(super) fn take_all(&self) -> Vec<ModelName> {
         let mut entries = self.lock();
         let loaded = entries.all.iter_mut().filter(|entry| entry.state == State::Loaded);
@@ -170,7 +172,7 @@ impl ModelStates {
             .collect()
     }
 
-    /// The most registered models that were there at once.
+    /// The maximum number of registered models so far.
     pub(super) fn most_registered(&self) -> usize {
         self.lock().most_registered
     }
@@ -201,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn models_come_and_go_within_their_bound() {
+    fn models_are_loaded_and_unloaded_within_limits() {
         let mut random = Random::new(5);
         let states = ModelStates::new(&["a".to_string(), "b".to_string()]);
         assert_eq!(states.loaded(&mut random), None);

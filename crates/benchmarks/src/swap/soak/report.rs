@@ -1,4 +1,4 @@
-//! What became of a soak's orders, and what was held whenever nothing was loaded.
+//! Results of a soak's operations, and memory in use between rounds.
 
 use std::collections::BTreeMap;
 
@@ -6,15 +6,15 @@ use api::{ApiError, ErrorKind};
 use base::{Bytes, Histogram, Nanos};
 use serde::Serialize;
 
-/// What the driver itself may hold more of after than before: it frees in pages of its own.
+/// How much more memory the driver may use at the end: it frees in pages of its own.
 const SYSTEM_SLACK: u64 = 64 << 20;
 
-/// What became of one kind of order.
+/// Results of one kind of operation.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct OperationOutcomes {
     pub(super) asked: u64,
     pub(super) done: u64,
-    /// Answers that say that a model is not there at the moment, by kind.
+    /// Documented errors that a model is not loaded, by kind.
     pub(super) documented: BTreeMap<String, u64>,
     pub(super) failed: u64,
     pub(super) p50_ms: f64,
@@ -24,7 +24,7 @@ pub(super) struct OperationOutcomes {
     times: Histogram,
 }
 
-/// What clients saw.
+/// Results of all operations.
 #[derive(Debug, Default)]
 pub(super) struct OperationStats {
     pub(super) kinds: BTreeMap<&'static str, OperationOutcomes>,
@@ -32,26 +32,26 @@ pub(super) struct OperationStats {
     pub(super) wrong: u64,
 }
 
-/// What an order is to come to.
+/// The expected result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ExpectedResult {
-    /// It is carried out, or the model is not there at the moment.
+    /// It succeeds, or the model is not loaded at the moment.
     Done,
-    /// It is refused with exactly this: there is no such model in service.
+    /// It is refused with exactly this error.
     Refused(ErrorKind),
 }
 
 impl OperationStats {
-    pub(super) fn note(
+    pub(super) fn record(
         &mut self,
         what: &'static str,
         due: ExpectedResult,
-        took: Nanos,
+        elapsed: Nanos,
         result: Result<(), ApiError>,
     ) {
         let outcomes = self.kinds.entry(what).or_default();
         outcomes.asked += 1;
-        outcomes.times.record(took);
+        outcomes.times.record(elapsed);
         let failure = match (due, result) {
             (ExpectedResult::Done, Ok(())) => {
                 outcomes.done += 1;
@@ -91,7 +91,7 @@ impl OperationStats {
         self.wrong += other.wrong;
     }
 
-    /// Fills in the times.
+    /// Computes quantiles of the times.
     pub(super) fn time(&mut self) {
         let ms = |nanos: Nanos| (nanos.0 as f64 / 1e4).round() / 100.0;
         for outcomes in self.kinds.values_mut() {
@@ -102,21 +102,21 @@ impl OperationStats {
     }
 }
 
-/// What is held while no model is in service.
+/// Memory in use while no model is loaded.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct MemorySample {
     pub(super) when: String,
-    /// Weights on the device, by its own count.
+    /// Weights on the device, as it reports.
     pub(super) weights_bytes: u64,
-    /// Memory used by everybody, as the GPU's own tools count.
+    /// Memory used by all processes, as the GPU's tools report.
     pub(super) system_bytes: Option<u64>,
     /// Memory of this process.
     pub(super) process_bytes: Option<u64>,
-    /// What a GPU's memory is used for, as far as we can know.
+    /// What a GPU's memory is used for, as far as known.
     pub(super) holdings: Option<cuda::Holdings>,
 }
 
-/// A whole soak.
+/// The report of a soak.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct SoakReport {
     pub(super) device: String,
@@ -126,18 +126,18 @@ pub(super) struct SoakReport {
     pub(super) operations: u64,
     pub(super) clients: u64,
     pub(super) seconds: f64,
-    /// By kind of order.
+    /// By kind of operation.
     pub(super) kinds: BTreeMap<&'static str, OperationOutcomes>,
     pub(super) failures: u64,
     pub(super) first_failure: Option<String>,
-    /// Answers that differ from those of the same model undisturbed.
+    /// Replies that differ from those of the same model undisturbed.
     pub(super) wrong: u64,
     pub(super) most_registered: usize,
     pub(super) budget_bytes: u64,
     pub(super) most_held_bytes: u64,
     pub(super) loads: u64,
     pub(super) evictions: u64,
-    /// At the start, after the warm-up, after each round, and after what is kept for later is given back.
+    /// At the start, after the warm-up, after each round, and after cached memory was freed.
     pub(super) rests: Vec<MemorySample>,
 }
 
@@ -150,7 +150,7 @@ impl SoakReport {
         self.kinds = stats.kinds;
     }
 
-    /// Why it did not hold, if so.
+    /// Why the soak failed, if it did.
     pub(super) fn verdict(&self) -> Result<(), String> {
         let SoakReport { failures, wrong, first_failure, .. } = self;
         if *failures + *wrong > 0 {
@@ -187,15 +187,15 @@ mod tests {
     }
 
     #[test]
-    fn only_documented_errors_are_no_failures() {
+    fn documented_errors_are_no_failures() {
         let mut stats = OperationStats::default();
-        let mut note = |due, result| stats.note("infer", due, Nanos(1), result);
-        note(ExpectedResult::Done, Ok(()));
-        note(ExpectedResult::Done, refusal(ErrorKind::Unavailable));
-        note(ExpectedResult::Refused(ErrorKind::NotFound), refusal(ErrorKind::NotFound));
-        note(ExpectedResult::Refused(ErrorKind::NotFound), refusal(ErrorKind::Unavailable));
-        note(ExpectedResult::Refused(ErrorKind::NotFound), Ok(()));
-        note(ExpectedResult::Done, refusal(ErrorKind::Internal));
+        let mut record = |due, result| stats.record("infer", due, Nanos(1), result);
+        record(ExpectedResult::Done, Ok(()));
+        record(ExpectedResult::Done, refusal(ErrorKind::Unavailable));
+        record(ExpectedResult::Refused(ErrorKind::NotFound), refusal(ErrorKind::NotFound));
+        record(ExpectedResult::Refused(ErrorKind::NotFound), refusal(ErrorKind::Unavailable));
+        record(ExpectedResult::Refused(ErrorKind::NotFound), Ok(()));
+        record(ExpectedResult::Done, refusal(ErrorKind::Internal));
         let outcomes = &stats.kinds["infer"];
         assert_eq!((outcomes.asked, outcomes.done, outcomes.failed), (6, 1, 3));
         assert_eq!(outcomes.documented.values().sum::<u64>(), 2);
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_on_the_device_fails() {
+    fn memory_that_stays_in_use_fails() {
         let rest = |weights_bytes, system: u64| MemorySample {
             weights_bytes,
             system_bytes: Some(system << 20),
