@@ -28,7 +28,8 @@ pub fn svg(gpu: &Gpu, real_time: &Range<usize>, window: Range<Nanos>) -> String 
     let rows = rows(&shown, real_time);
     let height = TOP + ROW_HEIGHT * rows.len() as f64 + 36.0;
     let mut text = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{}\" height=\"{height}\" font-family=\"sans-serif\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{}\" height=\"{height}\" \
+         font-family=\"sans-serif\" \
          font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
         WIDTH + LEFT + 40.0
     );
@@ -129,7 +130,8 @@ fn draw_row(
     for at in preemptions {
         let _ = writeln!(
             text,
-            "<path d=\"M{0:.2} {1}l-4 -7h8z\" fill=\"{PREEMPTED_COLOUR}\"><title>left at {2:.3} ms</title></path>",
+            "<path d=\"M{0:.2} {1}l-4 -7h8z\" fill=\"{PREEMPTED_COLOUR}\"><title>left at {2:.3} \
+             ms</title></path>",
             x(at),
             bottom - ROW_HEIGHT + 13.0,
             at.as_millis_f64()

@@ -33,8 +33,9 @@ use tonic::transport::Channel;
   atoll bench frontend --requests 2000 --rounds 20 --json
   atoll bench frontend --device cuda:0
 
-A scheduler, a backend and a frontend start in this process, each with threads of its own. One client
-sends requests for the demo model over loopback, alternately to the backend and through the frontend.")]
+A scheduler, a backend and a frontend start in this process, each with threads of its own. One
+client sends requests for the demo model over loopback, alternately to the backend and through the
+frontend.")]
 pub(crate) struct FrontendBenchArgs {
     /// Requests of one measurement
     #[arg(
@@ -207,7 +208,8 @@ impl RestClient {
             true => {
                 let size = PIXELS * 4;
                 let json = format!(
-                    "{{\"inputs\":[{{{input},\"parameters\":{{\"binary_data_size\":{size}}}}}],\"parameters\":{{\"binary_data_output\":true}}}}"
+                    "{{\"inputs\":[{{{input},\"parameters\":{{\"binary_data_size\":{size}}}}}\
+                     ],\"parameters\":{{\"binary_data_output\":true}}}}"
                 );
                 (json, [0.5f32; PIXELS].iter().flat_map(|value| value.to_le_bytes()).collect())
             }
@@ -217,7 +219,8 @@ impl RestClient {
             false => String::new(),
         };
         let head = format!(
-            "POST /v2/models/{MODEL}/infer HTTP/1.1\r\nHost: atoll\r\n{header}Content-Length: {}\r\n\r\n",
+            "POST /v2/models/{MODEL}/infer HTTP/1.1\r\nHost: atoll\r\n{header}Content-Length: \
+             {}\r\n\r\n",
             json.len() + raw.len()
         );
         let request = [head.into_bytes(), json.into_bytes(), raw].concat();

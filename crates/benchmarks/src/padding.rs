@@ -39,8 +39,8 @@ best effort. Methods:
   apart      the same, with real time on all other SMs only
 
 Methods alternate. Best effort has the same launches under all of them, without clusters and not
-preemptible; its share is relative to its throughput alone. Outputs of both networks are compared bit
-by bit with those alone, and the command fails if they differ.")]
+preemptible; its share is relative to its throughput alone. Outputs of both networks are compared
+bit by bit with those alone, and the command fails if they differ.")]
 pub(crate) struct PaddingArgs {
     /// GPU: cuda:N
     #[arg(long, default_value = "cuda:0")]

@@ -1,4 +1,4 @@
-//! `atoll apply`: carries out a plan on this machine's GPUs, or says what it would do.
+//! `atoll apply`: applies a plan to this machine's GPUs, or prints what it would do.
 
 mod journal;
 mod servers;
@@ -73,7 +73,7 @@ fn planned(args: &ApplyArgs) -> Result<(&'static GpuKind, Vec<Change>), Failure>
     Ok((kind, list))
 }
 
-/// The machine as it is, or why it must not be touched.
+/// The machine as it is, or why it must not be changed.
 fn inspect(
     args: &ApplyArgs,
     tools: &Tools,
@@ -97,7 +97,7 @@ fn inspect(
     Ok(machine)
 }
 
-/// What is done with the tools and their answers.
+/// Applies changes one after another.
 struct PlanExecutor<'a> {
     args: &'a ApplyArgs,
     tools: Tools,
@@ -150,12 +150,13 @@ impl PlanExecutor<'_> {
     }
 }
 
-/// Pipes and logs of a place's daemon. Unix sockets have short names, so the folder should too.
+/// Pipes and logs of the MPS daemon of a GPU or slice. A short name, because paths of Unix sockets
+/// are short.
 fn mps_folder(state: &Path, place: &str) -> PathBuf {
     state.join(format!("mps-{place}"))
 }
 
-/// Undoes what the journal has, from the end; what cannot be undone stays in it.
+/// Undoes the changes in the journal, from the end; what cannot be undone stays in it.
 fn undo_all(tools: &Tools, state: &Path, mut journal: Journal) -> Result<(), Failure> {
     while let Some(done) = journal.last().cloned() {
         let undone = match &done.change {
@@ -191,7 +192,7 @@ fn undo(args: &ApplyArgs, state: &Path) -> Result<(), Failure> {
     undo_all(&Tools, state, journal)
 }
 
-/// Says what would be done. Where the tools are there, also whether the GPUs may be touched.
+/// Prints what would be done and, if the tools are installed, whether the GPUs may be changed.
 fn dry_run(args: &ApplyArgs, state: &Path, kind: &GpuKind, list: &[Change]) -> Result<(), Failure> {
     let refused = inspect(args, &Tools, kind, list).err();
     if args.json {

@@ -22,9 +22,9 @@ struct CheckReport {
     inputs: Vec<TensorReport>,
     outputs: Vec<TensorReport>,
     weight_bytes: u64,
-    /// Peak of all values alive at once; absent when a shape is known only while running.
+    /// Peak of all live values; absent if a shape is known only at run time.
     activation_bytes: Option<u64>,
-    /// Every symbolic dimension of the inputs and the size the estimate was made for.
+    /// Every symbolic dimension of the inputs, and the size that the estimate assumes.
     bindings: BTreeMap<String, usize>,
     operators: BTreeMap<String, usize>,
     steps: Vec<StepReport>,
@@ -70,7 +70,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<(), Failure> {
     Err(Failure::failed(format!("{} steps cannot run on {}", unsupported.len(), report.device)))
 }
 
-/// The answer for a model that cannot even be imported.
+/// Reports a model that cannot be imported.
 fn refuse(args: &CheckArgs, unsupported: Vec<String>) -> Result<(), Failure> {
     if args.json {
         let report = serde_json::json!({

@@ -1,4 +1,4 @@
-//! `atoll cluster`: puts the roles together, each in a process of its own or all in one.
+//! `atoll cluster`: runs the roles, each in a process of its own or all in one.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -54,7 +54,7 @@ pub(crate) fn run(role: &Role) -> Result<(), Failure> {
 fn open_store(args: &StoreArgs) -> Result<Arc<dyn Store>, Failure> {
     if args.store == "memory" {
         return Err(Failure::usage(
-            "the memory store lives in one process; use atoll serve --cluster, or --store etcd://HOST:PORT",
+            "the memory store is for one process: use atoll serve --cluster, or --store etcd://...",
         ));
     }
     store::open(&args.store, clock()).map_err(Failure::usage)
@@ -92,7 +92,7 @@ fn planning(args: &PlanningArgs, lease: Duration) -> Result<SchedulerSettings, F
             copies: usize::from(args.copies),
             spread: !args.compact,
             packer: args.packer,
-            pooled: !args.apart,
+            pooled: !args.no_backend_pools,
         },
     })
 }
@@ -174,7 +174,7 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
         files: open_files(&args.models)?,
     };
     let name = settings.name.clone();
-    keep_queries(&Library::new(store.clone(), keys.clone()), &args.query).await?;
+    store_queries(&Library::new(store.clone(), keys.clone()), &args.query).await?;
     let service = retry_until_reached(|| {
         Frontend::start(store.clone(), keys.clone(), clock(), settings.clone())
     })
@@ -199,11 +199,11 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
     if let Some(membership) = Arc::into_inner(membership) {
         membership.leave().await;
     }
-    given_up(done)
+    check_finished(done)
 }
 
-/// Keeps the queries of files under the files' names.
-async fn keep_queries(library: &Library, files: &[PathBuf]) -> Result<(), Failure> {
+/// Stores the queries of `files` under the files' names.
+async fn store_queries(library: &Library, files: &[PathBuf]) -> Result<(), Failure> {
     for path in files {
         let fail = |why: String| Failure::usage(format!("--query {}: {why}", path.display()));
         let name = path.file_stem().and_then(|name| name.to_str()).unwrap_or_default();
@@ -214,15 +214,15 @@ async fn keep_queries(library: &Library, files: &[PathBuf]) -> Result<(), Failur
         let query = QuerySpec::read(&text).and_then(QuerySpec::check);
         let query = query.map_err(|error| fail(error.to_string()))?.spec;
         retry_until_reached(|| library.put_query(name, &query)).await?;
-        tracing::info!(query = name, "query kept");
+        tracing::info!(query = name, "query stored");
     }
     Ok(())
 }
 
-fn given_up(done: bool) -> Result<(), Failure> {
+fn check_finished(done: bool) -> Result<(), Failure> {
     match done {
         true => Ok(()),
-        false => Err(Failure::failed("some requests did not finish in time and were given up")),
+        false => Err(Failure::failed("some requests did not finish in time and were cancelled")),
     }
 }
 
@@ -260,14 +260,14 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
     .await?;
     stop.wait().await;
     tracing::info!(in_flight = running.server.in_flight(), "stopping");
-    given_up(running.shutdown(Duration::from_secs(args.exit_timeout_secs)).await)
+    check_finished(running.shutdown(Duration::from_secs(args.exit_timeout_secs)).await)
 }
 
 /// `atoll serve --cluster`: scheduler, frontend and backend in this process, state in memory.
 pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
     if args.model_control_mode.is_some() || !args.load_model.is_empty() {
         return Err(Failure::usage(
-            "--cluster loads what the plan says; load and unload over the API instead of --load-model",
+            "--cluster loads what the plan assigns; use the API instead of --load-model",
         ));
     }
     if args.model_repository.is_empty() && args.data_dir.is_none() {
@@ -281,7 +281,7 @@ pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
 async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(), Failure> {
     let stop = ShutdownSignal::new()?;
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
-    // First of all: the backend takes any free port, which must not be one of these.
+    // First, because the backend takes any free port, which must not be one of these.
     let bound = bind(&args.listen, body).await?;
     let store = store::open("memory", clock()).map_err(Failure::failed)?;
     let (keys, lease) = (Keys::new("default"), Duration::from_secs(5));
@@ -319,7 +319,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         memory_mib: None,
     })
     .await?;
-    keep_queries(&Library::new(store.clone(), keys.clone()), &args.query).await?;
+    store_queries(&Library::new(store.clone(), keys.clone()), &args.query).await?;
     let settings = FrontendSettings {
         name: "frontend".to_string(),
         lease,
@@ -340,10 +340,10 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
     stop.wait().await;
     let limit = Duration::from_secs(args.exit_timeout_secs);
     let done = server.shutdown(limit).await;
-    given_up(backend.server.shutdown(limit).await && done)
+    check_finished(backend.server.shutdown(limit).await && done)
 }
 
-async fn look(store: &dyn Store, keys: &Keys) -> Result<Status, Failure> {
+async fn read_status(store: &dyn Store, keys: &Keys) -> Result<Status, Failure> {
     let listing = store.list(keys.all()).await.map_err(Failure::failed)?;
     let short =
         |entry: store::Entry| Some((entry.key.strip_prefix(keys.all())?.to_string(), entry.value));
@@ -353,14 +353,14 @@ async fn look(store: &dyn Store, keys: &Keys) -> Result<Status, Failure> {
 
 async fn status(args: &StatusArgs) -> Result<(), Failure> {
     let store = open_store(&args.store)?;
-    let status = look(&*store, &Keys::new(&args.store.cluster)).await?;
+    let status = read_status(&*store, &Keys::new(&args.store.cluster)).await?;
     match args.json {
         true => println!("{}", serde_json::to_string_pretty(&status).map_err(Failure::failed)?),
         false => print!("{}", picture(&status)),
     }
     match status.leader {
         Some(_) => Ok(()),
-        None => Err(Failure::failed("nobody leads the cluster")),
+        None => Err(Failure::failed("the cluster has no leader")),
     }
 }
 
@@ -370,16 +370,16 @@ async fn top(args: &TopArgs) -> Result<(), Failure> {
     let keys = Keys::new(&args.store.cluster);
     let show = async {
         loop {
-            let text = match (look(&*store, &keys).await, args.json) {
+            let text = match (read_status(&*store, &keys).await, args.json) {
                 (Ok(status), true) => {
                     format!("{}\n", serde_json::to_string(&status).map_err(Failure::failed)?)
                 }
-                // Clears the screen and goes to its top.
+                // Clears the screen.
                 (Ok(status), false) => format!("\x1b[2J\x1b[H{}", picture(&status)),
                 (Err(_), _) => "the store cannot be reached\n".to_string(),
             };
             let mut out = std::io::stdout();
-            // A reader that went away ends it.
+            // Ends when the reader is gone.
             if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
                 return Ok(());
             }

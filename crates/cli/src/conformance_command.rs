@@ -1,4 +1,4 @@
-//! `atoll conformance`: the suite every device passes, on the device at hand.
+//! `atoll conformance`: the tests that every device passes, on this machine's device.
 
 use assembly::Failure;
 use device::conformance::{self, Verdict};
@@ -47,7 +47,11 @@ pub(crate) fn run(args: &ConformanceArgs) -> Result<(), Failure> {
     } else {
         println!("{}\n{report}", device.info().description);
     }
-    if failed == 0 { Ok(()) } else { Err(Failure::failed(format!("{failed} promises not kept"))) }
+    if failed == 0 {
+        Ok(())
+    } else {
+        Err(Failure::failed(format!("{failed} conformance tests failed")))
+    }
 }
 
 fn case(case: &conformance::Case) -> CaseReport {

@@ -30,11 +30,11 @@ const MODEL: &str = "digits";
 const SAMPLES_JSON: &str = include_str!("../../../assets/digits_samples.json");
 const IMAGE_ELEMENTS: usize = 64;
 
-/// Seconds of load when nobody says how many.
+/// Default seconds of load.
 const DEFAULT_SECONDS: u64 = 5;
-/// Real-time requests come at this distance, whatever happens to them.
+/// Period of real-time requests, independent of replies.
 const REAL_TIME_PERIOD: Duration = Duration::from_millis(5);
-/// Images in one best-effort request: enough work that somebody has to leave.
+/// Images of one best-effort request: enough work to be preempted.
 const BEST_EFFORT_BATCH: usize = 2048;
 const BEST_EFFORT_CLIENTS: usize = 2;
 
@@ -51,7 +51,7 @@ struct Sample {
     pixels: Vec<f32>,
 }
 
-/// What came of the load.
+/// The report of the demo.
 #[derive(Debug, Serialize)]
 struct DemoReport {
     device: String,
@@ -61,7 +61,8 @@ struct DemoReport {
     be: ClassReport,
     preemptions: u64,
     correct: u64,
-    answered: u64,
+    #[serde(rename = "answered")]
+    replies: u64,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -129,7 +130,7 @@ fn preemptions(service: &LocalNode) -> u64 {
     samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum::<f64>() as u64
 }
 
-/// Serves the one model that is built in.
+/// Serves the built-in model.
 struct BuiltInLoader {
     device_group: Arc<DeviceGroup>,
 }
@@ -166,13 +167,13 @@ impl ModelLoader for BuiltInLoader {
 
 type Client = GrpcInferenceServiceClient<Channel>;
 
-/// Clients of both classes, each with a connection of its own as clients on other machines would have.
+/// Clients of both classes; each has a connection of its own, as on other machines.
 struct DemoClients {
     address: String,
     samples: Arc<Samples>,
 }
 
-/// What one kind of client saw.
+/// Results of one kind of client.
 #[derive(Default)]
 struct ClientStats {
     latency: Histogram,
@@ -201,7 +202,7 @@ impl DemoClients {
         let mut best_effort = Vec::with_capacity(BEST_EFFORT_CLIENTS);
         for _ in 0..BEST_EFFORT_CLIENTS {
             let client = self.client().await?;
-            best_effort.push(tokio::spawn(ask_in_batches(
+            best_effort.push(tokio::spawn(send_batches(
                 client,
                 self.samples.clone(),
                 stop.clone(),
@@ -209,24 +210,24 @@ impl DemoClients {
         }
         let beside = self.real_time(half).await?;
         stop.store(true, Ordering::Relaxed);
-        let mut rest = ClientStats::default();
+        let mut best_effort_stats = ClientStats::default();
         for client in best_effort {
-            rest.add(client.await.map_err(Failure::failed)?);
+            best_effort_stats.add(client.await.map_err(Failure::failed)?);
         }
-        let answered = alone.images + beside.images + rest.images;
+        let replies = alone.images + beside.images + best_effort_stats.images;
         Ok(DemoReport {
             device: String::new(),
             seconds: started.elapsed().as_secs_f64(),
             preemptions: 0,
-            correct: alone.correct + beside.correct + rest.correct,
-            answered,
+            correct: alone.correct + beside.correct + best_effort_stats.correct,
+            replies,
             rt_alone: alone.report(half),
             rt_beside_be: beside.report(half),
-            be: rest.report(half),
+            be: best_effort_stats.report(half),
         })
     }
 
-    /// One image at a time, at a fixed distance.
+    /// One image per period.
     async fn real_time(&self, span: Duration) -> Result<ClientStats, Failure> {
         let mut client = self.client().await?;
         let mut stats = ClientStats::default();
@@ -236,31 +237,31 @@ impl DemoClients {
         let mut next = 0;
         while Instant::now() < end {
             ticks.tick().await;
-            let asked = request(&self.samples, next, 1, Class::RealTime);
-            stats.ask(&mut client, asked, &self.samples, next, 1).await;
+            let message = request(&self.samples, next, 1, Class::RealTime);
+            stats.send(&mut client, message, &self.samples, next, 1).await;
             next += 1;
         }
         Ok(stats)
     }
 }
 
-/// Large batches, the next one as soon as the last is answered.
-async fn ask_in_batches(
+/// Large batches in a closed loop.
+async fn send_batches(
     mut client: Client,
     samples: Arc<Samples>,
     stop: Arc<AtomicBool>,
 ) -> ClientStats {
     let mut stats = ClientStats::default();
-    // Made once: what a client does before it asks is no work of the server's.
-    let asked = request(&samples, 0, BEST_EFFORT_BATCH, Class::BestEffort);
+    // Encoded once, because encoding is no work of the server.
+    let message = request(&samples, 0, BEST_EFFORT_BATCH, Class::BestEffort);
     while !stop.load(Ordering::Relaxed) {
-        stats.ask(&mut client, asked.clone(), &samples, 0, BEST_EFFORT_BATCH).await;
+        stats.send(&mut client, message.clone(), &samples, 0, BEST_EFFORT_BATCH).await;
     }
     stats
 }
 
 impl ClientStats {
-    async fn ask(
+    async fn send(
         &mut self,
         client: &mut Client,
         request: ModelInferRequest,
@@ -270,10 +271,10 @@ impl ClientStats {
     ) {
         let started = Instant::now();
         match client.model_infer(request).await {
-            Ok(answer) => {
+            Ok(reply) => {
                 self.latency.record(started.elapsed().into());
                 self.images += count as u64;
-                self.correct += correct(samples, first, count, answer.get_ref());
+                self.correct += correct(samples, first, count, reply.get_ref());
             }
             Err(_) => self.errors += 1,
         }
@@ -320,9 +321,9 @@ fn request(samples: &Samples, first: usize, count: usize, class: Class) -> Model
     }
 }
 
-/// How many of the answers name the right digit.
-fn correct(samples: &Samples, first: usize, count: usize, answer: &ModelInferResponse) -> u64 {
-    let Some(raw) = answer.raw_output_contents.first() else { return 0 };
+/// How many replies name the right digit.
+fn correct(samples: &Samples, first: usize, count: usize, reply: &ModelInferResponse) -> u64 {
+    let Some(raw) = reply.raw_output_contents.first() else { return 0 };
     let scores: Vec<f32> = raw
         .chunks_exact(4)
         .map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
@@ -343,7 +344,7 @@ fn print(report: &DemoReport) {
     );
     for (name, class) in [
         ("real time, alone", &report.rt_alone),
-        ("real time, beside the rest", &report.rt_beside_be),
+        ("real time, beside BE", &report.rt_beside_be),
         ("best effort, 2048 images", &report.be),
     ] {
         println!(
@@ -354,9 +355,9 @@ fn print(report: &DemoReport) {
     let errors = report.rt_alone.errors + report.rt_beside_be.errors + report.be.errors;
     println!();
     println!(
-        "{} preemptions: best effort left for real time; {:.2} % of {} images named right; {errors} errors",
+        "{} preemptions: {:.2} % of {} images recognised; {errors} errors",
         report.preemptions,
-        100.0 * report.correct as f64 / report.answered.max(1) as f64,
-        report.answered,
+        100.0 * report.correct as f64 / report.replies.max(1) as f64,
+        report.replies,
     );
 }

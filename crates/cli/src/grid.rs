@@ -1,7 +1,9 @@
-//! `atoll profile --grid`: batch x processes x slice, as the table that `atoll plan` reads.
+//! `atoll profile --grid`: measures batch x processes x slice, as the table that `atoll plan`
+//! reads.
 //!
-//! A point is measured with as many processes of this binary as it names. Each makes itself ready, says so, and waits;
-//! when all are ready they are let go at once, and each reports what it did in the given time.
+//! A point is measured with as many processes of this binary as it names. Each prepares itself,
+//! reports that it is ready, and waits; when all are ready they start at once, and each reports its
+//! results.
 
 mod member;
 mod table;
@@ -20,9 +22,9 @@ use self::table::{Point, Row, Table};
 use crate::args::ProfileArgs;
 use crate::nvidia;
 
-/// Points of one grid.
+/// Max points of one grid.
 const POINTS_MAX: usize = 10_000;
-/// How long beyond the measured time a process may take to report.
+/// How long after the measured time a process may take to report.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
 
@@ -103,11 +105,11 @@ fn points(args: &ProfileArgs) -> Result<Vec<Point>, Failure> {
     Ok(points)
 }
 
-/// What a slice is on this device.
+/// What a slice means on this device.
 enum SliceShares {
-    /// Threads of so many cores.
+    /// Threads for a share of the cores.
     Cores { cores: usize, of: u8 },
-    /// A percentage of the GPU's threads, through MPS; the GPU as nvidia-smi names it.
+    /// A percentage of the GPU's threads, through MPS; `gpu` as nvidia-smi names it.
     Gpu { gpu: String, of: u8, mps: bool },
 }
 
@@ -125,11 +127,11 @@ impl SliceShares {
             && !alone
         {
             return Err(Failure::usage(format!(
-                "shares of a GPU and processes side by side need an MPS daemon: {error}\n  start one with \
-                 'nvidia-cuda-mps-control -d', or measure --slices {of} --processes 1 without"
+                "shares of a GPU and concurrent processes need an MPS daemon: {error}\n  start one \
+                 with 'nvidia-cuda-mps-control -d', or use --slices {of} --processes 1"
             )));
         }
-        // The process sees the GPUs that it was given, in that order; nvidia-smi sees all of them.
+        // CUDA numbers the visible GPUs, nvidia-smi all of them.
         let visible = std::env::var("CUDA_VISIBLE_DEVICES").unwrap_or_default();
         let place: Option<usize> = number.parse().ok();
         let named = place.and_then(|place| visible.split(',').nth(place)).map(str::trim);
@@ -153,7 +155,7 @@ impl SliceShares {
             }
             SliceShares::Gpu { mps, .. } => {
                 if *mps {
-                    // All processes of a slice share all of its threads.
+                    // All processes of a slice share its threads.
                     let percent = self.percent(point.slice).max(1).to_string();
                     command.env("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent);
                 }
@@ -162,7 +164,7 @@ impl SliceShares {
         }
     }
 
-    /// Memory in use before any process is there; on the CPU processes count their own.
+    /// Memory in use before the processes start; on the CPU processes report their own.
     fn memory_before(&self) -> Result<u64, Failure> {
         match self {
             SliceShares::Cores { .. } => Ok(0),
@@ -228,7 +230,7 @@ impl GridProcess {
         match self.lines.recv_timeout(within) {
             Ok(line) => Ok(line),
             Err(_) => {
-                // Whether it ended or hangs: it is of no use any more. Its own words went to standard error.
+                // It ended or hangs. Its messages went to standard error.
                 let _ = self.child.kill();
                 Err(Failure::failed("a process ended or took too long"))
             }
@@ -244,7 +246,7 @@ impl GridProcess {
 
 impl Drop for GridProcess {
     fn drop(&mut self) {
-        // Ended already, or no longer wanted.
+        // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -270,7 +272,7 @@ fn measure(args: &ProfileArgs, shares: &SliceShares, point: Point) -> Result<Row
         let report: MemberReport = serde_json::from_str(&line).map_err(Failure::failed)?;
         reports.push(report);
     }
-    // The processes stay until they are told to go, so all of their memory is still there.
+    // The processes wait until they are killed, so their memory is still in use.
     let memory_bytes = shares.memory_bytes(before, &reports)?;
     Row::measured(point, shares.percent(point.slice), &reports, memory_bytes)
         .map_err(Failure::failed)

@@ -1,4 +1,4 @@
-//! Listens where the arguments say.
+//! Listens on the addresses of the arguments.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use server::{BoundServer, RunningServer, Server, ServerOptions};
 
 use crate::args::ListenArgs;
 
-/// Listens where `args` say.
+/// Listens and serves.
 pub(crate) async fn listen(
     args: &ListenArgs,
     max_body_bytes: usize,
@@ -18,7 +18,7 @@ pub(crate) async fn listen(
     bind(args, max_body_bytes).await?.serve(service).await.map_err(Failure::failed)
 }
 
-/// Takes the addresses in `args` for a service that is still to come.
+/// Binds the addresses for a service that starts later.
 pub(crate) async fn bind(args: &ListenArgs, max_body_bytes: usize) -> Result<BoundServer, Failure> {
     let address = |port| Some(SocketAddr::new(args.host, port));
     let options = ServerOptions {

@@ -1,4 +1,4 @@
-//! The `atoll` binary: puts the parts together, and nothing else.
+//! The `atoll` binary: parses arguments and runs commands.
 
 mod apply_command;
 mod args;
@@ -7,6 +7,7 @@ mod cluster_args;
 mod cluster_command;
 mod conformance_command;
 mod demo_command;
+mod deprecated_env;
 mod grid;
 mod listen;
 mod models_command;
@@ -20,21 +21,25 @@ mod serve_command;
 mod shutdown_signal;
 mod sim_command;
 
+use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use assembly::Failure;
 use benchmarks::ServeSettings;
-use clap::{CommandFactory, Parser};
+use clap::{CommandFactory, FromArgMatches};
 use tracing_subscriber::EnvFilter;
 
 use crate::args::{Cli, Command};
+use crate::deprecated_env::DeprecatedValues;
 
 fn main() -> ExitCode {
     cuda::tune_allocator();
-    end_quietly_without_a_reader();
-    let cli = Cli::parse();
-    let code = match start_logging(&cli).and_then(|()| run(cli.command)) {
+    exit_without_error_on_closed_stdout();
+    let deprecated = deprecated_env::read();
+    let cli = parse(std::env::args_os(), &deprecated).unwrap_or_else(|err| err.exit());
+    let started = start_logging(&cli).map(|()| deprecated_env::warn(&deprecated));
+    let code = match started.and_then(|()| run(cli.command)) {
         Ok(()) => 0,
         Err(failure) => failure.report(),
     };
@@ -42,13 +47,21 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Whoever reads the answer may have seen enough (`atoll plan ... | head`): what is printed after that is nobody's, and no defect.
-fn end_quietly_without_a_reader() {
+fn parse(
+    arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+    deprecated: &DeprecatedValues,
+) -> Result<Cli, clap::Error> {
+    let command = deprecated_env::apply(Cli::command(), deprecated);
+    Cli::from_arg_matches(&command.try_get_matches_from(arguments)?)
+}
+
+/// Exits without error when the reader of standard output is gone, as in `atoll plan ... | head`.
+fn exit_without_error_on_closed_stdout() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        let said = panic.payload_as_str().unwrap_or_default();
-        if said.starts_with("failed printing to stdout")
-            || said.starts_with("failed to write completion")
+        let message = panic.payload_as_str().unwrap_or_default();
+        if message.starts_with("failed printing to stdout")
+            || message.starts_with("failed to write completion")
         {
             std::process::exit(0);
         }
@@ -81,7 +94,7 @@ fn run(command: Command) -> Result<(), Failure> {
 /// Parses arguments of `atoll serve`, for the benchmark that compares a server with its engine.
 fn parse_serve_arguments(arguments: &[String]) -> Result<ServeSettings, Failure> {
     let command = std::iter::once("atoll".to_string()).chain(arguments.iter().cloned());
-    match Cli::try_parse_from(command).map_err(Failure::usage)?.command {
+    match parse(command, &deprecated_env::read()).map_err(Failure::usage)?.command {
         Command::Serve(args) if !args.cluster => Ok(ServeSettings {
             node: serve_command::node_options(&args),
             device: args.device,
@@ -91,7 +104,7 @@ fn parse_serve_arguments(arguments: &[String]) -> Result<ServeSettings, Failure>
     }
 }
 
-/// Logs go to standard error, so that standard output stays the command's answer.
+/// Logs to standard error, so that standard output has only the command's result.
 fn start_logging(cli: &Cli) -> Result<(), Failure> {
     let filter = EnvFilter::try_new(&cli.log)
         .map_err(|err| Failure::usage(format!("--log {}: {err}", cli.log)))?;
@@ -112,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn arguments_are_consistent() {
         Cli::command().debug_assert();
     }
 }

@@ -1,4 +1,4 @@
-//! `atoll models`: what is there to serve.
+//! `atoll models`: lists the models of repositories and of the registry.
 
 use std::path::Path;
 
@@ -78,7 +78,7 @@ fn registry_rows(folder: &Path) -> Result<Vec<Row>, Failure> {
     Ok(manifests.into_iter().map(row).collect())
 }
 
-/// Looking must not make an empty registry out of a misspelt path.
+/// Does not create a registry, so that a misspelt path is an error.
 fn open_existing(folder: &Path) -> Result<Store, Failure> {
     if !folder.join("registry.redb").is_file() {
         return Err(Failure::failed(format!("{} holds no registry", folder.display())));

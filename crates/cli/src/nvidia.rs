@@ -1,4 +1,4 @@
-//! NVIDIA's tools: what is asked of them and how their answers read.
+//! NVIDIA's command line tools: runs them and parses their output.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -12,20 +12,20 @@ use planner::apply::Place;
 
 /// Resetting a GPU for MIG takes tens of seconds.
 const TOOL_TIMEOUT: Duration = Duration::from_secs(180);
-/// How much less memory a tool may report than the GPU's name says.
+/// Ratio of the memory that a tool reports to that in the GPU's name, at least.
 const MEMORY_SHARE: f64 = 0.85;
 
-/// The tools, looked for on PATH.
+/// The tools, found on PATH.
 pub(crate) struct Tools;
 
-/// A GPU as `nvidia-smi` has it.
+/// A GPU as `nvidia-smi` reports it.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Gpu {
     pub(crate) index: u32,
     pub(crate) uuid: String,
     pub(crate) name: String,
     pub(crate) memory_mib: u64,
-    /// `Enabled`, `Disabled`, or `[N/A]` where there is no MIG.
+    /// `Enabled`, `Disabled`, or `[N/A]` without MIG.
     pub(crate) mig_mode: String,
     /// Identifiers of its MIG devices.
     pub(crate) mig_devices: Vec<String>,
@@ -39,11 +39,11 @@ pub(crate) struct GpuProcess {
     pub(crate) name: String,
 }
 
-/// The machine before anything is done to it.
+/// The machine before anything is changed.
 pub(crate) struct Machine {
     pub(crate) gpus: Vec<Gpu>,
     pub(crate) running: Vec<GpuProcess>,
-    /// Identifiers of the slices made since, by place.
+    /// Identifiers of the slices created since, by location.
     pub(crate) uuids: BTreeMap<String, String>,
 }
 
@@ -56,7 +56,7 @@ impl Machine {
         self.gpu(index).is_some_and(|gpu| gpu.mig_mode == "Enabled")
     }
 
-    /// Whether a GPU is of the plan's kind and nothing runs on it; why not, otherwise.
+    /// Whether a GPU is of the plan's kind and idle; otherwise why not.
     pub(crate) fn may_touch(&self, index: u32, kind: &GpuKind, mig: bool) -> Result<(), String> {
         let gpu = self.gpu(index).ok_or_else(|| format!("nvidia-smi knows no gpu {index}"))?;
         let Gpu { name, memory_mib, .. } = gpu;
@@ -90,7 +90,7 @@ impl Machine {
         Ok(())
     }
 
-    /// The identifier of a place that processes are started with.
+    /// The identifier of a GPU or slice, for starting processes on it.
     pub(crate) fn uuid_of(&self, place: Place) -> Result<String, String> {
         let found = match place.start {
             Some(_) => self.uuids.get(&place.to_string()).cloned(),
@@ -100,7 +100,7 @@ impl Machine {
     }
 }
 
-/// Kinds are named like `a100-80gb`; tools say `NVIDIA A100-SXM4-80GB` and a little less memory.
+/// Kinds are named like `a100-80gb`; tools report `NVIDIA A100-SXM4-80GB` and a little less memory.
 fn is_of_kind(gpu: &Gpu, kind: &GpuKind) -> bool {
     let (family, memory) = kind.name.split_once('-').unwrap_or((kind.name, "0gb"));
     let memory_gb: f64 = memory.trim_end_matches("gb").parse().unwrap_or(0.0);
@@ -122,7 +122,7 @@ impl Tools {
         Ok(Machine { gpus, running, uuids: BTreeMap::new() })
     }
 
-    /// Turns MIG on, and makes sure that it is: some GPUs want a reset first.
+    /// Enables MIG and checks that it is enabled: some GPUs need a reset first.
     pub(crate) fn enable_mig(&self, gpu: u32) -> Result<(), String> {
         let index = gpu.to_string();
         let said = smi(&["-i", &index, "-mig", "1"])?;
@@ -130,7 +130,7 @@ impl Tools {
         if mode.trim() == "Enabled" {
             return Ok(());
         }
-        // What is pending must not stay behind.
+        // Reverts the pending mode.
         let back = self.disable_mig(gpu).err();
         let back = back.map(|error| format!("; {error}")).unwrap_or_default();
         Err(format!(
@@ -144,7 +144,8 @@ impl Tools {
         smi(&["-i", &gpu.to_string(), "-mig", "0"]).map(drop)
     }
 
-    /// Makes a GPU instance with its compute instance; gives its number and the identifier of the MIG device.
+    /// Creates a GPU instance with its compute instance; returns its number and the identifier of
+    /// the MIG device.
     pub(crate) fn create_slice(
         &self,
         gpu: u32,
@@ -180,7 +181,7 @@ impl Tools {
         smi(&["mig", "-i", &gpu, "-dgi", "-gi", &instance]).map(drop)
     }
 
-    /// Starts a daemon for one device, and asks it whether it lives.
+    /// Starts an MPS daemon for one device, and checks that it replies.
     pub(crate) fn start_daemon(&self, uuid: &str, folder: &Path) -> Result<(), String> {
         std::fs::create_dir_all(folder)
             .map_err(|error| format!("{}: {error}", folder.display()))?;
@@ -199,7 +200,7 @@ impl Tools {
 
     pub(crate) fn stop_daemon(&self, folder: &Path) -> Result<(), String> {
         self.ask_daemon(folder, "quit")?;
-        // The daemon removes its pipe; where it could not, nobody listens on it any more.
+        // The daemon removes its pipe; if it could not, the pipe is unused.
         match std::fs::remove_file(folder.join("control")) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 Err(format!("{}: {error}", folder.display()))
@@ -219,7 +220,7 @@ fn mps_folders<'c>(command: &'c mut Command, folder: &Path) -> &'c mut Command {
     command.env("CUDA_MPS_PIPE_DIRECTORY", folder).env("CUDA_MPS_LOG_DIRECTORY", folder)
 }
 
-/// Whether an MPS daemon answers where this process's environment says it is; children inherit that.
+/// Whether an MPS daemon replies where this process's environment names one; children inherit that.
 pub(crate) fn daemon_answers() -> Result<(), String> {
     output(&mut Command::new(MPS), Some("get_server_list")).map(drop)
 }
@@ -234,7 +235,7 @@ fn smi(arguments: &[&str]) -> Result<String, String> {
     output(Command::new("nvidia-smi").args(arguments), None)
 }
 
-/// Runs a tool and gives what it said; not forever.
+/// Runs a tool with a timeout and returns its output.
 fn output(command: &mut Command, input: Option<&'static str>) -> Result<String, String> {
     let arguments: Vec<_> = command.get_args().map(|one| one.to_string_lossy()).collect();
     let name = command.get_program().to_string_lossy().into_owned();
@@ -245,7 +246,7 @@ fn output(command: &mut Command, input: Option<&'static str>) -> Result<String, 
     let (sender, receiver) = mpsc::sync_channel(1);
     std::thread::spawn(move || {
         if let (Some(text), Some(mut pipe)) = (input, child.stdin.take()) {
-            // A tool that does not read answers all the same.
+            // A tool that does not read its input still replies.
             let _ = writeln!(pipe, "{text}");
         }
         let _ = sender.send(child.wait_with_output());
@@ -281,8 +282,8 @@ fn parse_gpus(text: &str) -> Result<Vec<Gpu>, String> {
         .collect()
 }
 
-/// MIG devices of each GPU in `nvidia-smi -L`: lines `GPU 0: NAME (UUID: GPU-...)`, and under each lines
-/// `  MIG 3g.40gb     Device  0: (UUID: MIG-...)`.
+/// MIG devices of each GPU in `nvidia-smi -L`: lines `GPU 0: NAME (UUID: GPU-...)`, and under each
+/// lines `  MIG 3g.40gb     Device  0: (UUID: MIG-...)`.
 fn parse_list(text: &str) -> BTreeMap<u32, Vec<String>> {
     let mut devices: BTreeMap<u32, Vec<String>> = BTreeMap::new();
     let mut now = None;
@@ -311,7 +312,7 @@ fn parse_running(text: &str) -> Result<Vec<GpuProcess>, String> {
     lines.map(running).collect()
 }
 
-/// The number in `Successfully created GPU instance ID  1 on GPU  0 using profile MIG 3g.40gb (ID  9)`.
+/// The number in `Successfully created GPU instance ID  1 on GPU  0 using profile ...`.
 fn parse_created(text: &str) -> Option<u32> {
     let (_, rest) = text.split_once("created GPU instance ID")?;
     rest.split_whitespace().next()?.parse().ok()
@@ -323,18 +324,22 @@ mod tests {
 
     #[test]
     fn answers_are_read() {
-        let text = "0, GPU-aa, NVIDIA A100-SXM4-80GB, 81920, Disabled\n1, GPU-bb, NVIDIA H200, 143771, [N/A]\n";
+        let text = "0, GPU-aa, NVIDIA A100-SXM4-80GB, 81920, Disabled\n1, GPU-bb, NVIDIA H200, \
+            143771, [N/A]\n";
         let gpus = parse_gpus(text).unwrap();
         assert_eq!((gpus.len(), gpus[1].memory_mib), (2, 143_771));
         assert!(is_of_kind(&gpus[0], GpuKind::find("a100-80gb").unwrap()));
         assert!(!is_of_kind(&gpus[0], GpuKind::find("a100-40gb").unwrap()));
         assert!(is_of_kind(&gpus[1], GpuKind::find("h200-141gb").unwrap()));
         assert!(parse_gpus("No devices were found\n").unwrap_err().contains("No devices"));
-        let list = "GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aa)\n  MIG 3g.40gb     Device  0: (UUID: MIG-11)\n\
+        let list = "GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aa)\n  MIG 3g.40gb     Device  0: \
+            (UUID: MIG-11)\n\
                     GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-bb)\n";
         assert_eq!(parse_list(list), BTreeMap::from([(0, vec!["MIG-11".to_string()])]));
-        let created = "Successfully created GPU instance ID  2 on GPU  0 using profile MIG 3g.40gb (ID  9)\n\
-                       Successfully created compute instance ID  0 on GPU  0 GPU instance ID  2 using profile MIG 3g.40gb (ID  2)\n";
+        let created = "Successfully created GPU instance ID  2 on GPU  0 using profile MIG \
+            3g.40gb (ID  9)\n\
+                       Successfully created compute instance ID  0 on GPU  0 GPU instance ID  2 \
+                       using profile MIG 3g.40gb (ID  2)\n";
         assert_eq!(parse_created(created), Some(2));
         assert_eq!(parse_created("Unable to create a GPU instance"), None);
     }

@@ -1,4 +1,4 @@
-//! `atoll plan`: how few GPUs, in which slices, and how to get there.
+//! `atoll plan`: the fewest GPUs, their slices, and the steps from the current plan.
 
 use std::io::IsTerminal;
 use std::path::Path;
@@ -19,16 +19,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::args::PlanArgs;
 
-/// Faults that are named one by one.
+/// Max faults that a message lists.
 const FAULTS_MAX: usize = 10;
 
-/// Exit code of a command ended by Ctrl-C, as shells have it.
+/// Exit code after Ctrl-C, as in shells.
 const INTERRUPTED: i32 = 130;
 
-/// Names that a message lists.
+/// Max names that a message lists.
 const NAMED_MAX: usize = 12;
 
-/// The services file. A key that is not known is more likely a slip than meant to be ignored.
+/// The services file. An unknown key is refused, because it is likely a typing error.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ServicesFile {
@@ -70,7 +70,7 @@ pub(crate) struct PlanFile {
     pub(crate) plan: Vec<GpuFile>,
 }
 
-/// A plan with all that is said about it.
+/// A plan and what is reported about it.
 struct PlanOutcome {
     problem: Problem,
     faults: Vec<PlanError>,
@@ -134,7 +134,8 @@ fn services(path: &Path) -> Result<Vec<Service>, Failure> {
         .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
     if file.service.is_empty() {
         return Err(Failure::failed(format!(
-            "{}: there are no services to plan; each is a [[service]] table with name, model, rate and slo_ms",
+            "{}: there are no services to plan; each is a [[service]] table with name, model, \
+             rate and slo_ms",
             path.display()
         )));
     }
@@ -158,7 +159,7 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
         true => serde_json::from_str(&text).map_err(|error| named(error.to_string()))?,
         false => Profiles::from_csv(&text).map_err(|error| named(error.to_string()))?,
     };
-    // Squishy packing is nothing but sharing.
+    // Squishy packing always shares.
     let shares = args.sharing == "time" || args.algorithm == Algorithm::Squishy;
     let rules = Rules {
         sharing: if shares { Sharing::Time } else { Sharing::None },
@@ -258,7 +259,7 @@ fn print_text(args: &PlanArgs, outcome: &PlanOutcome) -> Result<(), Failure> {
     Ok(())
 }
 
-/// That a service is not in the plan, and which are.
+/// Message that a service is not in the plan, and which are.
 fn unknown(name: &str, problem: &Problem) -> String {
     let few: Vec<&str> =
         problem.services.iter().take(NAMED_MAX).map(|service| service.name.as_str()).collect();
@@ -269,8 +270,8 @@ fn unknown(name: &str, problem: &Problem) -> String {
     format!("no service '{name}' is planned; there are {}{more}", few.join(", "))
 }
 
-/// Set by Ctrl-C; the planner then ends with the best it has, and a second Ctrl-C ends it at once. Without a handler the
-/// search runs to its end.
+/// Set by Ctrl-C; the planner then returns the best plan so far, and a second Ctrl-C exits at once.
+/// Without a handler the search runs to its end.
 fn stop_on_interrupt() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);

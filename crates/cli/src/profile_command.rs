@@ -1,4 +1,4 @@
-//! `atoll profile`: how long a model's steps take on a GPU, in every variant, and which to take.
+//! `atoll profile`: times every variant of a model's steps on a GPU, and selects the fastest.
 
 use assembly::{
     Failure,
@@ -11,7 +11,8 @@ use serde::Serialize;
 
 use crate::args::ProfileArgs;
 
-/// Bytes a second and operations a second that bound a step, measured on an H200 (see `crates/compiler/kernels/README.md`).
+/// Bytes and operations per microsecond that bound a step, measured on an H200 (see
+/// `crates/compiler/kernels/README.md`).
 const H200: Limits = Limits { bytes_per_us: 4.3e6, flops_per_us: 790e6, launch_us: 1.6 };
 
 struct Limits {
@@ -29,7 +30,7 @@ struct ProfileReport {
     plans: Vec<PlanReport>,
 }
 
-/// With `--classes`.
+/// The report of `--classes`.
 #[derive(Debug, Serialize)]
 struct ClassesReport {
     model: String,
@@ -50,7 +51,7 @@ struct PlanReport {
     latency_us: LatencyReport,
     /// The same graph without dependent launches.
     plain_latency_us: LatencyReport,
-    /// Real time and best effort in turns, with nothing to leave for.
+    /// Real time and best effort alternately, without preemption.
     classes: ClassReport,
     weight_bytes: u64,
     run_bytes: u64,
@@ -69,7 +70,7 @@ struct ClassReport {
     real_time_us: LatencyReport,
     best_effort_us: LatencyReport,
     best_effort_chains_us: LatencyReport,
-    /// Medians: what the kernels of best effort cost, and what they cost in the chains they are launched in.
+    /// Ratios of medians: best-effort kernels in one graph, and in the chains they are launched in.
     ratio: f64,
     chains_ratio: f64,
 }
@@ -141,7 +142,7 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A size for every symbol: the batch's, what the user bound, or one.
+/// A size for every symbol: the batch, the user's binding, or 1.
 fn sizes_for(
     plan: &LaunchPlan,
     bindings: &Bindings,
@@ -167,7 +168,8 @@ fn compare_classes(
         let classes = class_report(timing.map_err(Failure::failed)?);
         if !args.json {
             println!(
-                "batch {batch:>3}: real time {:.1} us, best effort {:.1} us ({:+.1} %), in chains {:.1} us ({:+.1} %)",
+                "batch {batch:>3}: real time {:.1} us, best effort {:.1} us ({:+.1} %), \
+                 in chains {:.1} us ({:+.1} %)",
                 classes.real_time_us.p50,
                 classes.best_effort_us.p50,
                 (classes.ratio - 1.0) * 100.0,
@@ -285,7 +287,8 @@ fn print(report: &ProfileReport) {
     for plan in &report.plans {
         let LatencyReport { p50, p99 } = plan.latency_us;
         println!(
-            "batch {:>3}: median {p50:.1} us, p99 {p99:.1} us, best effort {:+.1} %; {} steps, weights {:.1} MB, a run {:.1} MB",
+            "batch {:>3}: median {p50:.1} us, p99 {p99:.1} us, best effort {:+.1} %; {} steps, \
+             weights {:.1} MB, a run {:.1} MB",
             plan.batch,
             (plan.classes.chains_ratio - 1.0) * 100.0,
             plan.steps.len(),

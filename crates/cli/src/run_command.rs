@@ -1,4 +1,4 @@
-//! `atoll run`: one model, timed from outside and step by step.
+//! `atoll run`: runs and times one model, as a whole and step by step.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,7 +16,7 @@ use serde::Serialize;
 use crate::args::RunArgs;
 use crate::npy;
 
-/// What one invocation found out.
+/// The report of a run.
 #[derive(Debug, Serialize)]
 struct RunReport {
     model: String,
@@ -75,7 +75,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Given tensors where there are some, random ones elsewhere; in the plan's order.
+/// The given tensors, and random ones for the other inputs, in the plan's order.
 fn inputs(
     plan: &LaunchPlan,
     args: &RunArgs,
@@ -110,10 +110,10 @@ fn inputs(
     }
 }
 
-/// Runs that time steps.
+/// Max runs in which steps are timed.
 const STEP_RUNS_MAX: u32 = 20;
 
-/// A loaded model with a queue and inputs of its own.
+/// A loaded model with a queue and inputs.
 pub(crate) struct ModelRunner {
     program: Arc<dyn Program>,
     task_runner: TaskRunner,
@@ -122,7 +122,7 @@ pub(crate) struct ModelRunner {
 
 struct Measured {
     latency: Histogram,
-    /// Every step's time in every run.
+    /// Time of every step in every run.
     step_times: Vec<Vec<Nanos>>,
     outputs: Vec<Tensor>,
 }
@@ -155,7 +155,7 @@ impl ModelRunner {
             bar.inc(1);
         }
         bar.finish_and_clear();
-        // Apart from the others: reading clocks between steps costs time, on a GPU even the graph.
+        // In separate runs: timing steps costs time, and on a GPU it prevents the graph.
         let mut step_times = Vec::new();
         for _ in 0..args.repeat.min(STEP_RUNS_MAX) {
             step_times.push(self.run_once(true)?.1);
@@ -163,7 +163,7 @@ impl ModelRunner {
         Ok(Measured { latency, step_times, outputs })
     }
 
-    /// One run: its time, its steps' times where they are to be recorded, and its outputs.
+    /// One run: its time, the times of its steps if recorded, and its outputs.
     pub(crate) fn run_once(
         &self,
         record: bool,
@@ -211,7 +211,7 @@ fn report(
         };
         ids.iter().zip(tensors).map(one).collect()
     };
-    // A device may run other steps than the plan's; `atoll profile` shows those.
+    // A device may run other steps than the plan's; `atoll profile` shows them.
     let same = measured.step_times.iter().all(|times| times.len() == plan.steps.len());
     let timed = if same { plan.steps.len() } else { 0 };
     let medians: Vec<f64> = (0..timed).map(|step| us(median(&measured.step_times, step))).collect();

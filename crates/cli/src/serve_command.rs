@@ -1,4 +1,4 @@
-//! `atoll serve`: models on a device behind REST, gRPC and metrics.
+//! `atoll serve`: serves models on devices over REST and gRPC, with metrics.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     tokio_runtime()?.block_on(serve(args, device_group, loader))
 }
 
-/// What `args` say of each device's node.
+/// Options of each device's node.
 pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
     NodeOptions {
         policy: args.policy.clone(),
@@ -45,8 +45,9 @@ pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
     }
 }
 
-/// The registry of the folder that was named, or of the user's own data folder. A folder that was
-/// named must work; without one, the server runs and says when asked why nothing can be registered.
+/// Opens the registry in the given folder or, without one, in the user's data folder. A given
+/// folder must work; otherwise the server runs without registry and reports why when a model is
+/// registered.
 fn open_registry(named: Option<&Path>) -> Result<Result<Store, String>, Failure> {
     if let Some(folder) = named {
         return Store::open(folder)
@@ -81,7 +82,7 @@ async fn serve(
     loader: Arc<DiskLoader>,
 ) -> Result<(), Failure> {
     let started = Instant::now();
-    // The signals are taken over before anything can be seen from outside.
+    // Before anything is visible from outside, so that no signal is missed.
     let stop =
         if args.until_input_ends { ShutdownSignal::with_input()? } else { ShutdownSignal::new()? };
     let service = LocalNode::new(device_group.clone(), loader.clone());
@@ -111,16 +112,16 @@ async fn serve(
     if server.shutdown(Duration::from_secs(args.exit_timeout_secs)).await {
         return Ok(());
     }
-    Err(Failure::failed("some requests did not finish in time and were given up"))
+    Err(Failure::failed("some requests did not finish in time and were cancelled"))
 }
 
-/// Where popularity is saved, and what it was when the server started.
+/// The file of request counts, and its content when the server started.
 type PopularityFile = Option<(PathBuf, Popularity)>;
 
-/// Seconds between two times that popularity is written down.
+/// Interval in which request counts are saved.
 const SAVE_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Brings the weights of what was asked for most to the device.
+/// Loads the weights of the models with the most requests to the device.
 fn preload(args: &ServeArgs, service: &LocalNode) -> PopularityFile {
     let folder = args.data_dir.clone().or_else(user_data_folder).filter(|path| path.is_dir());
     let saved = folder.map(|folder| {
@@ -132,9 +133,9 @@ fn preload(args: &ServeArgs, service: &LocalNode) -> PopularityFile {
     saved
 }
 
-/// Waits for the signal to stop, and writes down now and then what is asked for.
+/// Waits for the shutdown signal, and saves request counts periodically.
 async fn wait_and_save(stop: ShutdownSignal, service: &LocalNode, saved: PopularityFile) {
-    let keep = || {
+    let save = || {
         if let Some((path, known)) = &saved
             && let Err(err) = known.after(service.inference_counts()).write(path)
         {
@@ -143,13 +144,13 @@ async fn wait_and_save(stop: ShutdownSignal, service: &LocalNode, saved: Popular
     };
     let mut stopped = std::pin::pin!(stop.wait());
     while tokio::time::timeout(SAVE_INTERVAL, &mut stopped).await.is_err() {
-        keep();
+        save();
     }
-    keep();
+    save();
 }
 
-/// Loads what is to be there at the start. A model that fails is reported and left out, as its
-/// neighbours must not suffer for it; one that was named on the command line must load.
+/// Loads the models of the start. One that fails is logged and skipped, so that the others are
+/// served; one named on the command line must load.
 async fn load_models(args: &ServeArgs, service: &LocalNode) -> Result<(), Failure> {
     let explicit = args.model_control_mode == Some(ModelControlMode::Explicit);
     let all = if args.load_model.is_empty() {
@@ -160,7 +161,7 @@ async fn load_models(args: &ServeArgs, service: &LocalNode) -> Result<(), Failur
     if all {
         let failed = service.load_all().await.map_err(Failure::failed)?;
         if !failed.is_empty() {
-            tracing::warn!(count = failed.len(), "some models were not loaded");
+            tracing::warn!(count = failed.len(), "models not loaded");
         }
         return Ok(());
     }
@@ -170,13 +171,13 @@ async fn load_models(args: &ServeArgs, service: &LocalNode) -> Result<(), Failur
     Ok(())
 }
 
-/// Loads what appeared or changed in the repositories and unloads what went.
+/// Loads models that appeared or changed in the repositories, and unloads those that were removed.
 async fn follow_changes(service: LocalNode, loader: Arc<DiskLoader>, period: Duration) {
     let mut known = loader.fingerprints();
     loop {
         tokio::time::sleep(period).await;
-        let looked = loader.clone();
-        let Ok(now) = tokio::task::spawn_blocking(move || looked.fingerprints()).await else {
+        let polled = loader.clone();
+        let Ok(now) = tokio::task::spawn_blocking(move || polled.fingerprints()).await else {
             continue;
         };
         for (name, versions) in &now {

@@ -4,7 +4,7 @@ use assembly::Failure;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-/// SIGTERM and Ctrl-C, and the end of standard input for those who want it.
+/// SIGTERM and Ctrl-C and, if requested, the end of standard input.
 pub(crate) struct ShutdownSignal {
     terminate: tokio::signal::unix::Signal,
     interrupt: tokio::signal::unix::Signal,
@@ -12,7 +12,7 @@ pub(crate) struct ShutdownSignal {
 }
 
 impl ShutdownSignal {
-    /// Takes the signals over.
+    /// Installs the signal handlers.
     pub(crate) fn new() -> Result<ShutdownSignal, Failure> {
         let take = |kind| signal(kind).map_err(Failure::failed);
         Ok(ShutdownSignal {
@@ -22,11 +22,11 @@ impl ShutdownSignal {
         })
     }
 
-    /// The same, or when standard input ends.
+    /// The same, and the end of standard input.
     pub(crate) fn with_input() -> Result<ShutdownSignal, Failure> {
         let (sender, ended) = oneshot::channel::<()>();
         let read_to_the_end = move || {
-            // An error is an end as well, and the sender goes with the thread.
+            // An error ends the input, too. The sender is dropped with the thread.
             let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
             drop(sender);
         };
@@ -35,11 +35,11 @@ impl ShutdownSignal {
         Ok(ShutdownSignal { input: Some(ended), ..ShutdownSignal::new()? })
     }
 
-    /// Returns when one of them came.
+    /// Returns after the first of them.
     pub(crate) async fn wait(mut self) {
         let input = async {
             match self.input.take() {
-                // Fires with an error when the thread drops its end, which is the message.
+                // The thread drops its sender, which is the signal.
                 Some(ended) => drop(ended.await),
                 None => std::future::pending().await,
             }

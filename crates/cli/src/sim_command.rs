@@ -1,4 +1,4 @@
-//! `atoll sim`: a scenario in virtual time, with checkers.
+//! `atoll sim`: simulates a scenario in virtual time and checks it.
 
 use std::path::PathBuf;
 
@@ -16,9 +16,9 @@ use clap::Args;
   atoll sim scenarios/two_classes.toml
   atoll sim scenarios/two_classes.toml --policy reef --seed 7 --json
   atoll sim scenarios/faults.toml --timeline out.svg --from-ms 10 --to-ms 30
-  atoll sim scenarios/cluster-100.toml             the scheduler of a cluster over 100 simulated GPUs
+  atoll sim scenarios/cluster-100.toml       the scheduler of a cluster over 100 simulated GPUs
 
-Exit code 1 when a checker finds a broken promise.")]
+Exit code 1 when the checker finds a violation.")]
 pub(crate) struct SimArgs {
     /// The scenario, a TOML file
     pub(crate) scenario: PathBuf,
@@ -94,7 +94,7 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
     }
 }
 
-/// A cluster's scenario: the real scheduler over simulated GPUs.
+/// A cluster scenario: the real scheduler over simulated GPUs.
 fn run_cluster(args: &SimArgs) -> Result<(), Failure> {
     if args.policy.is_some() || args.trace.is_some() || args.timeline.is_some() {
         let message = "--policy, --trace and --timeline are of scenarios of one GPU";

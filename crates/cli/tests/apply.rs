@@ -1,4 +1,4 @@
-//! `atoll apply` against tools that record what they are asked and answer as the real ones do; the servers are real.
+//! `atoll apply` with fake NVIDIA tools that record their calls, and with real servers.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -6,11 +6,11 @@ use std::process::{Command, Output};
 const PLAN: &str = r#"{
   "gpu_kind": "a100-80gb", "gpus": 1, "lower_bound": 1, "seconds": 0.0,
   "plan": [{ "slices": [
-    { "start": 0, "size": 4, "profile": "4g.40gb",
-      "services": [{ "name": "numbers", "model": "digits", "batch": 1, "processes": 2, "rate": 10.0 }] },
-    { "start": 4, "size": 3, "profile": "3g.40gb", "cycle_ms": 20.0,
-      "services": [{ "name": "more", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 },
-                   { "name": "other", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 }] }
+    { "start": 0, "size": 4, "profile": "4g.40gb", "services": [
+      { "name": "numbers", "model": "digits", "batch": 1, "processes": 2, "rate": 10.0 }] },
+    { "start": 4, "size": 3, "profile": "3g.40gb", "cycle_ms": 20.0, "services": [
+      { "name": "more", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 },
+      { "name": "other", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 }] }
   ] }]
 }"#;
 
@@ -73,7 +73,7 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&both).into_owned()
 }
 
-/// Ports of this process: three a server, apart from those of the other tests and from those that connections get.
+/// Ports of this test: three per server, apart from those of other tests and from ephemeral ports.
 fn ports(test: u16) -> u16 {
     10_000 + (std::process::id() % 500) as u16 * 40 + test * 12
 }
@@ -163,7 +163,7 @@ fn a_gpu_with_running_work_or_of_another_kind_is_refused() {
     assert!(refused(&[allow, "--gpus", "7"], "").contains("no gpu 7"));
     assert!(refused(&[allow, "--gpu", "h100-80gb"], "").contains("plan is for h100-80gb"));
     assert_eq!(bench.changes(), Vec::<String>::new());
-    // Work on the other GPU is nobody's concern here.
+    // Work on the other GPU does not matter.
     let other = "GPU-00000001-aaaa-bbbb-cccc-dddddddddddd, 4711, python3";
     let dry = bench.apply(9000, &["--dry-run"]).env("FAKE_APPS", other).output().unwrap();
     assert!(said(&dry).contains("nothing was done"), "{}", said(&dry));

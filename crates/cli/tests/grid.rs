@@ -1,4 +1,4 @@
-//! `atoll profile --grid` with real processes on the CPU, and the planner that reads what it writes.
+//! `atoll profile --grid` with real processes on the CPU, and the planner with its table.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -39,8 +39,9 @@ fn the_planner_plans_from_a_measured_grid() {
     assert_eq!(found, expected, "{text}");
     for one in points {
         assert!(one.throughput > 0.0 && one.latency_ms > 0.0, "{one:?}");
-        // The batches of one process do not overlap, so their times add up to no more than the time there was. Of
-        // several nothing follows: each has its own time, and the mean is over the batches of all.
+        // The batches of one process do not overlap, so their times sum up to at most the measured
+        // time. With several processes this does not hold: each has its own time, and the mean is
+        // over all batches.
         let busy = one.throughput * one.latency_ms / 1e3 / f64::from(one.batch);
         assert!(one.processes > 1 || busy < 1.01, "{one:?}");
         assert!(one.memory_mib.is_some_and(|mib| mib > u64::from(one.processes)), "{one:?}");

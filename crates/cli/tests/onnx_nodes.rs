@@ -1,8 +1,8 @@
 //! ONNX's own node tests on the CPU device: every operator's reference inputs and outputs.
 //!
-//! The data comes with the `onnx` package (1.22.0). The test looks for it in `ATOLL_ONNX_NODE_TESTS`
-//! and in virtual environments of the workspace. The verdict on each test is committed beside this
-//! file; `ATOLL_BLESS=1` rewrites it.
+//! The data comes with the `onnx` package (1.22.0). The test looks for it in
+//! `ATOLL_ONNX_NODE_TESTS` and in virtual environments of the workspace. The verdict on each test is
+//! committed beside this file; `ATOLL_BLESS=1` rewrites it.
 
 use std::collections::BTreeMap;
 use std::fmt;

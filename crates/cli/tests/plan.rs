@@ -1,4 +1,4 @@
-//! `atoll plan` by its binary: what a newcomer gets wrong is named, with what would help.
+//! `atoll plan` by its binary: typical mistakes are named, with a remedy.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -36,7 +36,7 @@ impl Folder {
             .unwrap()
     }
 
-    /// The exit code and what is said about it.
+    /// The exit code and the message.
     fn refused(&self, services: &str, more: &[&str]) -> (i32, String) {
         let output = self.plan(services, more);
         (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())

@@ -32,7 +32,7 @@ fn engine_and_server_are_measured_in_turns() {
     assert_eq!(report["inputs"], serde_json::json!(["FP32[1, 1, 8, 8]"]));
     let rounds = report["rounds"].as_array().unwrap();
     assert_eq!(rounds.len(), 3);
-    // A machine that stands still may answer nothing in one round, but not in all of them.
+    // A machine that stalls may reply nothing in one round, but not in all of them.
     let mut answered = [0u32; 3];
     for round in rounds {
         let servers = round["servers"].as_array().unwrap();
@@ -42,7 +42,7 @@ fn engine_and_server_are_measured_in_turns() {
             let checked = one["checked"].as_u64().unwrap();
             *answered += u32::from(one["rps"].as_f64().unwrap() > 0.0 && checked > 0);
         }
-        // Ten numbers came back for 64, whatever describes them.
+        // Ten numbers are the reply to 64, plus their description.
         let bytes = |wire: usize, field: &str| servers[wire][field].as_u64().unwrap();
         for wire in [0, 1] {
             assert!((256..1024).contains(&bytes(wire, "request_bytes")), "{round}");
@@ -62,7 +62,7 @@ fn what_cannot_be_measured_is_said() {
     assert!(said(&missing).contains("missing.onnx"), "{}", said(&missing));
     let cluster = bench(&model(), &["--", "--cluster"]).output().unwrap();
     assert!(said(&cluster).contains("without --cluster"), "{}", said(&cluster));
-    // A server that does not start is no hang: its own words come back.
+    // A server that does not start is no hang: its error is reported.
     let fails = bench(&model(), &["--", "--http-port", "99999"]).output().unwrap();
     assert_eq!(fails.status.code(), Some(2), "{}", said(&fails));
 }
@@ -80,7 +80,7 @@ fn the_server_ends_with_who_started_it() {
         assert!(Instant::now() < until, "no server was started");
         std::thread::sleep(Duration::from_millis(10));
     };
-    // Killed, it can clean nothing up.
+    // After a kill it cannot clean up.
     owner.kill().unwrap();
     owner.wait().unwrap();
     while is_alive(child) {

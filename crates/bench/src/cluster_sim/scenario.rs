@@ -551,7 +551,8 @@ pub fn text(report: &ClusterReport) -> String {
     let worst = report.seconds.iter().map(|(_, bad)| *bad).fold(0.0, f64::max);
     format!(
         "{}: {} requests, {:.4} % bad (worst second {:.2} %), {} to {} GPUs, reaction {}\n\
-         {} plans, {} loads; longest plan {:.1} ms, table update {:.1} ms, records {:.1} MB; last plan {} GPUs, bound {:.2}\n",
+         {} plans, {} loads; longest plan {:.1} ms, table update {:.1} ms, records {:.1} MB; last \
+         plan {} GPUs, bound {:.2}\n",
         report.name,
         report.requests,
         report.bad_percent,

@@ -326,7 +326,8 @@ pub(super) fn compare(cells: &mut [CellReport]) {
 /// The cells as a table.
 pub fn table(cells: &[CellReport]) -> String {
     let mut text = format!(
-        "{:<9}{:<9}{:<18}{:>8}{:>10}{:>10}{:>10}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}{:>8}{:>8}{:>9}{:>9}{:>6}\n",
+        "{:<9}{:<9}{:<18}{:>8}{:>10}{:>10}{:>10}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}{:>8}{:>8}{:>9}{:>9}\
+         {:>6}\n",
         "workload",
         "rates",
         "policy",
@@ -351,7 +352,8 @@ pub fn table(cells: &[CellReport]) -> String {
         let bad = c.errors + c.wrong_outputs + c.violations.len() as u64;
         let _ = writeln!(
             text,
-            "{:<9}{:<9}{:<18}{:>8.1}{:>10.1}{:>10.1}{:>10.1}{:>9.2}{:>9.2}{:>9.1}{:>9.1}{:>9.2}{free:>8}{:>8}{:>8}{:>9.1}{:>9.1}{bad:>6}",
+            "{:<9}{:<9}{:<18}{:>8.1}{:>10.1}{:>10.1}{:>10.1}{:>9.2}{:>9.2}{:>9.1}{:>9.1}{:>9.2}\
+             {free:>8}{:>8}{:>8}{:>9.1}{:>9.1}{bad:>6}",
             c.workload,
             c.rates,
             c.policy,

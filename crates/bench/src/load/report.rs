@@ -144,7 +144,8 @@ pub fn table(networks: &[NetworkReport]) -> String {
         let memory = network.memory_six as f64 / network.memory_one.max(1) as f64 * 100.0 - 100.0;
         let _ = writeln!(
             text,
-            "{}: alone {:.0} us, batch of 32 {:.0} us, saturated {:.0}/s, objective {:.1} ms, low {:.0}/s, high {:.0}/s, \
+            "{}: alone {:.0} us, batch of 32 {:.0} us, saturated {:.0}/s, objective {:.1} ms, low \
+             {:.0}/s, high {:.0}/s, \
              memory of six workers {memory:+.1} %",
             network.model,
             network.alone_us,

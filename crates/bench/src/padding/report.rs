@@ -246,7 +246,8 @@ pub fn table(pairs: &[PairReport], summaries: &[MethodSummary]) -> String {
             let wrong = method.wrong_real_time + method.wrong_best_effort;
             let _ = writeln!(
                 text,
-                "{name:<26} {:<10} {median_us:>9.1} {mean_us:>9.1} {p99_us:>9.1} {:>+7.1}% {:>7.1}%{}",
+                "{name:<26} {:<10} {median_us:>9.1} {mean_us:>9.1} {p99_us:>9.1} {:>+7.1}% {:>7.1}\
+                 %{}",
                 method.method,
                 percent(method.ratio.median),
                 method.best_effort_share * 100.0,

@@ -145,7 +145,8 @@ pub fn table(report: &SwapReport) -> String {
     for row in &report.co_located {
         let _ = writeln!(
             text,
-            "real time at {:.0} % load beside {}: p50 {} us ({:+.2} %), p99 {} us ({:+.2} %), {} times, {} GB/s; without: p50 {} us, p99 {} us",
+            "real time at {:.0} % load beside {}: p50 {} us ({:+.2} %), p99 {} us ({:+.2} %), {} \
+             times, {} GB/s; without: p50 {} us, p99 {} us",
             row.load_pct,
             row.background,
             row.with_background.p50_us,

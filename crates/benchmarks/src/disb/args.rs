@@ -20,13 +20,13 @@ With --soak one workload runs for so many seconds under one policy (atoll by def
 repeated. Meanwhile, at random times, best-effort copies of the networks are loaded, used and
 unloaded, models in use are replaced, and requests are cancelled. Every reply is compared bit by bit
 with that of an undisturbed run, and the recorded trace is checked four times per second. Memory of
-the device and of the process, threads and open files are sampled about every second. The first tenth
-of the time is warm-up; the medians of the second and the last tenth are compared. The command fails
-if the last is more by 2 % and 16 MiB on the device, by 5 % and 64 MiB in the process, by 8 threads or
-by 16 files.
+the device and of the process, threads and open files are sampled about every second. The first
+tenth of the time is warm-up; the medians of the second and the last tenth are compared. The
+command fails if the last is more by 2 % and 16 MiB on the device, by 5 % and 64 MiB in the
+process, by 8 threads or by 16 files.
 
-On a real device the folder holds resnet152.onnx, densenet201.onnx, vgg19.onnx, inception_v3.onnx and
-distilbert.onnx, as far as the workloads need them; real time alone always runs first.")]
+On a real device the folder holds resnet152.onnx, densenet201.onnx, vgg19.onnx, inception_v3.onnx
+and distilbert.onnx, as far as the workloads need them; real time alone always runs first.")]
 pub(crate) struct DisbArgs {
     /// Device: sim for virtual time; cpu or cuda:N for real models in real time
     #[arg(long, default_value = "sim")]

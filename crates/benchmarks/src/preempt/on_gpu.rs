@@ -161,7 +161,8 @@ pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
 impl PreemptReport {
     fn add(&mut self, case: BestEffortCase) {
         eprintln!(
-            "{}: first block p50 {} p99 {} us, everywhere p50 {} p99 {}, preempted p50 {} p99 {}; real time {:+.1} % mean, \
+            "{}: first block p50 {} p99 {} us, everywhere p50 {} p99 {}, preempted p50 {} p99 {}; \
+             real time {:+.1} % mean, \
              {:+.1} % p99, {:+.1} % mean when it was gone before; {:.1} us lost a preemption",
             case.best_effort,
             case.probe.first_block.p50,

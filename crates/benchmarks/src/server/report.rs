@@ -239,7 +239,8 @@ impl ServerReport {
 /// The medians as text.
 pub(super) fn table(report: &ServerReport) -> String {
     let mut text = format!(
-        "{} ({}) on {}\n{} requests outstanding, {} connections of gRPC, {} rounds of {} s; medians\n",
+        "{} ({}) on {}\n{} requests outstanding, {} connections of gRPC, {} rounds of {} s; \
+         medians\n",
         report.model,
         report.inputs.join(", "),
         report.device,

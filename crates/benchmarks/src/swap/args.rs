@@ -25,9 +25,9 @@ times --seconds.
 
 --soak: of 100 operations, 85 send a request to a loaded model, 9 to one that is not loaded, and 2
 each load, unload and register a model (at most 24 are registered). There are five rounds; the first
-is warm-up. After each round all models are unloaded and the device's memory is recorded by kind. The
-command fails on an undocumented error, a wrong reply, weights that stay on the device, or if the
-GPU's own tools report 64 MiB more after the last round than after the warm-up.")]
+is warm-up. After each round all models are unloaded and the device's memory is recorded by kind.
+The command fails on an undocumented error, a wrong reply, weights that stay on the device, or if
+the GPU's own tools report 64 MiB more after the last round than after the warm-up.")]
 pub(crate) struct SwapArgs {
     /// Device: cuda:N, or cpu
     #[arg(long, default_value = "cpu")]

@@ -1,4 +1,5 @@
-//! What was done to the machine, on disk after every change, so that it can be taken back whatever happens.
+//! The changes applied to the machine, on disk after every change, so that they can always be
+//! undone.
 
 use std::path::{Path, PathBuf};
 
@@ -6,11 +7,11 @@ use assembly::Failure;
 use planner::apply::Change;
 use serde::{Deserialize, Serialize};
 
-/// A change that was carried out, and what its undoing needs.
+/// An applied change, and what undoing it needs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct AppliedChange {
     pub(crate) change: Change,
-    /// The machine was that way before.
+    /// The machine was in this state before.
     #[serde(default)]
     pub(crate) untouched: bool,
     /// Number of the GPU instance.
@@ -38,14 +39,14 @@ impl AppliedChange {
     }
 }
 
-/// The list of what was done.
+/// The list of applied changes.
 pub(crate) struct Journal {
     path: PathBuf,
     done: Vec<AppliedChange>,
 }
 
 impl Journal {
-    /// A fresh one; refused where one is, for its changes are still in force.
+    /// A new journal; refused if there is one, because its changes are still in effect.
     pub(crate) fn create(state: &Path) -> Result<Journal, Failure> {
         let named = |error| Failure::failed(format!("{}: {error}", state.display()));
         std::fs::create_dir_all(state).map_err(named)?;
@@ -61,7 +62,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// The one that is there.
+    /// The existing journal.
     pub(crate) fn open(state: &Path) -> Result<Journal, Failure> {
         let path = state.join("applied.json");
         let named =
@@ -83,7 +84,7 @@ impl Journal {
         self.done.last()
     }
 
-    /// Says what is about to be done.
+    /// Logs the change that comes next.
     pub(crate) fn begin(&self, change: &Change) -> Result<(), Failure> {
         tracing::info!("{}", line(change));
         Ok(())
@@ -99,13 +100,13 @@ impl Journal {
         self.write()
     }
 
-    /// Nothing is in force any more.
+    /// Deletes the journal when nothing is in effect any more.
     pub(crate) fn remove(self) -> Result<(), Failure> {
         std::fs::remove_file(&self.path)
             .map_err(|error| Failure::failed(format!("{}: {error}", self.path.display())))
     }
 
-    /// Whole or not at all.
+    /// Replaces the file atomically.
     fn write(&self) -> Result<(), Failure> {
         let named = |error| Failure::failed(format!("{}: {error}", self.path.display()));
         let text = serde_json::to_string_pretty(&self.done).map_err(Failure::failed)?;
@@ -115,7 +116,7 @@ impl Journal {
     }
 }
 
-/// A change in words.
+/// A change as text.
 pub(crate) fn line(change: &Change) -> String {
     match change {
         Change::EnableMig { gpu } => format!("MIG on, gpu {gpu}"),

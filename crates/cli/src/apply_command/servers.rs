@@ -1,4 +1,4 @@
-//! Servers of a plan: processes of this binary with the environment of their place.
+//! Servers of a plan: processes of this binary, each with the environment of its GPU or slice.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -14,23 +14,23 @@ use planner::apply::ServerSpec;
 use crate::args::ApplyArgs;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// How long a server may take to end after it was asked to.
+/// Max time of a server to end after SIGTERM.
 const STOP_TIMEOUT: Duration = Duration::from_secs(40);
-/// How much of a log is shown when a server does not come up.
+/// How much of a log is shown if a server does not start.
 const TAIL_BYTES: usize = 600;
 
 /// What a server is started with.
 pub(crate) struct ServerLaunch<'a> {
     pub(crate) args: &'a ApplyArgs,
     pub(crate) state: &'a Path,
-    /// Pipes of its daemon.
+    /// Pipes of its MPS daemon.
     pub(crate) folder: &'a Path,
-    /// The device it sees.
+    /// The device that it sees.
     pub(crate) uuid: &'a str,
     pub(crate) port: u16,
 }
 
-/// What the process is told of its place.
+/// The environment of a server.
 pub(crate) fn environment(
     folder: &Path,
     uuid: &str,
@@ -79,7 +79,7 @@ fn registry(state: &Path, spec: &ServerSpec) -> PathBuf {
     state.join(format!("registry-{}", label(spec)))
 }
 
-/// Starts a server and waits until it is ready; gives its process.
+/// Starts a server and waits until it is ready; returns its process id.
 pub(crate) fn start_server(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Result<u32, Failure> {
     let ServerLaunch { args, state, folder, uuid, port } = *launch;
     let log = state.join(format!("server-{}.log", label(spec)));
@@ -92,7 +92,7 @@ pub(crate) fn start_server(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Resu
         .stdin(Stdio::null())
         .stdout(file.try_clone().map_err(named)?)
         .stderr(file)
-        // Ctrl-C ends this command, not the servers that stand.
+        // Ctrl-C ends this command, not its servers.
         .process_group(0)
         .spawn()
         .map_err(Failure::failed)?;
@@ -102,7 +102,7 @@ pub(crate) fn start_server(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Resu
         Failure::failed(format!("the server of {} {why}: {tail}", spec.services.join(", ")))
     });
     if ready.is_err() {
-        // It is this command's own child, so nobody else can have its number.
+        // The child was not reaped yet, so its process id cannot belong to another process.
         let _ = child.kill();
         let _ = child.wait();
     }
@@ -144,7 +144,8 @@ fn tail(log: &Path) -> String {
     String::from_utf8_lossy(&text[from..]).trim().to_string()
 }
 
-/// Ends a server that an earlier call started. A process that is not that server any more is left alone.
+/// Ends a server that an earlier call started. Does nothing if the process is no longer that
+/// server.
 pub(crate) fn stop_server(state: &Path, pid: Option<u32>) -> Result<(), String> {
     let Some(pid) = pid else { return Ok(()) };
     if !is_ours(state, pid) {
@@ -162,7 +163,7 @@ pub(crate) fn stop_server(state: &Path, pid: Option<u32>) -> Result<(), String> 
     Ok(())
 }
 
-/// Whether the process is a server with a registry in this state folder, and not one that has ended.
+/// Whether the process runs and is a server with a registry in this state folder.
 fn is_ours(state: &Path, pid: u32) -> bool {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let registry = state.join("registry-").display().to_string();

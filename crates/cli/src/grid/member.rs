@@ -1,4 +1,4 @@
-//! One process of a point: ready, go, report.
+//! One process of a point: it prepares, waits for the start, and reports.
 
 use std::io::{BufRead, Write};
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use serde::{Deserialize, Serialize};
 use crate::args::ProfileArgs;
 use crate::run_command::ModelRunner;
 
-/// Said when everything is loaded and warm.
+/// Written when the model is loaded and warm.
 pub(crate) const READY: &str = "ready";
-/// Heard when all others are ready, too.
+/// Read when all processes are ready.
 pub(crate) const GO: &str = "go";
-/// Runs before it is ready: the first ones compile, allocate and tune.
+/// Runs before it is ready; the first ones compile, allocate and tune.
 const WARMUP: u32 = 5;
 
-/// What a process did in its time.
+/// Results of a process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct MemberReport {
     pub(crate) batches: u64,
@@ -26,7 +26,7 @@ pub(crate) struct MemberReport {
     pub(crate) mean_us: f64,
     pub(crate) p50_us: f64,
     pub(crate) p99_us: f64,
-    /// Most memory of the process at any time.
+    /// Peak memory of the process.
     pub(crate) peak_bytes: u64,
 }
 
@@ -45,7 +45,7 @@ pub(crate) fn run_member(args: &ProfileArgs, batch: usize) -> Result<(), Failure
     }
     let report = measure(&runner, Duration::from_secs_f64(args.seconds))?;
     say(&serde_json::to_string(&report).map_err(Failure::failed)?)?;
-    // Memory is counted from outside until the other side closes.
+    // The parent reads the memory in use until it closes the pipe.
     line.clear();
     input.read_line(&mut line).map(drop).map_err(Failure::failed)
 }
@@ -84,7 +84,7 @@ fn measure(runner: &ModelRunner, time: Duration) -> Result<MemberReport, Failure
     })
 }
 
-/// The most memory this process had, as the kernel counts it.
+/// Peak memory of this process, as the kernel reports it.
 fn peak_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

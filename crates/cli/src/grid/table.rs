@@ -1,4 +1,4 @@
-//! The table: the planner's columns, and what else was measured.
+//! The table: the planner's columns, and other results.
 
 use std::fmt::{self, Write};
 
@@ -34,8 +34,8 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// What the processes of a point did together. Rates add up; a latency is that of all batches, the median that of
-    /// the median process and the 99th percentile that of the worst.
+    /// The combined results of a point's processes. Rates add up; the latency is the mean over all
+    /// batches, the median that of the median process, and the 99th percentile that of the worst.
     pub(crate) fn measured(
         point: Point,
         percent: u32,
@@ -63,7 +63,7 @@ impl Row {
         })
     }
 
-    /// A point that did not run; the planner leaves it out.
+    /// A point that did not run; the planner ignores it.
     pub(crate) fn failed(point: Point, percent: u32) -> Row {
         Row {
             point,
@@ -90,19 +90,19 @@ impl Table {
         if model.is_empty() || model.contains([',', '\n', '\r', '"']) {
             return Err(format!("'{model}' cannot be a name in a table; use --name"));
         }
-        let text = "model,mig_gpcs,batch,procs,throughput_per_proc_rps,throughput_total_rps,latency_ms,status,\
-                    memory_mib,memory_bytes,share_percent,latency_p50_us,latency_p99_us\n";
+        let text = "model,mig_gpcs,batch,procs,throughput_per_proc_rps,throughput_total_rps,\
+                    latency_ms,status,memory_mib,memory_bytes,share_percent,latency_p50_us,latency_p99_us\n";
         Ok(Table { model: model.to_string(), text: text.to_string(), measured: 0 })
     }
 
     pub(crate) fn push(&mut self, row: &Row) {
         let Row { point, percent, ok, throughput, mean_us, p50_us, p99_us, memory_bytes } = row;
         let Point { slice, batch, processes } = point;
-        // A microsecond is the third digit of a millisecond.
+        // Six digits, so that a microsecond is visible.
         let _ = writeln!(
             self.text,
-            "{},{slice},{batch},{processes},{:.3},{throughput:.3},{:.6},{},{},{memory_bytes},{percent},\
-             {p50_us:.3},{p99_us:.3}",
+            "{},{slice},{batch},{processes},{:.3},{throughput:.3},{:.6},{},{},\
+             {memory_bytes},{percent},{p50_us:.3},{p99_us:.3}",
             self.model,
             throughput / f64::from(*processes),
             mean_us / 1e3,
@@ -112,7 +112,7 @@ impl Table {
         self.measured += usize::from(*ok);
     }
 
-    /// Rows that ran.
+    /// Number of rows that ran.
     pub(crate) fn measured(&self) -> usize {
         self.measured
     }

@@ -139,9 +139,10 @@ impl SoakReport {
             match growth.grown {
                 Some(false) => {}
                 Some(true) => failures.push(format!(
-                    "{what} grew from {warm_tenth} after the warm-up to {last_tenth} at the end, {allowed} are allowed"
+                    "{what} grew from {warm_tenth} after the warm-up to {last_tenth} at the end, \
+                     {allowed} are allowed"
                 )),
-                None => failures.push(format!("{what} were read too rarely to tell whether they grew")),
+                None => failures.push(format!("{what} were read too rarely to detect growth")),
             }
         }
         failures
@@ -155,7 +156,8 @@ pub(super) fn line(elapsed: f64, observations: &SoakObservations, done: &ChurnSt
     };
     let [real_time, best_effort] = observations.check.arrivals();
     format!(
-        "{elapsed:.0} s: {real_time} real-time and {best_effort} best-effort requests, {} loads, {} reloads, {} cancelled, \
+        "{elapsed:.0} s: {real_time} real-time and {best_effort} best-effort requests, {} loads, \
+         {} reloads, {} cancelled, \
          {} wrong, {} errors; device {}, process {}",
         done.loads,
         done.reloads,
