@@ -109,7 +109,7 @@ def test_memory_of_models_that_come_and_go_is_the_systems_again(tmp_path: Path) 
     graph = helper.make_graph(nodes, "layers", inputs, outputs, layers)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), tmp_path / "layers.onnx")
     report = tmp_path / "soak.json"
-    options = ["--room", "1", "--soak", "300", "--threads", "1", "--link", "20000", "--json", report]
+    options = ["--resident", "1", "--soak", "300", "--threads", "1", "--link", "20000", "--json", report]
     done = atoll("bench", "swap", "--models", tmp_path, "--network", "layers", *options)
     assert done.returncode == 0, done.stderr
     rests = json.loads(report.read_text())["rests"]
@@ -124,7 +124,7 @@ def test_padding_says_what_it_needs() -> None:
         assert word in listed
     for args, word in [
         (["--pairs", "vgg19"], "vgg19+resnet152"),
-        (["--ways", "fused,sideways"], "sideways"),
+        (["--methods", "fused,sideways"], "sideways"),
         (["--partition-sms", "8,8"], "twice"),
         (["--partition-sms", "4"], "4"),
         (["--seconds", "0"], "seconds"),

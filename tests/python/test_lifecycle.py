@@ -103,7 +103,7 @@ def test_all_roles_take_their_own_ports_before_anything_else(repository: Path, t
         port = taken.getsockname()[1]
         with pytest.raises(AssertionError, match=f"cannot listen on 127.0.0.1:{port}") as raised:
             serve(repository, tmp_path / "log", "--cluster", ports=[*free_ports(2), port])
-    assert "cluster_command: ready" not in str(raised.value), "the backend was there first"
+    assert "backend: ready" not in str(raised.value), "the backend was there first"
 
 
 def test_missing_repository_is_an_error(tmp_path: Path) -> None:

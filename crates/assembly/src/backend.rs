@@ -28,7 +28,7 @@ use crate::failure::Failure;
 /// Pause before an unreachable store is tried again at the start.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// Time after which a frontend gives up a request without a deadline.
+/// Time after which a frontend cancels a request without a deadline.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A clock for the parts of one process.

@@ -1,6 +1,6 @@
 //! How a command fails: a message for people and an exit code for scripts.
 
-/// The reason why a command did not do what it was asked to.
+/// The reason why a command failed.
 #[derive(Debug)]
 pub struct Failure {
     message: String,

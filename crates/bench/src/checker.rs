@@ -62,9 +62,9 @@ impl CheckerLimits {
         // Kernels that share a device slow each other down: they wait for SMs and for memory.
         let crowd = slow.fold(1.0, f64::max) * 3.0 * streams as f64;
         let kernels = || set.models.iter().flat_map(|model| &model.kernels);
-        let stretch = |ns: u64| Nanos((ns as f64 * crowd) as u64);
-        let block = stretch(kernels().map(|kernel| kernel.block_ns).max().unwrap_or(0));
-        let kernel = stretch(kernels().map(|kernel| kernel.time_on(gpu.sms).0).max().unwrap_or(0));
+        let slowed = |ns: u64| Nanos((ns as f64 * crowd) as u64);
+        let block = slowed(kernels().map(|kernel| kernel.block_ns).max().unwrap_or(0));
+        let kernel = slowed(kernels().map(|kernel| kernel.time_on(gpu.sms).0).max().unwrap_or(0));
         let fragile = kernels().any(|kernel| !kernel.idempotent);
         let evict = Nanos(gpu.evict_ns * (gpu.queue_capacity as u64 + 1));
         let resets = Nanos((gpu.host_reset_ns + gpu.kill_ns) * streams as u64);

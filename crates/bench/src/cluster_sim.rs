@@ -55,7 +55,7 @@ struct SessionQueue {
 
 /// A GPU: its sessions run in turn, one batch each.
 #[derive(Default)]
-struct Gpu {
+struct SimulatedGpu {
     queues: Vec<SessionQueue>,
     next: usize,
     running: Option<(usize, Vec<(Waiting, SessionRequest)>)>,
@@ -63,7 +63,7 @@ struct Gpu {
     run: u64,
 }
 
-impl Gpu {
+impl SimulatedGpu {
     /// Requests that wait or run here.
     fn requests(&self) -> usize {
         let waiting: usize = self.queues.iter().map(|queue| queue.waiting.len()).sum();
@@ -80,7 +80,7 @@ enum Event {
 
 /// The GPUs of a session's requests.
 #[derive(Default)]
-struct Route {
+struct SessionRoute {
     gpus: Vec<usize>,
     /// The candidates as each frontend sees them.
     candidates: Vec<Vec<Candidate>>,
@@ -121,8 +121,8 @@ pub struct SecondCounts {
 /// A cluster in virtual time.
 pub struct ClusterSim {
     sessions: Vec<ClusterSession>,
-    gpus: Vec<Gpu>,
-    routes: Vec<Route>,
+    gpus: Vec<SimulatedGpu>,
+    routes: Vec<SessionRoute>,
     sources: Vec<QuerySource>,
     queries: Vec<ClientQuery>,
     free: Vec<u32>,
@@ -150,8 +150,8 @@ impl ClusterSim {
         lazy: bool,
     ) -> ClusterSim {
         let mut cluster = ClusterSim {
-            gpus: (0..gpus).map(|_| Gpu::default()).collect(),
-            routes: sessions.iter().map(|_| Route::default()).collect(),
+            gpus: (0..gpus).map(|_| SimulatedGpu::default()).collect(),
+            routes: sessions.iter().map(|_| SessionRoute::default()).collect(),
             arrived: vec![0; sessions.len()],
             sessions,
             queries: Vec::new(),
@@ -274,7 +274,7 @@ impl ClusterSim {
     /// Sets the GPUs of a session's requests.
     pub fn route(&mut self, session: usize, targets: &[RouteTarget]) {
         let old = std::mem::take(&mut self.routes[session]);
-        let mut route = Route {
+        let mut route = SessionRoute {
             gpus: targets.iter().map(|target| target.gpu).collect(),
             place: targets.iter().enumerate().map(|(place, target)| (target.gpu, place)).collect(),
             candidates: Vec::with_capacity(self.frontends),

@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 use crate::arrival::Arrival;
 use crate::report::SimulationReport;
-use crate::scenario::{Client, Scenario, ScenarioError};
+use crate::scenario::{ClientSpec, Scenario, ScenarioError};
 use crate::simulation::{self, SimulationOptions};
 
 /// The five models, in the paper's order.
@@ -32,8 +32,8 @@ pub struct DisbOptions {
     pub scaled: bool,
 }
 
-fn client(class: Class, model: &str, arrival: Arrival) -> Client {
-    Client {
+fn client(class: Class, model: &str, arrival: Arrival) -> ClientSpec {
+    ClientSpec {
         name: format!("{model}_{}", class.as_str()),
         model: model.to_string(),
         class,
@@ -96,9 +96,9 @@ pub const PUBLISHED_LATENCIES: [Published; 3] = [
 ];
 
 /// The clients of a workload or pair at the published rates, not staggered.
-pub fn clients(name: &str) -> Option<Vec<Client>> {
+pub fn clients(name: &str) -> Option<Vec<ClientSpec>> {
     let uniform = |rate: f64| Arrival::Uniform { rate, phase_us: 0 };
-    let real_time: Vec<Client> = match name {
+    let real_time: Vec<ClientSpec> = match name {
         "A" | "C" => vec![client(Class::RealTime, "vgg19", uniform(100.0))],
         "B" => vec![client(Class::RealTime, "vgg19", uniform(220.0))],
         "D" => MODELS.map(|model| client(Class::RealTime, model, uniform(20.0))).into(),
@@ -128,7 +128,7 @@ pub fn workload(name: &str, options: &DisbOptions) -> Option<Scenario> {
     Some(scenario)
 }
 
-fn scenario(name: &str, clients: Vec<Client>, options: &DisbOptions) -> Scenario {
+fn scenario(name: &str, clients: Vec<ClientSpec>, options: &DisbOptions) -> Scenario {
     Scenario {
         name: format!("DISB {name}"),
         gpu: options.gpu.clone(),
@@ -157,7 +157,7 @@ fn scale(scenario: &mut Scenario) {
 }
 
 /// Multiplies the rates of real time by `factor`.
-pub fn speed_up(clients: &mut [Client], factor: f64) {
+pub fn speed_up(clients: &mut [ClientSpec], factor: f64) {
     for client in clients.iter_mut().filter(|client| client.class == Class::RealTime) {
         match &mut client.arrival {
             Arrival::Uniform { rate, .. } | Arrival::Poisson { rate } => *rate *= factor,
@@ -168,7 +168,7 @@ pub fn speed_up(clients: &mut [Client], factor: f64) {
 }
 
 /// Repeats traces of `period_s` seconds until `seconds` have passed.
-pub fn repeat(clients: &mut [Client], period_s: f64, seconds: f64) {
+pub fn repeat(clients: &mut [ClientSpec], period_s: f64, seconds: f64) {
     if period_s <= 0.0 {
         return;
     }
@@ -189,7 +189,7 @@ fn stagger(scenario: &mut Scenario) {
 }
 
 /// Delays clients of equal rate, each by the latencies alone of those before it.
-pub fn stagger_by(clients: &mut [Client], alone_us: impl Fn(&str) -> u64) {
+pub fn stagger_by(clients: &mut [ClientSpec], alone_us: impl Fn(&str) -> u64) {
     let mut offset = 0;
     for client in clients {
         if let Arrival::Uniform { phase_us, .. } = &mut client.arrival {
@@ -227,7 +227,7 @@ struct DisbClient {
 }
 
 /// Reads a workload in DISB's JSON: its clients, and its length in seconds.
-pub fn read_clients(path: &Path) -> Result<(Vec<Client>, f64), ScenarioError> {
+pub fn read_clients(path: &Path) -> Result<(Vec<ClientSpec>, f64), ScenarioError> {
     let shown = path.display().to_string();
     let text =
         std::fs::read_to_string(path).map_err(|err| ScenarioError::Read(shown.clone(), err))?;
@@ -299,7 +299,7 @@ mod tests {
         });
         assert_eq!(counts, [(1, 1), (1, 1), (1, 5), (5, 5), (5, 5)]);
         assert!(workload("F", &options).is_none());
-        assert!(workload("vgg19+nobody", &options).is_none());
+        assert!(workload("vgg19+unknown", &options).is_none());
         let names: std::collections::BTreeSet<String> = pairs().into_iter().collect();
         assert_eq!(names.len(), 25);
         for name in names {

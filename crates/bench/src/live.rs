@@ -33,7 +33,7 @@ pub use self::report::{
 pub use self::soak::{ResourceGrowth, SoakOptions, SoakReport};
 use crate::arrival::{Arrival, ArrivalTimes};
 use crate::disb;
-use crate::scenario::Client;
+use crate::scenario::ClientSpec;
 
 /// Number of cores from which real-time clients spin for their replies instead of sleeping.
 const CORES_TO_SPIN: usize = 8;
@@ -79,7 +79,7 @@ pub struct Workload {
     /// Its name.
     pub name: String,
     /// Clients, at published rates.
-    pub clients: Vec<Client>,
+    pub clients: Vec<ClientSpec>,
     /// Seconds of its trace; `None` if it has no end.
     pub seconds: Option<f64>,
 }
@@ -125,7 +125,7 @@ pub enum LiveError {
 }
 
 /// Runs cells on one device.
-pub struct Live {
+pub struct LiveBenchmark {
     device: Arc<dyn Device>,
     models: Vec<CellModel>,
     options: LiveOptions,
@@ -180,7 +180,7 @@ struct TestNodeOptions {
 
 impl TestNodeOptions {
     /// Enough queues for a policy that runs all clients in parallel.
-    fn of(clients: &[Client], preemptions_kept: usize) -> TestNodeOptions {
+    fn of(clients: &[ClientSpec], preemptions_kept: usize) -> TestNodeOptions {
         let count = |class| clients.iter().filter(|client| client.class == class).count();
         let (real_time, best_effort) = (count(Class::RealTime), count(Class::BestEffort));
         TestNodeOptions {
@@ -193,22 +193,22 @@ impl TestNodeOptions {
 
 /// A workload's clients at literal or scaled rates.
 struct RatedClients {
-    clients: Vec<Client>,
+    clients: Vec<ClientSpec>,
     /// Seconds of the trace at these rates.
     trace_seconds: Option<f64>,
     /// Share of the device that real time uses alone.
     share: f64,
 }
 
-impl Live {
+impl LiveBenchmark {
     /// Measures each model alone.
     pub fn new(
         device: Arc<dyn Device>,
         models: Vec<LiveModel>,
         options: LiveOptions,
-    ) -> Result<Live, LiveError> {
+    ) -> Result<LiveBenchmark, LiveError> {
         let models = models.into_iter().map(CellModel::from).collect();
-        let mut live = Live { device, models, options, alone: Vec::new() };
+        let mut live = LiveBenchmark { device, models, options, alone: Vec::new() };
         live.alone = live.measure_alone()?;
         Ok(live)
     }
@@ -291,12 +291,12 @@ impl Live {
     }
 
     /// Share of the device that real time uses alone.
-    fn share(&self, clients: &[Client], seconds: Option<f64>) -> f64 {
+    fn share(&self, clients: &[ClientSpec], seconds: Option<f64>) -> f64 {
         let rt = clients.iter().filter(|client| client.class == Class::RealTime);
         rt.map(|client| self.alone_us(&client.model) / 1e6 * rate_of(client, seconds)).sum()
     }
 
-    /// Runs one policy on one workload. [`Live::finish`] adds the comparisons.
+    /// Runs one policy on one workload. [`LiveBenchmark::finish`] adds the comparisons.
     pub fn run(
         &self,
         workload: &Workload,
@@ -346,7 +346,7 @@ impl Live {
     fn drive<L: ClientLog + Send>(
         &self,
         test_node: &TestNode<'_>,
-        clients: &[Client],
+        clients: &[ClientSpec],
         targets: Vec<(RequestSpec, Nanos)>,
         window: &CellWindow,
         meanwhile: &dyn Fn(Nanos),
@@ -399,7 +399,7 @@ pub(crate) fn cpu_seconds() -> f64 {
 }
 
 /// Requests a second of a client, averaged over `seconds` for a trace; 0 for a closed loop.
-fn rate_of(client: &Client, seconds: Option<f64>) -> f64 {
+fn rate_of(client: &ClientSpec, seconds: Option<f64>) -> f64 {
     match &client.arrival {
         Arrival::Uniform { rate, .. } | Arrival::Poisson { rate } => *rate,
         Arrival::Trace { times_ms } => {
@@ -447,9 +447,9 @@ impl TestNode<'_> {
     fn targets(
         &self,
         workload: &str,
-        clients: &[Client],
+        clients: &[ClientSpec],
     ) -> Result<Vec<(RequestSpec, Nanos)>, LiveError> {
-        let target = |client: &Client| {
+        let target = |client: &ClientSpec| {
             let found = self.models.iter().find(|(model, _)| model.name == client.model);
             let (model, key) = found.ok_or_else(|| LiveError::NoModel {
                 workload: workload.to_string(),
@@ -459,9 +459,9 @@ impl TestNode<'_> {
             let mut expected = Vec::new();
             // The first run makes what later ones reuse.
             for _ in 0..5 {
-                let answered = self.request_once(model, *key.read(), client.class)?;
-                busy = busy.min(answered.busy);
-                expected = answered.outputs;
+                let reply = self.request_once(model, *key.read(), client.class)?;
+                busy = busy.min(reply.busy);
+                expected = reply.outputs;
             }
             let inputs = model.inputs.clone();
             let expected = Arc::new(expected);
@@ -479,7 +479,7 @@ struct SingleReply {
 
 /// Logs of a cell's clients.
 struct CellOutcome<'a> {
-    clients: &'a [Client],
+    clients: &'a [ClientSpec],
     offered: Vec<f64>,
     alone_busy: Vec<Nanos>,
     logs: Vec<FullLog>,
@@ -495,14 +495,14 @@ impl CellOutcome<'_> {
         inside as f64 / self.seconds
     }
 
-    fn of(&self, class: Class) -> impl Iterator<Item = (usize, &Client, &FullLog)> {
+    fn of(&self, class: Class) -> impl Iterator<Item = (usize, &ClientSpec, &FullLog)> {
         let pairs = self.clients.iter().zip(&self.logs).enumerate();
         pairs.filter(move |(_, (client, _))| client.class == class).map(|(i, (c, t))| (i, c, t))
     }
 
     fn cell(&self, test_node: &TestNode<'_>) -> CellReport {
         let latencies = |log: &FullLog| log.replies.iter().map(|a| a.latency).collect::<Vec<_>>();
-        let rt_model = |(index, client, log): (usize, &Client, &FullLog)| RealTimeModel {
+        let rt_model = |(index, client, log): (usize, &ClientSpec, &FullLog)| RealTimeModel {
             model: client.model.clone(),
             offered_rps: round(self.offered[index]),
             latency: Latency::of(&mut latencies(log)),
@@ -510,7 +510,7 @@ impl CellOutcome<'_> {
             late: log.late,
             dropped: log.dropped,
         };
-        let be_model = |(index, client, log): (usize, &Client, &FullLog)| {
+        let be_model = |(index, client, log): (usize, &ClientSpec, &FullLog)| {
             let busy: u64 = log.replies.iter().map(|reply| reply.timing.busy.0).sum();
             BestEffortModel {
                 model: client.model.clone(),

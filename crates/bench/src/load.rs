@@ -17,7 +17,7 @@ use model::Tensor;
 use model::config::{Batching, BatchingPolicy, Class, CopyTime, ModelConfig};
 use runtime::{Node, NodeOptions};
 
-use self::generator::{Generator, Phase};
+use self::generator::{LoadPhase, RequestGenerator};
 use self::report::idle_pct;
 pub use self::report::{LoadReport, NetworkReport, PhaseResult, PolicyResult, charts, table};
 use crate::live::LiveError;
@@ -102,7 +102,7 @@ pub struct DeviceTimeline {
 }
 
 /// Compares policies on one device.
-pub struct Load {
+pub struct LoadBenchmark {
     device: Arc<dyn Device>,
     options: LoadOptions,
     timeline: Option<DeviceTimeline>,
@@ -111,17 +111,17 @@ pub struct Load {
 /// A node with one model.
 struct TestNode<'a> {
     node: Node,
-    generator: Generator<'a>,
+    generator: RequestGenerator<'a>,
 }
 
-impl Load {
+impl LoadBenchmark {
     /// `timeline` measures how long the device is idle between batches.
     pub fn new(
         device: Arc<dyn Device>,
         options: LoadOptions,
         timeline: Option<DeviceTimeline>,
-    ) -> Load {
-        Load { device, options, timeline }
+    ) -> LoadBenchmark {
+        LoadBenchmark { device, options, timeline }
     }
 
     fn test_node<'a>(
@@ -142,7 +142,7 @@ impl Load {
             ..ModelConfig::default()
         };
         let key = node.add_model(model.program.clone(), &config);
-        let generator = Generator::new(&node, key, model, clock)?;
+        let generator = RequestGenerator::new(&node, key, model, clock)?;
         Ok(TestNode { node, generator })
     }
 
@@ -192,7 +192,7 @@ impl Load {
         let mut seed = self.options.seed;
         let mut phase = |rate: f64, seconds: f64| {
             seed = seed.wrapping_add(1);
-            test_node.phase(&setting.name, Phase { rate, seconds, seed })
+            test_node.phase(&setting.name, LoadPhase { rate, seconds, seed })
         };
         // A warm-up, in which policies learn from the load.
         phase(network.high_rps, self.options.seconds / 2.0)?;
@@ -232,7 +232,7 @@ impl Load {
 }
 
 impl TestNode<'_> {
-    fn phase(&self, policy: &str, phase: Phase) -> Result<PhaseResult, LiveError> {
+    fn phase(&self, policy: &str, phase: LoadPhase) -> Result<PhaseResult, LiveError> {
         let result = self.generator.run(&self.node, phase);
         let until = self.node.clock().now() + Nanos::from(DRAIN);
         while self.generator.outstanding() > 0 {

@@ -70,13 +70,13 @@ pub struct FusedRound {
 
 /// The next tile of best effort.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Position {
+struct TilePosition {
     step: usize,
     tile: u32,
 }
 
 /// The start of a run.
-const START: Position = Position { step: 0, tile: 0 };
+const START: TilePosition = TilePosition { step: 0, tile: 0 };
 
 /// Pads replays of `real_time` with tiles of `best_effort` until a run of it ends with a replay,
 /// none of its tiles fits, or the limit is reached.
@@ -85,7 +85,7 @@ pub fn round(
     best_effort: &[MeasuredStep],
     limits: FusedRoundLimits,
 ) -> FusedRound {
-    let mut padder = Padder {
+    let mut padder = ReplayPadder {
         hosts: real_time.iter().map(|step| profile(step, step.tiles, limits)).collect(),
         real_time,
         best_effort,
@@ -110,16 +110,16 @@ pub fn round(
     }
 }
 
-struct Padder<'a> {
+struct ReplayPadder<'a> {
     real_time: &'a [MeasuredStep],
     hosts: Vec<KernelProfile>,
     best_effort: &'a [MeasuredStep],
     limits: FusedRoundLimits,
-    at: Position,
+    at: TilePosition,
     round: FusedRound,
 }
 
-impl Padder<'_> {
+impl ReplayPadder<'_> {
     /// The tiles to fuse with step `step` of real time.
     fn pad(&mut self, step: usize) -> Option<TileRange> {
         let host = &self.real_time[step];
@@ -134,8 +134,8 @@ impl Padder<'_> {
             return None;
         }
         let kernels = (host.kernel, guest.kernel);
-        let room = self.round.kernels.len() < self.limits.kernels_max;
-        if !room && !self.round.kernels.contains(&kernels) {
+        let below_limit = self.round.kernels.len() < self.limits.kernels_max;
+        if !below_limit && !self.round.kernels.contains(&kernels) {
             self.round.kernels_refused += 1;
             return None;
         }
@@ -144,7 +144,7 @@ impl Padder<'_> {
         self.at.tile += tiles;
         if self.at.tile == guest.tiles {
             let next = self.at.step + 1;
-            self.at = Position { step: next % self.best_effort.len(), tile: 0 };
+            self.at = TilePosition { step: next % self.best_effort.len(), tile: 0 };
         }
         Some(slice)
     }
@@ -164,7 +164,7 @@ impl Padder<'_> {
 
     fn end(mut self) -> FusedRound {
         if self.at != START {
-            let Position { step, tile } = self.at;
+            let TilePosition { step, tile } = self.at;
             let tiles = self.best_effort[step].tiles - tile;
             self.round.unfinished = Some(TileRange { step, first_tile: tile, tiles });
         }

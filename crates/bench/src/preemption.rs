@@ -5,7 +5,7 @@ use model::config::Class;
 use serde::Serialize;
 
 use crate::arrival::Arrival;
-use crate::scenario::{Client, Scenario, ScenarioError};
+use crate::scenario::{ClientSpec, Scenario, ScenarioError};
 use crate::simulation::{Simulation, SimulationOptions};
 
 /// Mean microseconds from the preemption to the first real-time block.
@@ -69,7 +69,7 @@ fn point(
     // Queues of any length; skipping a fetched kernel costs less when many follow each other.
     (wait.gpu.queue_capacity, wait.gpu.evict_ns) = (4_096, 2_800);
     let measure = |set: &ProfileSet, policy: &str| -> Result<f64, ScenarioError> {
-        let client = |class: Class, model: &str, arrival| Client {
+        let client = |class: Class, model: &str, arrival| ClientSpec {
             name: model.to_string(),
             model: model.to_string(),
             class,

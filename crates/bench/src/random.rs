@@ -5,7 +5,7 @@ use device::sim::{FaultKind, KernelProfile, ModelProfile, ProfileSet, builtin};
 use model::config::Class;
 
 use crate::arrival::Arrival;
-use crate::scenario::{Client, FaultAt, Scenario};
+use crate::scenario::{ClientSpec, FaultAt, Scenario};
 
 /// The scenario made from `seed`, and its profiles.
 pub fn scenario(seed: u64) -> (Scenario, ProfileSet) {
@@ -21,7 +21,7 @@ pub fn scenario(seed: u64) -> (Scenario, ProfileSet) {
         "free_streams",
         "priority_streams",
     ];
-    let mut clients: Vec<Client> =
+    let mut clients: Vec<ClientSpec> =
         (0..1 + random.below(3)).map(|_| real_time(&mut random, &set)).collect();
     clients.extend((0..1 + random.below(4)).map(|_| best_effort(&mut random, &set)));
     let faults = if random.below(2) == 0 { Vec::new() } else { faults(&mut random) };
@@ -87,7 +87,7 @@ fn some_model(random: &mut Random, set: &ProfileSet) -> String {
     set.models[random.below(set.models.len() as u64) as usize].name.clone()
 }
 
-fn real_time(random: &mut Random, set: &ProfileSet) -> Client {
+fn real_time(random: &mut Random, set: &ProfileSet) -> ClientSpec {
     let rate = 20.0 + 600.0 * random.unit_f64();
     let arrival = match random.below(6) {
         0 => Arrival::Uniform { rate, phase_us: random.below(5_000) },
@@ -97,7 +97,7 @@ fn real_time(random: &mut Random, set: &ProfileSet) -> Client {
         4 => Arrival::Trace { times_ms: (0..20).map(|i| f64::from(i * i) / 4.0).collect() },
         _ => Arrival::Poisson { rate },
     };
-    Client {
+    ClientSpec {
         name: "rt".to_string(),
         model: some_model(random, set),
         class: Class::RealTime,
@@ -109,12 +109,12 @@ fn real_time(random: &mut Random, set: &ProfileSet) -> Client {
     }
 }
 
-fn best_effort(random: &mut Random, set: &ProfileSet) -> Client {
+fn best_effort(random: &mut Random, set: &ProfileSet) -> ClientSpec {
     let arrival = match random.below(3) {
         0 => Arrival::Poisson { rate: 50.0 + 1_000.0 * random.unit_f64() },
         _ => Arrival::ClosedLoop { think_us: 0 },
     };
-    Client {
+    ClientSpec {
         name: "be".to_string(),
         model: some_model(random, set),
         class: Class::BestEffort,

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use crate::simulation::Outcome;
+use crate::simulation::SimulationOutcome;
 
 /// Figures of a policy on a workload. Latencies are microseconds.
 #[derive(Clone, Debug, Serialize)]
@@ -44,11 +44,12 @@ impl SimulationReport {
     pub fn new(
         workload: &str,
         policy: &str,
-        outcome: &Outcome,
-        alone: &Outcome,
+        outcome: &SimulationOutcome,
+        alone: &SimulationOutcome,
     ) -> SimulationReport {
-        let mean =
-            |outcome: &Outcome| outcome.rt_latency_sum as f64 / outcome.rt_done.max(1) as f64 / 1e3;
+        let mean = |outcome: &SimulationOutcome| {
+            outcome.rt_latency_sum as f64 / outcome.rt_done.max(1) as f64 / 1e3
+        };
         let us = |quantile: base::Nanos| quantile.0 as f64 / 1e3;
         let preempt = |fraction| match outcome.preempt_latency.count() {
             0 => 0.0,

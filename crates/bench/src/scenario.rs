@@ -38,7 +38,7 @@ pub enum ScenarioError {
 /// A client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Client {
+pub struct ClientSpec {
     /// Its name.
     pub name: String,
     /// The model it requests.
@@ -102,7 +102,7 @@ pub struct Scenario {
     /// Preemption level of the device instead of the profile's.
     pub level: Option<u8>,
     /// Clients.
-    pub clients: Vec<Client>,
+    pub clients: Vec<ClientSpec>,
     /// Faults.
     pub faults: Vec<FaultAt>,
 }

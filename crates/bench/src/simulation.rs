@@ -70,7 +70,7 @@ struct ClientState {
 
 /// The figures of a simulation.
 #[derive(Clone, Debug, Default)]
-pub struct Outcome {
+pub struct SimulationOutcome {
     /// Seconds during which clients sent requests.
     pub seconds: f64,
     /// Latency of real-time replies.
@@ -120,23 +120,26 @@ pub struct Simulation {
     rt_waiting: usize,
     preempt_started: Option<Nanos>,
     actions: Vec<Action>,
-    outcome: Outcome,
+    outcome: SimulationOutcome,
 }
 
 /// Runs a scenario under its own policy.
-pub fn run(scenario: &Scenario, options: SimulationOptions) -> Result<Outcome, ScenarioError> {
+pub fn run(
+    scenario: &Scenario,
+    options: SimulationOptions,
+) -> Result<SimulationOutcome, ScenarioError> {
     Ok(Simulation::new(scenario, options)?.finish())
 }
 
 impl Simulation {
     /// Runs to the end.
-    pub fn finish(mut self) -> Outcome {
+    pub fn finish(mut self) -> SimulationOutcome {
         self.run_all();
         self.into_outcome()
     }
 
     /// Runs to the end and keeps the device, for its timeline.
-    pub fn finish_with_gpu(mut self) -> (Outcome, Gpu, std::ops::Range<usize>) {
+    pub fn finish_with_gpu(mut self) -> (SimulationOutcome, Gpu, std::ops::Range<usize>) {
         self.run_all();
         let (gpu, streams) = (self.gpu.clone(), self.rt_streams.clone());
         (self.into_outcome(), gpu, streams)
@@ -478,7 +481,7 @@ impl Simulation {
         if let Some(checker) = &mut self.checker {
             checker.arrived(now, request, model, class, priority, deadline);
         }
-        self.note(format_args!("ask {client} {}", request.order()));
+        self.note(format_args!("arrival {client} {}", request.order()));
         let model = ModelId(model as u32);
         self.feed(Event::Arrival { request, model, class, priority, deadline });
         if let Some(checker) = &mut self.checker {
@@ -487,7 +490,7 @@ impl Simulation {
         }
     }
 
-    fn into_outcome(mut self) -> Outcome {
+    fn into_outcome(mut self) -> SimulationOutcome {
         let mut outcome = self.outcome;
         for stream in 0..self.streams {
             let work = self.gpu.work(stream);

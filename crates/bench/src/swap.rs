@@ -133,7 +133,7 @@ pub enum SwapError {
 }
 
 /// Runs cases on one device.
-pub struct Swap {
+pub struct SwapBenchmark {
     device: Arc<dyn Device>,
     models: Vec<SwapModel>,
     options: SwapOptions,
@@ -172,17 +172,17 @@ struct TestNode<'a> {
     node: Arc<Node>,
     clock: Arc<dyn Clock>,
     keys: Vec<ModelKey>,
-    swap: &'a Swap,
+    swap: &'a SwapBenchmark,
 }
 
-impl Swap {
+impl SwapBenchmark {
     /// Runs each model alone, for its outputs and its latency.
     pub fn new(
         device: Arc<dyn Device>,
         models: Vec<SwapModel>,
         options: SwapOptions,
-    ) -> Result<Swap, SwapError> {
-        let mut swap = Swap {
+    ) -> Result<SwapBenchmark, SwapError> {
+        let mut swap = SwapBenchmark {
             device,
             models,
             options,

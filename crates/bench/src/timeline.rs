@@ -75,8 +75,8 @@ fn legend(text: &mut String, sms: u32) {
     let entries = [
         (COLOURS[3], "real time".to_string()),
         (COLOURS[1], "best effort (colours alternate)".to_string()),
-        (PREEMPTED_COLOUR, "made to leave in the middle of its work".to_string()),
-        ("#888888", format!("all together; a row is {sms} multiprocessors high")),
+        (PREEMPTED_COLOUR, "preempted".to_string()),
+        ("#888888", format!("all together; a row is {sms} SMs high")),
     ];
     for (index, (colour, name)) in entries.iter().enumerate() {
         let x = LEFT + 290.0 * index as f64;
@@ -130,7 +130,7 @@ fn draw_row(
     for at in preemptions {
         let _ = writeln!(
             text,
-            "<path d=\"M{0:.2} {1}l-4 -7h8z\" fill=\"{PREEMPTED_COLOUR}\"><title>left at {2:.3} \
+            "<path d=\"M{0:.2} {1}l-4 -7h8z\" fill=\"{PREEMPTED_COLOUR}\"><title>preempted at {2:.3} \
              ms</title></path>",
             x(at),
             bottom - ROW_HEIGHT + 13.0,

@@ -2,9 +2,9 @@
 
 use bench::random;
 use bench::scenario::Scenario;
-use bench::simulation::{Outcome, PlantedBug, Simulation, SimulationOptions};
+use bench::simulation::{PlantedBug, Simulation, SimulationOptions, SimulationOutcome};
 
-fn run(seed: u64, policy: Option<&str>, options: SimulationOptions) -> Outcome {
+fn run(seed: u64, policy: Option<&str>, options: SimulationOptions) -> SimulationOutcome {
     let (mut scenario, set) = random::scenario(seed);
     if let Some(policy) = policy {
         scenario.policy = policy.to_string();
@@ -17,11 +17,11 @@ const CHECKED: SimulationOptions =
 
 #[test]
 fn a_thousand_random_scenarios_have_no_violation() {
-    let mut answered = 0;
+    let mut replies = 0;
     let mut bad = Vec::new();
     for seed in 0..1_000 {
         let outcome = run(seed, None, CHECKED);
-        answered += outcome.rt_in_time + outcome.be_in_time;
+        replies += outcome.rt_in_time + outcome.be_in_time;
         if !outcome.violations.is_empty() {
             let (scenario, set) = random::scenario(seed);
             let faults =
@@ -32,7 +32,7 @@ fn a_thousand_random_scenarios_have_no_violation() {
             ));
         }
     }
-    assert!(answered > 100_000, "the scenarios do little: {answered} answers");
+    assert!(replies > 100_000, "the scenarios do little: {replies} replies");
     assert!(bad.is_empty(), "{} of 1000:\n{}", bad.len(), bad[..bad.len().min(12)].join("\n"));
 }
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bench::arrival::Arrival;
 use bench::disb;
 use bench::live::{
-    CellReport, Live, LiveError, LiveModel, LiveOptions, Rates, SoakOptions, SoakReport, Workload,
-    charts, table,
+    CellReport, LiveBenchmark, LiveError, LiveModel, LiveOptions, Rates, SoakOptions, SoakReport,
+    Workload, charts, table,
 };
 use cpu::{CpuDevice, CpuOptions};
 use device::Device;
@@ -16,7 +16,7 @@ use runtime::policy::NAMES;
 
 const DIGITS: &[u8] = include_bytes!("../../../assets/digits.onnx");
 
-fn live() -> Live {
+fn live() -> LiveBenchmark {
     let device: Arc<dyn Device> = Arc::new(CpuDevice::new(CpuOptions { threads: 1, queues: 1 }));
     let plan = Arc::new(compiler::compile_onnx(DIGITS, None).unwrap());
     let program = device.load(plan.clone()).unwrap();
@@ -35,7 +35,7 @@ fn live() -> Live {
     };
     let options =
         LiveOptions { seconds: 0.3, warm_seconds: 0.05, seed: 1, max_rt_slowdown_percent: 1.0 };
-    Live::new(device, disb::MODELS.map(model).into(), options).unwrap()
+    LiveBenchmark::new(device, disb::MODELS.map(model).into(), options).unwrap()
 }
 
 fn workload(name: &str) -> Workload {
@@ -46,7 +46,7 @@ fn workload(name: &str) -> Workload {
 const ATTEMPTS: usize = 5;
 
 /// A cell with real-time replies; no reply of the attempts before it was wrong.
-fn answered(live: &Live, name: &str, rates: Rates, policy: &str) -> CellReport {
+fn run_until_replied(live: &LiveBenchmark, name: &str, rates: Rates, policy: &str) -> CellReport {
     for _ in 0..ATTEMPTS {
         let cell = live.run(&workload(name), rates, policy).unwrap();
         assert_eq!((cell.errors, cell.wrong_outputs), (0, 0), "{cell:?}");
@@ -55,7 +55,7 @@ fn answered(live: &Live, name: &str, rates: Rates, policy: &str) -> CellReport {
             return cell;
         }
     }
-    panic!("{name} under {policy}: nobody is answered");
+    panic!("{name} under {policy}: no request got a reply");
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn every_policy_replies_with_equal_outputs() {
     let mut cells = Vec::new();
     for (name, rates) in [("A", Rates::Literal), ("E", Rates::Scaled)] {
         for policy in NAMES.into_iter().rev().filter(|policy| *policy != "reef") {
-            let cell = answered(&live, name, rates, policy);
+            let cell = run_until_replied(&live, name, rates, policy);
             assert_eq!(cell.be_models.is_empty(), policy == "rt_only");
             let leaves = ["atoll", "atoll_alone", "reef_n"].contains(&policy);
             assert!(leaves || cell.preempted.count == 0, "{cell:?}");
@@ -99,9 +99,9 @@ fn unsupported_policies_and_unknown_models_are_refused() {
     let refused = live.run(&workload("A"), Rates::Literal, "reef").unwrap_err();
     assert!(matches!(refused, LiveError::Node(NodeError::NotCarriedOut(_))), "{refused}");
     let mut other = workload("A");
-    other.clients[0].model = "nobody".to_string();
+    other.clients[0].model = "unknown".to_string();
     let refused = live.run(&other, Rates::Literal, "atoll").unwrap_err().to_string();
-    assert!(refused.contains("nobody"), "{refused}");
+    assert!(refused.contains("unknown"), "{refused}");
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use base::{MonotonicClock, Nanos, Random};
-use bench::load::{Load, LoadModel, LoadOptions, PhaseResult, charts, settings, table};
+use bench::load::{LoadBenchmark, LoadModel, LoadOptions, PhaseResult, charts, settings, table};
 use cpu::{CpuDevice, CpuOptions};
 use device::{Device, Program};
 use model::Tensor;
@@ -74,7 +74,7 @@ fn each_request_of_a_batch_gets_its_own_reply() {
         TestNode::new(Batching { policy: BatchingPolicy::None, ..Batching::default() }, 1024);
     assert!(!single.node.is_batched(single.key));
     let mut random = Random::new(1);
-    let mut answers = Vec::new();
+    let mut replies = Vec::new();
     let mut rows_in_all = 0;
     for index in 0..60 {
         // The last is larger than any batch and runs alone.
@@ -84,9 +84,9 @@ fn each_request_of_a_batch_gets_its_own_reply() {
         let (together, alone) = (mpsc::sync_channel(1), mpsc::sync_channel(1));
         bench.send(inputs.clone(), None, move |reply| together.0.send(reply).unwrap());
         single.send(inputs, None, move |reply| alone.0.send(reply).unwrap());
-        answers.push((together.1, alone.1, rows));
+        replies.push((together.1, alone.1, rows));
     }
-    for (together, alone, rows) in answers {
+    for (together, alone, rows) in replies {
         let (got, want) = (together.recv().unwrap(), alone.recv().unwrap());
         assert!(got.timing.rows <= 16 && got.timing.started >= got.timing.arrived);
         let (got, want) = (got.result.unwrap(), want.result.unwrap());
@@ -178,17 +178,17 @@ fn policies_are_compared_under_load() {
     };
     let results: Vec<_> =
         ["window", "elastic", "auto"].iter().flat_map(|n| settings(n, &[500]).unwrap()).collect();
-    let load = Load::new(device, options, None);
-    let mut told = 0;
-    let network = load.run(&model, &results, |_| told += 1).unwrap();
-    assert_eq!((told, network.results.len()), (3, 3));
+    let load = LoadBenchmark::new(device, options, None);
+    let mut reported = 0;
+    let network = load.run(&model, &results, |_| reported += 1).unwrap();
+    assert_eq!((reported, network.results.len()), (3, 3));
     for c in &network.results {
         let wrong = [&c.low, &c.high, &c.best].map(|phase| phase.wrong + phase.errors);
         assert_eq!(wrong, [0; 3], "{}", c.policy);
         // On a machine that stalled while its rate was measured, a load may have no request.
-        let answered = |phase: &PhaseResult| phase.latency.count > 0 && phase.batches > 0;
-        let mut asked = [&c.low, &c.high].into_iter().filter(|phase| phase.offered_rps > 0.0);
-        assert!(asked.all(answered), "{c:?}");
+        let has_replies = |phase: &PhaseResult| phase.latency.count > 0 && phase.batches > 0;
+        let mut phases = [&c.low, &c.high].into_iter().filter(|phase| phase.offered_rps > 0.0);
+        assert!(phases.all(has_replies), "{c:?}");
     }
     assert_eq!(network.tuned.as_deref(), Some("window 500 us"));
     print!("{}", table(std::slice::from_ref(&network)));

@@ -156,9 +156,9 @@ pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
 }
 
 /// A real-time and a best-effort network.
-type Pair = (String, String);
+type NetworkPair = (String, String);
 
-fn pairs(requested: &str) -> Result<Vec<Pair>, Failure> {
+fn pairs(requested: &str) -> Result<Vec<NetworkPair>, Failure> {
     let all = disb::pairs();
     let names: Vec<&str> = match requested {
         "ALL" => all.iter().map(String::as_str).collect(),
@@ -213,7 +213,7 @@ impl NetworkTable {
     fn load(
         args: &PaddingArgs,
         device: &CudaDevice,
-        pairs: &[Pair],
+        pairs: &[NetworkPair],
     ) -> Result<NetworkTable, Failure> {
         let names: BTreeSet<&String> = pairs.iter().flat_map(|(rt, be)| [rt, be]).collect();
         let mut random = Random::new(args.seed);
@@ -240,7 +240,7 @@ impl NetworkTable {
         self.numbers.get(name).map_or(&[], |number| self.bench.steps(*number))
     }
 
-    fn round(&self, args: &PaddingArgs, (real_time, best_effort): &Pair) -> FusedRound {
+    fn round(&self, args: &PaddingArgs, (real_time, best_effort): &NetworkPair) -> FusedRound {
         let limits = FusedRoundLimits {
             multiprocessors: self.bench.multiprocessors(),
             replays_max: usize::from(args.graphs),
@@ -270,7 +270,7 @@ impl NetworkTable {
 
     fn measure(
         &mut self,
-        (real_time, best_effort): &Pair,
+        (real_time, best_effort): &NetworkPair,
         round: &FusedRound,
         options: &PaddingOptions,
     ) -> Result<PairReport, Failure> {
@@ -460,7 +460,7 @@ mod tests {
         let all = methods(&named("partition,fused,alone"), &[8, 16]).unwrap();
         use PaddingWay::{Alone, Fused, Partition};
         assert_eq!(all, [Alone, Partition(8), Partition(16), Fused]);
-        assert!(methods(&named("fused,nobody"), &[]).is_err());
+        assert!(methods(&named("fused,unknown"), &[]).is_err());
         assert!(methods(&named("fused,fused"), &[]).is_err());
         assert!(methods(&named("partition"), &[8, 8]).is_err());
         assert!(seconds("0").is_err() && seconds("x").is_err() && seconds("0.5") == Ok(0.5));

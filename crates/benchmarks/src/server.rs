@@ -21,9 +21,9 @@ use assembly::{Failure, write_file};
 
 pub(crate) use self::args::ServerBenchArgs;
 use self::child::ServerProcess;
-use self::engine_load::Engine;
+use self::engine_load::EngineUnderTest;
 pub use self::engine_load::{ParseServeArguments, ServeSettings};
-use self::report::{Measurement, Round, ServerReport, Summary, table};
+use self::report::{Measurement, MeasurementRound, MeasurementSummary, ServerReport, table};
 use self::test_model::TestModel;
 use self::window::MeasuredWindow;
 use self::wire_load::ProtocolClients;
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &ServerBenchArgs, parse_serve: ParseServeArguments) -> R
     let path = model_file(args)?;
     let folder = tempfile::tempdir().map_err(Failure::failed)?;
     let arguments = serve_arguments(args, &path);
-    let engine = Engine::start(&parse_serve(&arguments)?, &path)?;
+    let engine = EngineUnderTest::start(&parse_serve(&arguments)?, &path)?;
     let test_model = Arc::new(TestModel::new(&engine, &args.bind, args.seed)?);
     let servers = start_servers(args, &arguments, folder.path(), &test_model)?;
     let window = MeasuredWindow::of(args.seconds);
@@ -134,7 +134,7 @@ pub(crate) fn run(args: &ServerBenchArgs, parse_serve: ParseServeArguments) -> R
             );
             measurements.push(measurement);
         }
-        rounds.push(Round { engine, servers: measurements });
+        rounds.push(MeasurementRound { engine, servers: measurements });
     }
     let report = ServerReport {
         device: engine.description(),
@@ -147,7 +147,7 @@ pub(crate) fn run(args: &ServerBenchArgs, parse_serve: ParseServeArguments) -> R
         clients: args.clients,
         connections: args.connections,
         seconds: args.seconds,
-        summaries: Summary::all(servers.iter().map(|one| one.name.as_str()), &rounds),
+        summaries: MeasurementSummary::all(servers.iter().map(|one| one.name.as_str()), &rounds),
         rounds,
     };
     drop(servers);

@@ -11,8 +11,8 @@ use ::device::Device;
 use assembly::{Failure, sample_inputs, write_file};
 use base::Random;
 use bench::swap::{
-    AccessPattern, BackgroundLoad, Swap, SwapCase, SwapModel, SwapOptions, SwapReport, table,
-    with_distinct_weights,
+    AccessPattern, BackgroundLoad, SwapBenchmark, SwapCase, SwapModel, SwapOptions, SwapReport,
+    table, with_distinct_weights,
 };
 use model::config::Class;
 
@@ -38,7 +38,8 @@ pub(crate) fn run(args: &SwapArgs) -> Result<(), Failure> {
         seed: args.seed,
         bytes_per_second: speed,
     };
-    let swap = Swap::new(opened.device.clone(), models, options).map_err(Failure::failed)?;
+    let swap =
+        SwapBenchmark::new(opened.device.clone(), models, options).map_err(Failure::failed)?;
     let mut report = SwapReport {
         device: opened.device.info().description.clone(),
         driver: environment::driver(&args.device),
@@ -109,10 +110,10 @@ fn cases(args: &SwapArgs) -> Result<Vec<SwapCase>, Failure> {
 
 /// Loads as many models as the largest case needs.
 fn load(args: &SwapArgs, device: &dyn Device) -> Result<Vec<SwapModel>, Failure> {
-    let most = args.count.iter().copied().max().map_or(1, usize::from);
+    let count_max = args.count.iter().copied().max().map_or(1, usize::from);
     let count = match (args.co_located, args.large_model.is_some()) {
         (false, true) => 1,
-        (beside, _) => most + usize::from(beside),
+        (co_located, _) => count_max + usize::from(co_located),
     };
     let mut random = Random::new(args.seed);
     let mut networks = Vec::new();
@@ -138,7 +139,7 @@ fn load(args: &SwapArgs, device: &dyn Device) -> Result<Vec<SwapModel>, Failure>
 fn run_co_located(
     args: &SwapArgs,
     opened: &SwappingDevice,
-    swap: &Swap,
+    swap: &SwapBenchmark,
     report: &mut SwapReport,
 ) -> Result<(), Failure> {
     let count = args.count.iter().copied().max().map_or(1, usize::from);

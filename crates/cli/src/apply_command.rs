@@ -12,7 +12,7 @@ use planner::apply::{Change, Partition, changes, check_changes};
 use self::journal::{AppliedChange, Journal};
 use self::servers::{ServerLaunch, start_server, stop_server};
 use crate::args::ApplyArgs;
-use crate::nvidia::{Machine, Tools};
+use crate::nvidia::{MachineState, NvidiaTools};
 use crate::plan_command::PlanFile;
 
 /// Runs the command.
@@ -28,13 +28,13 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
     let mig = list.iter().any(|change| matches!(change, Change::EnableMig { .. }));
     if mig && !args.allow_mig_changes {
         return Err(Failure::usage(
-            "this makes and removes MIG instances; look at --dry-run, then add --allow-mig-changes",
+            "this creates and destroys MIG instances; see --dry-run, then add --allow-mig-changes",
         ));
     }
     if args.model_repository.is_empty() {
         return Err(Failure::usage("name the --model-repository the servers load from"));
     }
-    let tools = Tools;
+    let tools = NvidiaTools;
     let machine = inspect(args, &tools, kind, &list)?;
     let mut journal = Journal::create(&state)?;
     let mut executor = PlanExecutor { args, tools, machine, state: &state, port: args.first_port };
@@ -76,10 +76,10 @@ fn planned(args: &ApplyArgs) -> Result<(&'static GpuKind, Vec<Change>), Failure>
 /// The machine as it is, or why it must not be changed.
 fn inspect(
     args: &ApplyArgs,
-    tools: &Tools,
+    tools: &NvidiaTools,
     kind: &GpuKind,
     list: &[Change],
-) -> Result<Machine, Failure> {
+) -> Result<MachineState, Failure> {
     let machine = tools.inspect().map_err(Failure::failed)?;
     let used: Vec<u32> = (args.gpus.iter().copied())
         .filter(|gpu| {
@@ -100,8 +100,8 @@ fn inspect(
 /// Applies changes one after another.
 struct PlanExecutor<'a> {
     args: &'a ApplyArgs,
-    tools: Tools,
-    machine: Machine,
+    tools: NvidiaTools,
+    machine: MachineState,
     state: &'a Path,
     port: u16,
 }
@@ -157,7 +157,7 @@ fn mps_folder(state: &Path, place: &str) -> PathBuf {
 }
 
 /// Undoes the changes in the journal, from the end; what cannot be undone stays in it.
-fn undo_all(tools: &Tools, state: &Path, mut journal: Journal) -> Result<(), Failure> {
+fn undo_all(tools: &NvidiaTools, state: &Path, mut journal: Journal) -> Result<(), Failure> {
     while let Some(done) = journal.last().cloned() {
         let undone = match &done.change {
             _ if done.untouched => Ok(()),
@@ -173,7 +173,9 @@ fn undo_all(tools: &Tools, state: &Path, mut journal: Journal) -> Result<(), Fai
         };
         undone.map_err(|error| {
             let left = journal.path().display();
-            Failure::failed(format!("{error}; the rest is in {left}: mend it and use --undo"))
+            Failure::failed(format!(
+                "{error}; the remaining changes are in {left}: repair it and use --undo"
+            ))
         })?;
         tracing::info!("undone: {}", journal::line(&done.change));
         journal.forget_last()?;
@@ -189,12 +191,12 @@ fn undo(args: &ApplyArgs, state: &Path) -> Result<(), Failure> {
         }
         return Ok(());
     }
-    undo_all(&Tools, state, journal)
+    undo_all(&NvidiaTools, state, journal)
 }
 
 /// Prints what would be done and, if the tools are installed, whether the GPUs may be changed.
 fn dry_run(args: &ApplyArgs, state: &Path, kind: &GpuKind, list: &[Change]) -> Result<(), Failure> {
-    let refused = inspect(args, &Tools, kind, list).err();
+    let refused = inspect(args, &NvidiaTools, kind, list).err();
     if args.json {
         let refused = refused.as_ref().map(Failure::message);
         let report = serde_json::json!({ "changes": list, "refused": refused });
@@ -260,6 +262,6 @@ fn report(args: &ApplyArgs, journal: &Journal) -> Result<(), Failure> {
             spec.percentage
         );
     }
-    println!("{} changes done; --undo takes them back", journal.done().len());
+    println!("{} changes applied; --undo reverts them", journal.done().len());
     Ok(())
 }

@@ -40,13 +40,13 @@ const BEST_EFFORT_CLIENTS: usize = 2;
 
 /// Held-out images of scikit-learn's digits set.
 #[derive(Debug, Deserialize)]
-struct Samples {
+struct DigitSamples {
     scale: f32,
-    samples: Vec<Sample>,
+    samples: Vec<DigitSample>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Sample {
+struct DigitSample {
     label: usize,
     pixels: Vec<f32>,
 }
@@ -170,7 +170,7 @@ type Client = GrpcInferenceServiceClient<Channel>;
 /// Clients of both classes; each has a connection of its own, as on other machines.
 struct DemoClients {
     address: String,
-    samples: Arc<Samples>,
+    samples: Arc<DigitSamples>,
 }
 
 /// Results of one kind of client.
@@ -184,7 +184,7 @@ struct ClientStats {
 
 impl DemoClients {
     fn new(address: &str) -> Result<DemoClients, Failure> {
-        let samples: Samples = serde_json::from_str(SAMPLES_JSON).map_err(Failure::failed)?;
+        let samples: DigitSamples = serde_json::from_str(SAMPLES_JSON).map_err(Failure::failed)?;
         Ok(DemoClients { address: address.to_string(), samples: Arc::new(samples) })
     }
 
@@ -248,7 +248,7 @@ impl DemoClients {
 /// Large batches in a closed loop.
 async fn send_batches(
     mut client: Client,
-    samples: Arc<Samples>,
+    samples: Arc<DigitSamples>,
     stop: Arc<AtomicBool>,
 ) -> ClientStats {
     let mut stats = ClientStats::default();
@@ -265,7 +265,7 @@ impl ClientStats {
         &mut self,
         client: &mut Client,
         request: ModelInferRequest,
-        samples: &Samples,
+        samples: &DigitSamples,
         first: usize,
         count: usize,
     ) {
@@ -300,7 +300,7 @@ impl ClientStats {
     }
 }
 
-fn request(samples: &Samples, first: usize, count: usize, class: Class) -> ModelInferRequest {
+fn request(samples: &DigitSamples, first: usize, count: usize, class: Class) -> ModelInferRequest {
     let chosen = samples.samples.iter().cycle().skip(first % samples.samples.len()).take(count);
     let pixels = chosen.flat_map(|sample| sample.pixels.iter().map(|pixel| pixel / samples.scale));
     let bytes: Vec<u8> = pixels.flat_map(f32::to_le_bytes).collect();
@@ -322,14 +322,14 @@ fn request(samples: &Samples, first: usize, count: usize, class: Class) -> Model
 }
 
 /// How many replies name the right digit.
-fn correct(samples: &Samples, first: usize, count: usize, reply: &ModelInferResponse) -> u64 {
+fn correct(samples: &DigitSamples, first: usize, count: usize, reply: &ModelInferResponse) -> u64 {
     let Some(raw) = reply.raw_output_contents.first() else { return 0 };
     let scores: Vec<f32> = raw
         .chunks_exact(4)
         .map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
         .collect();
     let chosen = samples.samples.iter().cycle().skip(first % samples.samples.len()).take(count);
-    let is_right = |(row, sample): &(&[f32], &Sample)| {
+    let is_right = |(row, sample): &(&[f32], &DigitSample)| {
         let best = (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b]));
         best == Some(sample.label)
     };

@@ -18,7 +18,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 pub(crate) use self::member::run_member;
 use self::member::{GO, MemberReport, READY};
-use self::table::{Point, Row, Table};
+use self::table::{GridPoint, GridRow, GridTable};
 use crate::args::ProfileArgs;
 use crate::nvidia;
 
@@ -41,13 +41,13 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
             stem.to_string_lossy().into_owned()
         }
     };
-    let mut table = Table::new(&name).map_err(Failure::usage)?;
+    let mut table = GridTable::new(&name).map_err(Failure::usage)?;
     for point in points {
         let row = match measure(args, &shares, point) {
             Ok(row) => row,
             Err(failure) => {
                 tracing::warn!("{point}: {}", failure.message());
-                Row::failed(point, shares.percent(point.slice))
+                GridRow::failed(point, shares.percent(point.slice))
             }
         };
         table.push(&row);
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
 }
 
 /// The points of the grid, in the table's order.
-fn points(args: &ProfileArgs) -> Result<Vec<Point>, Failure> {
+fn points(args: &ProfileArgs) -> Result<Vec<GridPoint>, Failure> {
     if !(0.01..=3600.0).contains(&args.seconds) {
         return Err(Failure::usage(format!("--seconds {} is not from 0.01 to 3600", args.seconds)));
     }
@@ -95,7 +95,7 @@ fn points(args: &ProfileArgs) -> Result<Vec<Point>, Failure> {
     let mut points = Vec::with_capacity(all);
     for &slice in &args.slices {
         for &batch in &batches {
-            points.extend(args.processes.iter().map(|&processes| Point {
+            points.extend(args.processes.iter().map(|&processes| GridPoint {
                 slice,
                 batch,
                 processes,
@@ -122,7 +122,7 @@ impl SliceShares {
             return Ok(SliceShares::Cores { cores, of });
         };
         let alone = args.slices.iter().all(|slice| *slice == of) && args.processes == [1];
-        let mps = nvidia::daemon_answers();
+        let mps = nvidia::daemon_replies();
         if let Err(error) = &mps
             && !alone
         {
@@ -146,7 +146,7 @@ impl SliceShares {
         100 * u32::from(slice) / u32::from(*of)
     }
 
-    fn set(&self, command: &mut Command, args: &ProfileArgs, point: Point) {
+    fn set(&self, command: &mut Command, args: &ProfileArgs, point: GridPoint) {
         match self {
             SliceShares::Cores { cores, of } => {
                 let all = cores * usize::from(point.slice) / usize::from(*of);
@@ -193,7 +193,7 @@ impl GridProcess {
     fn start(
         args: &ProfileArgs,
         shares: &SliceShares,
-        point: Point,
+        point: GridPoint,
     ) -> Result<GridProcess, Failure> {
         let program = std::env::current_exe().map_err(Failure::failed)?;
         let mut command = Command::new(program);
@@ -252,7 +252,7 @@ impl Drop for GridProcess {
     }
 }
 
-fn measure(args: &ProfileArgs, shares: &SliceShares, point: Point) -> Result<Row, Failure> {
+fn measure(args: &ProfileArgs, shares: &SliceShares, point: GridPoint) -> Result<GridRow, Failure> {
     let before = shares.memory_before()?;
     let start = |_| GridProcess::start(args, shares, point);
     let mut processes: Vec<GridProcess> =
@@ -261,7 +261,7 @@ fn measure(args: &ProfileArgs, shares: &SliceShares, point: Point) -> Result<Row
     for member in &mut processes {
         let line = member.line(ready_within)?;
         if line != READY {
-            return Err(Failure::failed(format!("a process said '{line}' before it was ready")));
+            return Err(Failure::failed(format!("a process wrote '{line}' before it was ready")));
         }
     }
     processes.iter_mut().try_for_each(GridProcess::go)?;
@@ -274,6 +274,6 @@ fn measure(args: &ProfileArgs, shares: &SliceShares, point: Point) -> Result<Row
     }
     // The processes wait until they are killed, so their memory is still in use.
     let memory_bytes = shares.memory_bytes(before, &reports)?;
-    Row::measured(point, shares.percent(point.slice), &reports, memory_bytes)
+    GridRow::measured(point, shares.percent(point.slice), &reports, memory_bytes)
         .map_err(Failure::failed)
 }

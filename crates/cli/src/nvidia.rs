@@ -16,11 +16,11 @@ const TOOL_TIMEOUT: Duration = Duration::from_secs(180);
 const MEMORY_SHARE: f64 = 0.85;
 
 /// The tools, found on PATH.
-pub(crate) struct Tools;
+pub(crate) struct NvidiaTools;
 
 /// A GPU as `nvidia-smi` reports it.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Gpu {
+pub(crate) struct GpuInfo {
     pub(crate) index: u32,
     pub(crate) uuid: String,
     pub(crate) name: String,
@@ -40,15 +40,15 @@ pub(crate) struct GpuProcess {
 }
 
 /// The machine before anything is changed.
-pub(crate) struct Machine {
-    pub(crate) gpus: Vec<Gpu>,
+pub(crate) struct MachineState {
+    pub(crate) gpus: Vec<GpuInfo>,
     pub(crate) running: Vec<GpuProcess>,
     /// Identifiers of the slices created since, by location.
     pub(crate) uuids: BTreeMap<String, String>,
 }
 
-impl Machine {
-    fn gpu(&self, index: u32) -> Option<&Gpu> {
+impl MachineState {
+    fn gpu(&self, index: u32) -> Option<&GpuInfo> {
         self.gpus.iter().find(|gpu| gpu.index == index)
     }
 
@@ -59,7 +59,7 @@ impl Machine {
     /// Whether a GPU is of the plan's kind and idle; otherwise why not.
     pub(crate) fn may_touch(&self, index: u32, kind: &GpuKind, mig: bool) -> Result<(), String> {
         let gpu = self.gpu(index).ok_or_else(|| format!("nvidia-smi knows no gpu {index}"))?;
-        let Gpu { name, memory_mib, .. } = gpu;
+        let GpuInfo { name, memory_mib, .. } = gpu;
         if !is_of_kind(gpu, kind) {
             let kind = kind.name;
             return Err(format!(
@@ -101,7 +101,7 @@ impl Machine {
 }
 
 /// Kinds are named like `a100-80gb`; tools report `NVIDIA A100-SXM4-80GB` and a little less memory.
-fn is_of_kind(gpu: &Gpu, kind: &GpuKind) -> bool {
+fn is_of_kind(gpu: &GpuInfo, kind: &GpuKind) -> bool {
     let (family, memory) = kind.name.split_once('-').unwrap_or((kind.name, "0gb"));
     let memory_gb: f64 = memory.trim_end_matches("gb").parse().unwrap_or(0.0);
     let memory_mib = gpu.memory_mib as f64;
@@ -109,8 +109,8 @@ fn is_of_kind(gpu: &Gpu, kind: &GpuKind) -> bool {
         && (memory_gb * 1024.0 * MEMORY_SHARE..memory_gb * 1024.0 * 1.1).contains(&memory_mib)
 }
 
-impl Tools {
-    pub(crate) fn inspect(&self) -> Result<Machine, String> {
+impl NvidiaTools {
+    pub(crate) fn inspect(&self) -> Result<MachineState, String> {
         let query = "--query-gpu=index,uuid,name,memory.total,mig.mode.current";
         let mut gpus = parse_gpus(&smi(&[query, "--format=csv,noheader,nounits"])?)?;
         let listed = parse_list(&smi(&["-L"])?);
@@ -119,13 +119,13 @@ impl Tools {
         }
         let query = "--query-compute-apps=gpu_uuid,pid,process_name";
         let running = parse_running(&smi(&[query, "--format=csv,noheader"])?)?;
-        Ok(Machine { gpus, running, uuids: BTreeMap::new() })
+        Ok(MachineState { gpus, running, uuids: BTreeMap::new() })
     }
 
     /// Enables MIG and checks that it is enabled: some GPUs need a reset first.
     pub(crate) fn enable_mig(&self, gpu: u32) -> Result<(), String> {
         let index = gpu.to_string();
-        let said = smi(&["-i", &index, "-mig", "1"])?;
+        let output = smi(&["-i", &index, "-mig", "1"])?;
         let mode = smi(&["-i", &index, "--query-gpu=mig.mode.current", "--format=csv,noheader"])?;
         if mode.trim() == "Enabled" {
             return Ok(());
@@ -134,9 +134,9 @@ impl Tools {
         let back = self.disable_mig(gpu).err();
         let back = back.map(|error| format!("; {error}")).unwrap_or_default();
         Err(format!(
-            "gpu {gpu}: MIG mode is '{}' after turning it on; nvidia-smi said: {}{back}",
+            "gpu {gpu}: MIG mode is '{}' after turning it on; nvidia-smi printed: {}{back}",
             mode.trim(),
-            said.trim()
+            output.trim()
         ))
     }
 
@@ -154,9 +154,12 @@ impl Tools {
     ) -> Result<(u32, String), String> {
         let before = parse_list(&smi(&["-L"])?).remove(&gpu).unwrap_or_default();
         let (index, place) = (gpu.to_string(), format!("{profile_id}:{start}"));
-        let said = smi(&["mig", "-i", &index, "-cgi", &place, "-C"])?;
-        let instance = parse_created(&said).ok_or_else(|| {
-            format!("gpu {gpu}: cannot read what nvidia-smi said of {place}: {}", said.trim())
+        let output = smi(&["mig", "-i", &index, "-cgi", &place, "-C"])?;
+        let instance = parse_created(&output).ok_or_else(|| {
+            format!(
+                "gpu {gpu}: cannot read the output of nvidia-smi for {place}: {}",
+                output.trim()
+            )
         })?;
         let found = smi(&["-L"]).and_then(|list| {
             let after = parse_list(&list).remove(&gpu).unwrap_or_default();
@@ -191,7 +194,7 @@ impl Tools {
         let mut command = Command::new(MPS);
         command.arg("-d").env("CUDA_VISIBLE_DEVICES", uuid);
         output(mps_folders(&mut command, folder), None)?;
-        if let Err(error) = self.ask_daemon(folder, "get_server_list") {
+        if let Err(error) = self.send_to_daemon(folder, "get_server_list") {
             let back = self.stop_daemon(folder).err();
             return Err(back.map_or(error.clone(), |back| format!("{error}; {back}")));
         }
@@ -199,7 +202,7 @@ impl Tools {
     }
 
     pub(crate) fn stop_daemon(&self, folder: &Path) -> Result<(), String> {
-        self.ask_daemon(folder, "quit")?;
+        self.send_to_daemon(folder, "quit")?;
         // The daemon removes its pipe; if it could not, the pipe is unused.
         match std::fs::remove_file(folder.join("control")) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -209,7 +212,7 @@ impl Tools {
         }
     }
 
-    fn ask_daemon(&self, folder: &Path, what: &'static str) -> Result<(), String> {
+    fn send_to_daemon(&self, folder: &Path, what: &'static str) -> Result<(), String> {
         output(mps_folders(&mut Command::new(MPS), folder), Some(what)).map(drop)
     }
 }
@@ -221,14 +224,14 @@ fn mps_folders<'c>(command: &'c mut Command, folder: &Path) -> &'c mut Command {
 }
 
 /// Whether an MPS daemon replies where this process's environment names one; children inherit that.
-pub(crate) fn daemon_answers() -> Result<(), String> {
+pub(crate) fn daemon_replies() -> Result<(), String> {
     output(&mut Command::new(MPS), Some("get_server_list")).map(drop)
 }
 
 /// Memory in use on a GPU, given by number or identifier.
 pub(crate) fn memory_used_mib(gpu: &str) -> Result<u64, String> {
-    let said = smi(&["-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"])?;
-    said.trim().parse().map_err(|_| format!("cannot read nvidia-smi's '{}'", said.trim()))
+    let output = smi(&["-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"])?;
+    output.trim().parse().map_err(|_| format!("cannot read nvidia-smi's '{}'", output.trim()))
 }
 
 fn smi(arguments: &[&str]) -> Result<String, String> {
@@ -251,23 +254,23 @@ fn output(command: &mut Command, input: Option<&'static str>) -> Result<String, 
         }
         let _ = sender.send(child.wait_with_output());
     });
-    let answer = receiver.recv_timeout(TOOL_TIMEOUT);
-    let answer = answer.map_err(|_| format!("'{what}' did not answer within {TOOL_TIMEOUT:?}"))?;
-    let Output { status, stdout, stderr } = answer.map_err(|error| format!("{what}: {error}"))?;
+    let result = receiver.recv_timeout(TOOL_TIMEOUT);
+    let result = result.map_err(|_| format!("'{what}' did not end within {TOOL_TIMEOUT:?}"))?;
+    let Output { status, stdout, stderr } = result.map_err(|error| format!("{what}: {error}"))?;
     let text = String::from_utf8_lossy(&stdout).into_owned();
     if status.success() {
         return Ok(text);
     }
     let error = String::from_utf8_lossy(&stderr);
-    let said = [text.trim(), error.trim()].join(" ");
-    Err(format!("'{what}' failed ({status}): {}", said.trim()))
+    let output = [text.trim(), error.trim()].join(" ");
+    Err(format!("'{what}' failed ({status}): {}", output.trim()))
 }
 
-fn parse_gpus(text: &str) -> Result<Vec<Gpu>, String> {
+fn parse_gpus(text: &str) -> Result<Vec<GpuInfo>, String> {
     let gpu = |line: &str| {
         let cells: Vec<&str> = line.split(',').map(str::trim).collect();
         let [index, uuid, name, memory, mode] = cells[..] else { return None };
-        Some(Gpu {
+        Some(GpuInfo {
             index: index.parse().ok()?,
             uuid: uuid.to_string(),
             name: name.to_string(),
@@ -323,7 +326,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_read() {
+    fn tool_output_is_parsed() {
         let text = "0, GPU-aa, NVIDIA A100-SXM4-80GB, 81920, Disabled\n1, GPU-bb, NVIDIA H200, \
             143771, [N/A]\n";
         let gpus = parse_gpus(text).unwrap();

@@ -182,7 +182,7 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
         return Err(Failure::failed(lines.join("\n  ")));
     }
     let (rest, faults) = problem.without_faults().map_err(Failure::failed)?;
-    faults.iter().for_each(|fault| tracing::warn!("left out: {fault}"));
+    faults.iter().for_each(|fault| tracing::warn!(%fault, "service skipped"));
     Ok((rest, faults))
 }
 

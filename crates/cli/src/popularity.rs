@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_asked_for_most_comes_first_and_fades() {
+    fn models_with_most_requests_come_first_and_old_counts_fade() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = Popularity::path(folder.path());
         assert_eq!(Popularity::read(&path), Popularity::default(), "none yet");

@@ -13,9 +13,10 @@ use crate::args::ProfileArgs;
 
 /// Bytes and operations per microsecond that bound a step, measured on an H200 (see
 /// `crates/compiler/kernels/README.md`).
-const H200: Limits = Limits { bytes_per_us: 4.3e6, flops_per_us: 790e6, launch_us: 1.6 };
+const H200: RooflineLimits =
+    RooflineLimits { bytes_per_us: 4.3e6, flops_per_us: 790e6, launch_us: 1.6 };
 
-struct Limits {
+struct RooflineLimits {
     bytes_per_us: f64,
     flops_per_us: f64,
     launch_us: f64,

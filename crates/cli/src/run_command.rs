@@ -120,7 +120,7 @@ pub(crate) struct ModelRunner {
     inputs: Vec<Tensor>,
 }
 
-struct Measured {
+struct RunMeasurements {
     latency: Histogram,
     /// Time of every step in every run.
     step_times: Vec<Vec<Nanos>>,
@@ -139,7 +139,7 @@ impl ModelRunner {
         Ok(ModelRunner { program, task_runner: TaskRunner::open(device, best_effort)?, inputs })
     }
 
-    fn measure(&self, args: &RunArgs) -> Result<Measured, Failure> {
+    fn measure(&self, args: &RunArgs) -> Result<RunMeasurements, Failure> {
         for _ in 0..args.warmup {
             self.run_once(false)?;
         }
@@ -160,7 +160,7 @@ impl ModelRunner {
         for _ in 0..args.repeat.min(STEP_RUNS_MAX) {
             step_times.push(self.run_once(true)?.1);
         }
-        Ok(Measured { latency, step_times, outputs })
+        Ok(RunMeasurements { latency, step_times, outputs })
     }
 
     /// One run: its time, the times of its steps if recorded, and its outputs.
@@ -200,7 +200,7 @@ fn report(
     device: &str,
     plan: &LaunchPlan,
     inputs: &[Tensor],
-    measured: Measured,
+    measured: RunMeasurements,
 ) -> RunReport {
     let us = |nanos: Nanos| nanos.0 as f64 / 1e3;
     let tensors = |ids: &[model::ValueId], tensors: &[Tensor]| {

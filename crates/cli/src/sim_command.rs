@@ -82,8 +82,8 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
         write_file(path, &timeline::svg(&gpu, &real_time, at(args.from_ms)..at(args.to_ms)))?;
     }
     if args.json {
-        let answer = serde_json::json!({ "report": report, "violations": outcome.violations });
-        println!("{answer:#}");
+        let result = serde_json::json!({ "report": report, "violations": outcome.violations });
+        println!("{result:#}");
     } else {
         print!("{}", table(&[report]));
         outcome.violations.iter().for_each(|violation| println!("violation at {violation}"));

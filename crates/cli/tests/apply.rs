@@ -15,16 +15,16 @@ const PLAN: &str = r#"{
 }"#;
 
 /// A machine of its own for each test.
-struct Bench {
+struct TestMachine {
     root: tempfile::TempDir,
 }
 
-impl Bench {
-    fn new() -> Bench {
+impl TestMachine {
+    fn new() -> TestMachine {
         let root = tempfile::tempdir().unwrap();
         std::fs::create_dir(root.path().join("fake")).unwrap();
         std::fs::write(root.path().join("plan.json"), PLAN).unwrap();
-        Bench { root }
+        TestMachine { root }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -68,7 +68,7 @@ impl Bench {
     }
 }
 
-fn said(output: &Output) -> String {
+fn output_text(output: &Output) -> String {
     let both = [&output.stdout[..], &output.stderr[..]].concat();
     String::from_utf8_lossy(&both).into_owned()
 }
@@ -79,11 +79,11 @@ fn ports(test: u16) -> u16 {
 }
 
 #[test]
-fn a_plan_is_carried_out_and_taken_back() {
-    let bench = Bench::new();
+fn a_plan_is_applied_and_undone() {
+    let bench = TestMachine::new();
     let port = ports(0);
     let output = bench.apply(port, &["--allow-mig-changes"]).output().unwrap();
-    assert!(output.status.success(), "{}", said(&output));
+    assert!(output.status.success(), "{}", output_text(&output));
     assert_eq!(
         bench.changes(),
         [
@@ -94,7 +94,7 @@ fn a_plan_is_carried_out_and_taken_back() {
             "mps -d MIG-0-2",
         ]
     );
-    let text = said(&output);
+    let text = output_text(&output);
     assert_eq!(text.matches("numbers at http").count(), 2, "{text}");
     assert!(text.contains("more, other at http") && text.contains("50 % of the threads"), "{text}");
     let journal = std::fs::read_to_string(bench.path("state/applied.json")).unwrap();
@@ -111,10 +111,14 @@ fn a_plan_is_carried_out_and_taken_back() {
     }
 
     let again = bench.apply(port, &["--allow-mig-changes"]).output().unwrap();
-    assert!(!again.status.success() && said(&again).contains("MIG devices"), "{}", said(&again));
+    assert!(
+        !again.status.success() && output_text(&again).contains("MIG devices"),
+        "{}",
+        output_text(&again)
+    );
 
     let undone = bench.command().arg("--undo").output().unwrap();
-    assert!(undone.status.success(), "{}", said(&undone));
+    assert!(undone.status.success(), "{}", output_text(&undone));
     assert_eq!(
         bench.changes()[5..],
         [
@@ -135,26 +139,26 @@ fn a_plan_is_carried_out_and_taken_back() {
 
 #[test]
 fn a_dry_run_and_a_missing_consent_change_nothing() {
-    let bench = Bench::new();
+    let bench = TestMachine::new();
     let dry = bench.apply(9000, &["--dry-run"]).output().unwrap();
-    let text = said(&dry);
+    let text = output_text(&dry);
     assert!(dry.status.success() && text.contains("nvidia-smi mig -i 0 -cgi 9:4 -C"), "{text}");
     assert!(
         text.contains("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50") && text.contains("nothing was done")
     );
     let bare = bench.apply(9000, &[]).output().unwrap();
     assert_eq!(bare.status.code(), Some(2));
-    assert!(said(&bare).contains("--allow-mig-changes"), "{}", said(&bare));
+    assert!(output_text(&bare).contains("--allow-mig-changes"), "{}", output_text(&bare));
     assert_eq!(bench.changes(), Vec::<String>::new());
 }
 
 #[test]
 fn a_gpu_with_running_work_or_of_another_kind_is_refused() {
-    let bench = Bench::new();
+    let bench = TestMachine::new();
     let refused = |more: &[&str], apps: &str| {
         let output = bench.apply(9000, more).env("FAKE_APPS", apps).output().unwrap();
-        assert!(!output.status.success(), "{}", said(&output));
-        said(&output)
+        assert!(!output.status.success(), "{}", output_text(&output));
+        output_text(&output)
     };
     let app = "GPU-00000000-aaaa-bbbb-cccc-dddddddddddd, 4711, python3";
     let allow = "--allow-mig-changes";
@@ -166,7 +170,7 @@ fn a_gpu_with_running_work_or_of_another_kind_is_refused() {
     // Work on the other GPU does not matter.
     let other = "GPU-00000001-aaaa-bbbb-cccc-dddddddddddd, 4711, python3";
     let dry = bench.apply(9000, &["--dry-run"]).env("FAKE_APPS", other).output().unwrap();
-    assert!(said(&dry).contains("nothing was done"), "{}", said(&dry));
+    assert!(output_text(&dry).contains("nothing was done"), "{}", output_text(&dry));
 }
 
 #[test]
@@ -177,11 +181,15 @@ fn what_was_done_before_a_failure_is_undone() {
         ("ATOLL_THREADS", "not-a-number", "the server of numbers ended"),
     ];
     for (test, (name, value, message)) in fails.into_iter().enumerate() {
-        let bench = Bench::new();
+        let bench = TestMachine::new();
         let port = ports(1 + test as u16 % 2);
         let mut command = bench.apply(port, &["--allow-mig-changes"]);
         let output = command.env(name, value).output().unwrap();
-        assert!(!output.status.success() && said(&output).contains(message), "{}", said(&output));
+        assert!(
+            !output.status.success() && output_text(&output).contains(message),
+            "{}",
+            output_text(&output)
+        );
         let left = |gpu: &str| std::fs::read_dir(bench.path(gpu)).map_or(0, Iterator::count);
         assert_eq!(left("fake/gpu0"), 0, "{name}");
         assert!(!bench.path("fake/mig0").exists(), "{name}");
@@ -193,13 +201,13 @@ fn what_was_done_before_a_failure_is_undone() {
 
 #[test]
 fn without_mig_a_slice_is_a_share_of_threads() {
-    let bench = Bench::new();
+    let bench = TestMachine::new();
     let output = bench.apply(ports(0) + 24, &["--partition", "mps"]).output().unwrap();
-    assert!(output.status.success(), "{}", said(&output));
-    let text = said(&output);
+    assert!(output.status.success(), "{}", output_text(&output));
+    let text = output_text(&output);
     assert!(text.contains("28 % of the threads") && text.contains("42 % of the threads"), "{text}");
     assert_eq!(bench.changes(), ["mps -d GPU-00000000-aaaa-bbbb-cccc-dddddddddddd"]);
     let undone = bench.command().arg("--undo").output().unwrap();
-    assert!(undone.status.success(), "{}", said(&undone));
+    assert!(undone.status.success(), "{}", output_text(&undone));
     assert_eq!(bench.changes().last().unwrap(), "mps quit");
 }

@@ -533,7 +533,7 @@ impl ScenarioRun<'_> {
         report.record_bytes = self.written.iter().map(|(key, value)| key.len() + value.len()).sum();
         if report.bad_percent > self.scenario.bad_percent_max {
             report.violations.push(format!(
-                "{:.3} % of requests went wrong, at most {} % may",
+                "{:.3} % of requests missed their SLO, at most {} % may",
                 report.bad_percent, self.scenario.bad_percent_max
             ));
         }

@@ -89,7 +89,7 @@ impl StudyModel {
 }
 
 /// A study for one set of techniques and one rate.
-struct Setup {
+struct StudySetup {
     /// Models with rate, SLO and batch times.
     stages: Vec<(f64, f64, Curve)>,
     feeds: Vec<Vec<(usize, f64)>>,
@@ -97,7 +97,7 @@ struct Setup {
 }
 
 /// Share of queries with replies in time.
-fn good_share(setup: Setup, techniques: Techniques) -> f64 {
+fn good_share(setup: StudySetup, techniques: Techniques) -> f64 {
     let name = |index: usize| format!("s{index:03}");
     let machines: Vec<Machine> = (0..GPUS)
         .map(|gpu| Machine { name: format!("g{gpu:02}"), device: "gpu".into(), memory_bytes: 0 })
@@ -161,7 +161,7 @@ fn good_share(setup: Setup, techniques: Techniques) -> f64 {
 }
 
 /// The highest rate with enough replies in time, to a percent.
-fn highest(setup: impl Fn(f64) -> Option<Setup>, techniques: Techniques, top: f64) -> f64 {
+fn highest(setup: impl Fn(f64) -> Option<StudySetup>, techniques: Techniques, top: f64) -> f64 {
     let works = |rate: f64| setup(rate).is_some_and(|s| good_share(s, techniques) >= GOOD);
     let (mut low, mut high) = (0.0, top);
     while high - low > 0.01 * high {
@@ -173,7 +173,7 @@ fn highest(setup: impl Fn(f64) -> Option<Setup>, techniques: Techniques, top: f6
 
 /// Twenty games with an SLO of 50 ms; frames have six numbers and an icon: LeNet and ResNet-50,
 /// specialised for each game.
-fn game(rate: f64, techniques: Techniques) -> Option<Setup> {
+fn game(rate: f64, techniques: Techniques) -> Option<StudySetup> {
     const GAMES: usize = 20;
     const SLO_MS: f64 = 50.0;
     let resnet = StudyModel { alpha_ms: 1.2, beta_ms: 5.0, prepare_ms: 10.0, batch_max: 48 };
@@ -182,7 +182,7 @@ fn game(rate: f64, techniques: Techniques) -> Option<Setup> {
     let total: f64 = (0..GAMES).map(weight).sum();
     // Preparing takes its time from the SLO in any case.
     let slo = |model: &StudyModel| SLO_MS - if techniques.overlap { model.prepare_ms } else { 0.0 };
-    let mut setup = Setup { stages: Vec::new(), feeds: Vec::new(), sources: Vec::new() };
+    let mut setup = StudySetup { stages: Vec::new(), feeds: Vec::new(), sources: Vec::new() };
     let variants = if techniques.prefix { 1 } else { GAMES };
     for model in [&resnet, &lenet] {
         let numbers = if model.beta_ms < 1.0 { 6.0 } else { 1.0 };
@@ -207,7 +207,7 @@ fn game(rate: f64, techniques: Techniques) -> Option<Setup> {
 
 /// Twenty cameras with an SLO of 400 ms: SSD on every frame, then a face or a car model on each
 /// detection.
-fn traffic(rate: f64, techniques: Techniques, rush: bool) -> Option<Setup> {
+fn traffic(rate: f64, techniques: Techniques, rush: bool) -> Option<StudySetup> {
     const SLO_MS: f64 = 400.0;
     let ssd = StudyModel { alpha_ms: 22.0, beta_ms: 25.0, prepare_ms: 10.0, batch_max: 16 };
     let face = StudyModel { alpha_ms: 3.2, beta_ms: 3.2, prepare_ms: 2.0, batch_max: 64 };
@@ -226,7 +226,7 @@ fn traffic(rate: f64, techniques: Techniques, rush: bool) -> Option<Setup> {
     let prepare = if techniques.overlap { ssd.prepare_ms + face.prepare_ms } else { 0.0 };
     let split =
         stage_demands(&stages, SLO_MS - prepare, !techniques.split, techniques.pools).ok()?;
-    let mut setup = Setup { stages: Vec::new(), feeds: Vec::new(), sources: Vec::new() };
+    let mut setup = StudySetup { stages: Vec::new(), feeds: Vec::new(), sources: Vec::new() };
     for (index, stage) in stages.into_iter().enumerate() {
         setup.stages.push((stage.rate, split.budgets_ms[index], stage.curve));
         setup.feeds.push(if index == 0 { vec![(1, faces), (2, cars)] } else { Vec::new() });
@@ -278,7 +278,7 @@ pub fn figure_11(rush: bool) -> Vec<StudyRow> {
 
 fn study(
     rows: &[(&'static str, Techniques, Option<f64>)],
-    setup: impl Fn(f64, Techniques) -> Option<Setup>,
+    setup: impl Fn(f64, Techniques) -> Option<StudySetup>,
     top: f64,
 ) -> Vec<StudyRow> {
     let row = |&(system, techniques, paper): &(&'static str, Techniques, Option<f64>)| {

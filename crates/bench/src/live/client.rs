@@ -73,14 +73,14 @@ impl TimedReply {
     /// The latency, divided into the stages of [`super::LatencyParts`].
     pub(super) fn parts(&self) -> [Nanos; 5] {
         let Timing { arrived, prepared, started, launched, busy, .. } = self.timing;
-        let answered = self.sent + self.latency;
-        let given_back = started + busy;
+        let replied_at = self.sent + self.latency;
+        let returned = started + busy;
         [
             prepared.since(arrived),
             started.since(prepared),
             launched.since(started),
-            given_back.since(launched),
-            answered.since(given_back),
+            returned.since(launched),
+            replied_at.since(returned),
         ]
     }
 }
@@ -241,10 +241,10 @@ impl LiveClient<'_> {
         };
         self.node.submit(request, Box::new(move |reply| slot.put(clock.now(), reply, waiter)));
         drop(key);
-        let Some((answered, reply)) = reply_slot.take(self.waiting) else { return };
+        let Some((replied_at, reply)) = reply_slot.take(self.waiting) else { return };
         match reply.result {
             Ok(outputs) => {
-                let timed = TimedReply { sent, latency: answered - sent, timing: reply.timing };
+                let timed = TimedReply { sent, latency: replied_at - sent, timing: reply.timing };
                 log.replied(timed, bits_equal(&outputs, &self.target.expected));
             }
             Err(why) => {

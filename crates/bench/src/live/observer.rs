@@ -14,7 +14,7 @@ use crate::checker::{Checker, CheckerLimits};
 const ENTRIES_MAX: usize = 4_000_000;
 
 /// An event or action of the core.
-pub(super) enum Entry {
+pub(super) enum TraceEntry {
     In(Nanos, Event),
     Out(Nanos, Action),
 }
@@ -22,11 +22,11 @@ pub(super) enum Entry {
 /// The recorded trace of a node.
 #[derive(Default)]
 pub(super) struct Recorder {
-    entries: Mutex<Vec<Entry>>,
+    entries: Mutex<Vec<TraceEntry>>,
 }
 
 impl Recorder {
-    fn push(&self, entry: Entry) {
+    fn push(&self, entry: TraceEntry) {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         if entries.len() < ENTRIES_MAX {
             entries.push(entry);
@@ -34,7 +34,7 @@ impl Recorder {
     }
 
     /// Removes and returns what was recorded.
-    pub(super) fn take(&self) -> Vec<Entry> {
+    pub(super) fn take(&self) -> Vec<TraceEntry> {
         std::mem::take(&mut *self.entries.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -75,19 +75,24 @@ impl TraceChecker {
     }
 
     /// Checks the next slice.
-    pub(super) fn feed(&mut self, slice: Vec<Entry>) {
+    pub(super) fn feed(&mut self, slice: Vec<TraceEntry>) {
         let checker = &mut self.checker;
         self.whole &= slice.len() < ENTRIES_MAX;
         self.entries += slice.len() as u64;
         for entry in slice {
             match entry {
-                Entry::In(now, Event::Arrival { request, model, class, priority, deadline }) => {
+                TraceEntry::In(
+                    now,
+                    Event::Arrival { request, model, class, priority, deadline },
+                ) => {
                     checker.arrived(now, request, model.0 as usize, class, priority, deadline);
                     checker.input_ready(now, request);
                     self.arrivals[usize::from(class == Class::BestEffort)] += 1;
                 }
-                Entry::Out(now, Action::Launch { request, .. }) => checker.launched(now, request),
-                Entry::Out(now, Action::End { request, end }) => {
+                TraceEntry::Out(now, Action::Launch { request, .. }) => {
+                    checker.launched(now, request)
+                }
+                TraceEntry::Out(now, Action::End { request, end }) => {
                     checker.ended(now, request, end);
                     self.last = now;
                 }
@@ -120,13 +125,13 @@ impl TraceChecker {
 impl Observer for Recorder {
     fn event(&self, now: Nanos, event: &Event) {
         if matches!(event, Event::Arrival { .. }) {
-            self.push(Entry::In(now, event.clone()));
+            self.push(TraceEntry::In(now, event.clone()));
         }
     }
 
     fn action(&self, now: Nanos, action: &Action) {
         if matches!(action, Action::Launch { .. } | Action::End { .. }) {
-            self.push(Entry::Out(now, action.clone()));
+            self.push(TraceEntry::Out(now, action.clone()));
         }
     }
 }

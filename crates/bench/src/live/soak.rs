@@ -23,7 +23,9 @@ use self::memory::{ResourceSeries, read};
 pub use self::report::SoakReport;
 use super::client::{ClientLog, TimedReply};
 use super::observer::TraceChecker;
-use super::{DRAIN, Live, LiveError, RatedClients, Rates, TestNode, TestNodeOptions, Workload};
+use super::{
+    DRAIN, LiveBenchmark, LiveError, RatedClients, Rates, TestNode, TestNodeOptions, Workload,
+};
 use crate::disb;
 
 /// Preemptions that the node records; the soak only counts them.
@@ -122,7 +124,7 @@ struct SoakObservations {
     series: ResourceSeries,
 }
 
-impl Live {
+impl LiveBenchmark {
     /// Runs `workload` for a long time under one policy, with churn. It drops its own programs, so
     /// that it measures the memory of the node alone.
     pub fn soak(

@@ -32,14 +32,14 @@ fn threads() -> usize {
 
 /// A load of constant mean rate.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Phase {
+pub(super) struct LoadPhase {
     pub(super) rate: f64,
     pub(super) seconds: f64,
     pub(super) seed: u64,
 }
 
 /// Sends requests to one model.
-pub(super) struct Generator<'a> {
+pub(super) struct RequestGenerator<'a> {
     model: &'a LoadModel,
     key: ModelKey,
     clock: Arc<dyn Clock>,
@@ -61,21 +61,26 @@ struct ReplyCounters {
 /// A phase whose last replies may be outstanding.
 pub(super) struct RunningPhase {
     counters: Vec<Arc<ReplyCounters>>,
-    phase: Phase,
+    phase: LoadPhase,
     sent: u64,
     cpu_cores: f64,
 }
 
-impl<'a> Generator<'a> {
+impl<'a> RequestGenerator<'a> {
     /// Computes the output of each input alone.
     pub(super) fn new(
         node: &Node,
         key: ModelKey,
         model: &'a LoadModel,
         clock: Arc<dyn Clock>,
-    ) -> Result<Generator<'a>, LiveError> {
-        let mut generator =
-            Generator { model, key, clock, expected: Arc::default(), outstanding: Arc::default() };
+    ) -> Result<RequestGenerator<'a>, LiveError> {
+        let mut generator = RequestGenerator {
+            model,
+            key,
+            clock,
+            expected: Arc::default(),
+            outstanding: Arc::default(),
+        };
         let mut expected = Vec::new();
         for index in 0..model.inputs.len() {
             expected.push(values(&generator.request_once(node, index)?.0));
@@ -191,7 +196,7 @@ impl<'a> Generator<'a> {
     /// Keeps a dozen requests in flight until `end`.
     fn keep_busy(&self, node: &Node, end: Nanos, replies: &AtomicU64) -> Result<(), LiveError> {
         let (sender, receiver) = mpsc::channel();
-        let ask = |index: usize| {
+        let send = |index: usize| {
             let sender = sender.clone();
             let reply = move |reply: Reply| {
                 let _ = sender.send(reply.result.map(|_| ()));
@@ -201,7 +206,7 @@ impl<'a> Generator<'a> {
         let (mut index, mut in_flight) = (0, 0);
         while self.clock.now() < end || in_flight > 0 {
             while in_flight < 12 && self.clock.now() < end {
-                ask(index);
+                send(index);
                 (index, in_flight) = (index + 1, in_flight + 1);
             }
             let broken = |why| LiveError::Broken { model: self.model.name.clone(), why };
@@ -215,7 +220,7 @@ impl<'a> Generator<'a> {
     }
 
     /// Sends requests at random times, `rate` per second on average.
-    pub(super) fn run(&self, node: &Node, phase: Phase) -> RunningPhase {
+    pub(super) fn run(&self, node: &Node, phase: LoadPhase) -> RunningPhase {
         let (used, began) = (cpu_seconds(), self.clock.now());
         let start = began + Nanos::from_millis(2);
         let end = start + Nanos((phase.seconds * 1e9) as u64);
@@ -337,7 +342,7 @@ fn values(outputs: &[Tensor]) -> Vec<f32> {
 }
 
 fn is_close(got: &[f32], want: &[f32]) -> bool {
-    let largest = want.iter().fold(0f32, |most, value| most.max(value.abs())).max(1e-3);
+    let largest = want.iter().fold(0f32, |max, value| max.max(value.abs())).max(1e-3);
     got.len() == want.len()
         && got.iter().zip(want).all(|(got, want)| (got - want).abs() <= TOLERANCE * largest)
 }

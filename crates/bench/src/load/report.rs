@@ -144,7 +144,7 @@ pub fn table(networks: &[NetworkReport]) -> String {
         let memory = network.memory_six as f64 / network.memory_one.max(1) as f64 * 100.0 - 100.0;
         let _ = writeln!(
             text,
-            "{}: alone {:.0} us, batch of 32 {:.0} us, saturated {:.0}/s, objective {:.1} ms, low \
+            "{}: alone {:.0} us, batch of 32 {:.0} us, saturated {:.0}/s, SLO {:.1} ms, low \
              {:.0}/s, high {:.0}/s, \
              memory of six workers {memory:+.1} %",
             network.model,
@@ -229,7 +229,7 @@ pub fn charts(networks: &[NetworkReport]) -> Vec<Chart> {
     vec![
         chart("Mean latency at low load", "ms", |c| c.low.latency.mean_us / 1e3),
         chart("Mean latency at high load", "ms", |c| c.high.latency.mean_us / 1e3),
-        chart("Highest rate inside the objective", "requests/s", |c| c.best_rps),
+        chart("Highest rate within the SLO", "requests/s", |c| c.best_rps),
     ]
 }
 

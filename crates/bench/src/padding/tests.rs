@@ -89,7 +89,7 @@ fn network(random: &mut Random, steps: usize) -> Vec<MeasuredStep> {
 #[test]
 fn rounds_follow_the_rules() {
     let mut random = Random::new(7);
-    let (mut slices, mut begun_anew, mut refused) = (0, 0, 0);
+    let (mut slices, mut restarts, mut refused) = (0, 0, 0);
     for case in 0..400 {
         let (hosts, guests) = (1 + case % 40, 1 + case % 17);
         let real_time = network(&mut random, hosts);
@@ -105,10 +105,10 @@ fn rounds_follow_the_rules() {
         );
         let all = || round.replays.iter().flatten().flatten();
         slices += all().count();
-        begun_anew += all().filter(|slice| slice.step == 0 && slice.first_tile == 0).count();
+        restarts += all().filter(|slice| slice.step == 0 && slice.first_tile == 0).count();
         refused += round.kernels_refused;
     }
-    assert!(slices > 2000 && begun_anew > 300 && refused > 100, "{slices} {begun_anew} {refused}");
+    assert!(slices > 2000 && restarts > 300 && refused > 100, "{slices} {restarts} {refused}");
 }
 
 #[test]

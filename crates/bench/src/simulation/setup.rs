@@ -9,7 +9,9 @@ use runtime::core::{Core, CoreOptions, Event, ModelId, Mutation, QueueLayout, Re
 use runtime::policy::padding::Room;
 use runtime::policy::{NAMES, Policy, Streams, by_name};
 
-use super::{BrokenRestore, ClientState, Outcome, PlantedBug, Simulation, SimulationOptions};
+use super::{
+    BrokenRestore, ClientState, PlantedBug, Simulation, SimulationOptions, SimulationOutcome,
+};
 use crate::arrival::ArrivalTimes;
 use crate::checker::{Checker, CheckerLimits};
 use crate::scenario::{Scenario, ScenarioError};
@@ -82,7 +84,7 @@ impl Simulation {
             rt_waiting: 0,
             preempt_started: None,
             actions: Vec::new(),
-            outcome: Outcome::default(),
+            outcome: SimulationOutcome::default(),
         };
         simulation.add_models();
         Ok(simulation)
@@ -169,7 +171,7 @@ fn core_of(
 
 fn clients_of(scenario: &Scenario) -> Vec<ClientState> {
     let mut seeds = Random::new(scenario.seed);
-    let mut client = |spec: &crate::scenario::Client| {
+    let mut client = |spec: &crate::scenario::ClientSpec| {
         let mut arrivals = ArrivalTimes::new(spec.arrival.clone(), seeds.next_u64());
         ClientState {
             next: arrivals.next(Nanos::ZERO),

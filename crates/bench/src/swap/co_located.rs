@@ -9,7 +9,7 @@ use base::{Bytes, Nanos};
 use model::config::Class;
 use serde::Serialize;
 
-use super::{Swap, SwapError, TestNode, report};
+use super::{SwapBenchmark, SwapError, TestNode, report};
 use crate::live::Latency;
 
 /// Min length of a phase.
@@ -106,7 +106,7 @@ impl BackgroundCounters {
     }
 }
 
-impl Swap {
+impl SwapBenchmark {
     /// Runs the first model, pinned, as real time at `load_pct` of its throughput for `seconds`
     /// seconds.
     pub fn co_located(
@@ -333,7 +333,7 @@ mod tests {
         assert!(phases.advance(at(500), || 0) && phases.on);
         assert!(!phases.advance(at(900), || 1));
         assert!(phases.advance(at(1_000), || 1) && !phases.on && phases.is_loaded());
-        assert!(!phases.advance(at(1_700), || 1) && phases.is_loaded(), "it still goes on");
+        assert!(!phases.advance(at(1_700), || 1) && phases.is_loaded(), "a round is in flight");
         assert!(phases.advance(at(1_800), || 0) && !phases.is_loaded());
         assert!(!phases.advance(at(3_000), || 0), "without for 1.3 seconds, too");
         assert!(phases.advance(at(3_100), || 0) && phases.on);

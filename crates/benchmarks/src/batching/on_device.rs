@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use assembly::{DeviceArgs, Failure, sample_inputs, write_file};
 use base::Random;
-use bench::load::{self, BatchingSetting, Load, LoadModel, LoadOptions, LoadReport, charts, table};
+use bench::load::{
+    self, BatchingSetting, LoadBenchmark, LoadModel, LoadOptions, LoadReport, charts, table,
+};
 use bench::plot;
 use device::Device;
 use model::LaunchPlan;
@@ -37,7 +39,7 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
         concurrent_batches: args.concurrent_batches,
         networks: Vec::new(),
     };
-    let load = Load::new(device.clone(), options, timeline);
+    let load = LoadBenchmark::new(device.clone(), options, timeline);
     for name in &args.network {
         let (plan, inputs) = read(args, &*device, name)?;
         let memory = memory(&*device, &plan)?;

@@ -10,10 +10,8 @@ pub(crate) fn run(json: bool) -> Result<(), Failure> {
         println!("{:#}", serde_json::json!({ "nexus": drops, "ebird": steps }));
         return Ok(());
     }
-    println!(
-        "Nexus: objective 100 ms, optimum 500/s; share not answered in time at 450/s, and the"
-    );
-    println!("highest rate of which 99 % is answered in time");
+    println!("Nexus: SLO 100 ms, optimum 500/s; share without reply in time at 450/s, and the");
+    println!("highest rate with 99 % of replies in time");
     println!(
         "{:>9}{:>10}{:>12}{:>13}{:>9}{:>9}{:>12}",
         "alpha ms", "arrivals", "lazy bad %", "early bad %", "lazy/s", "early/s", "deferred/s"

@@ -4,8 +4,8 @@
 use assembly::{DeviceArgs, Failure, write_file};
 use bench::disb;
 use bench::live::{
-    Live, LiveOptions, LiveReport, Rates, SkippedPolicy, SoakOptions, SoakReport, Workload, charts,
-    table,
+    LiveBenchmark, LiveOptions, LiveReport, Rates, SkippedPolicy, SoakOptions, SoakReport,
+    Workload, charts, table,
 };
 use bench::plot;
 use runtime::policy::NAMES;
@@ -62,7 +62,7 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
 }
 
 /// Loads the models of `workloads` and measures each alone; also returns the device's description.
-fn open(args: &DisbArgs, workloads: &[Workload]) -> Result<(Live, String), Failure> {
+fn open(args: &DisbArgs, workloads: &[Workload]) -> Result<(LiveBenchmark, String), Failure> {
     let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
     let device = assembly::open_device(&named)?;
     let mut names: Vec<&str> =
@@ -77,7 +77,7 @@ fn open(args: &DisbArgs, workloads: &[Workload]) -> Result<(Live, String), Failu
         max_rt_slowdown_percent: args.max_rt_slowdown,
     };
     let description = device.info().description.clone();
-    let live = Live::new(device, models, options).map_err(Failure::failed)?;
+    let live = LiveBenchmark::new(device, models, options).map_err(Failure::failed)?;
     for alone in live.alone() {
         let latency = &alone.latency;
         eprintln!("{} alone: mean {} us, p99 {} us", alone.model, latency.mean_us, latency.p99_us);
@@ -244,9 +244,9 @@ mod tests {
         assert_eq!(skipped[0].policy, "reef");
         assert_eq!(policies("atoll").unwrap().0, ["rt_only", "atoll"]);
         assert!(policies("reef").is_err());
-        assert!(policies("atoll,nobody").is_err());
+        assert!(policies("atoll,unknown").is_err());
         assert_eq!(soak_policy("ALL").unwrap(), "atoll");
-        for refused in ["reef", "rt_only", "nobody", "atoll,reef_n"] {
+        for refused in ["reef", "rt_only", "unknown", "atoll,reef_n"] {
             assert!(soak_policy(refused).is_err(), "{refused}");
         }
     }

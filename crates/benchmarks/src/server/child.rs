@@ -36,15 +36,15 @@ pub(super) struct ServerProcess {
 
 /// Inferences and batches so far.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Counts {
+pub(super) struct ServerCounts {
     pub(super) inferences: f64,
     pub(super) executions: f64,
 }
 
 /// Ends a process unless it was taken out.
-struct Guard(Option<std::process::Child>);
+struct KillOnDrop(Option<std::process::Child>);
 
-impl Drop for Guard {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         if let Some(process) = &mut self.0 {
             end(process);
@@ -77,7 +77,7 @@ impl ServerProcess {
         let failed = |err| Failure::failed(format!("cannot start {}: {err}", binary.display()));
         let mut process = command.spawn().map_err(failed)?;
         let log = process.stderr.take();
-        let mut guard = Guard(Some(process));
+        let mut guard = KillOnDrop(Some(process));
         let log = log.ok_or_else(|| Failure::failed("the server has no log"))?;
         let ready = wait_until_ready(&read_lines(log), limit)?;
         let address = |wire: &str| {
@@ -95,13 +95,13 @@ impl ServerProcess {
     }
 
     /// Counts from its metrics.
-    pub(super) fn counts(&self) -> Result<Counts, Failure> {
+    pub(super) fn counts(&self) -> Result<ServerCounts, Failure> {
         let text = fetch(self.metrics).map_err(|err| Failure::failed(format!("metrics: {err}")))?;
         let sum = |name: &str| {
             let samples = text.lines().filter(|line| line.starts_with(&format!("{name}{{")));
             samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
         };
-        Ok(Counts {
+        Ok(ServerCounts {
             inferences: sum("nv_inference_count"),
             executions: sum("nv_inference_exec_count"),
         })
@@ -128,7 +128,7 @@ fn read_lines(log: impl Read + Send + 'static) -> Receiver<String> {
 
 /// The log event with which the server reports that it is ready.
 fn wait_until_ready(lines: &Receiver<String>, limit: Duration) -> Result<Value, Failure> {
-    let (until, mut said) = (Instant::now() + limit, Vec::new());
+    let (until, mut log) = (Instant::now() + limit, Vec::new());
     loop {
         let why = match lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Ok(line) => {
@@ -136,14 +136,14 @@ fn wait_until_ready(lines: &Receiver<String>, limit: Duration) -> Result<Value, 
                 if event["fields"]["message"] == "ready" {
                     return Ok(event);
                 }
-                said.push(line);
+                log.push(line);
                 continue;
             }
             Err(RecvTimeoutError::Timeout) => "was not ready in time",
             Err(RecvTimeoutError::Disconnected) => "ended before it was ready",
         };
-        let last = said[said.len().saturating_sub(5)..].join("\n  ");
-        return Err(Failure::failed(format!("the server {why}; it said last:\n  {last}")));
+        let last = log[log.len().saturating_sub(5)..].join("\n  ");
+        return Err(Failure::failed(format!("the server {why}; the end of its log:\n  {last}")));
     }
 }
 

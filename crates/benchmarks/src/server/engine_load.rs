@@ -33,16 +33,16 @@ pub struct ServeSettings {
 pub type ParseServeArguments = fn(&[String]) -> Result<ServeSettings, Failure>;
 
 /// A model on the devices that a server would open.
-pub(super) struct Engine {
+pub(super) struct EngineUnderTest {
     pub(super) name: String,
     device_group: Arc<DeviceGroup>,
     key: GroupModelId,
     plan: Arc<LaunchPlan>,
 }
 
-impl Engine {
+impl EngineUnderTest {
     /// Loads the model in `path` as `atoll serve` with these settings would.
-    pub(super) fn start(settings: &ServeSettings, path: &Path) -> Result<Engine, Failure> {
+    pub(super) fn start(settings: &ServeSettings, path: &Path) -> Result<EngineUnderTest, Failure> {
         let repository = Repository::open(path).map_err(Failure::usage)?;
         let entries = repository.list().map_err(Failure::usage)?;
         let entry = entries.into_iter().next();
@@ -54,7 +54,7 @@ impl Engine {
         let plan = placed.program.plan().clone();
         let key = device_group.add_model(placed, &config);
         device_group.preload(key);
-        Ok(Engine { name: entry.name, device_group, key, plan })
+        Ok(EngineUnderTest { name: entry.name, device_group, key, plan })
     }
 
     pub(super) fn plan(&self) -> &LaunchPlan {
@@ -72,8 +72,8 @@ impl Engine {
 
     fn submit(&self, inputs: &[Tensor], reply: Box<dyn FnOnce(Reply) + Send>) {
         let inputs = inputs.to_vec();
-        let sent = Asked { inputs, class: None, priority: None, timeout: None };
-        self.device_group.submit(self.key, sent, reply);
+        let request = Asked { inputs, class: None, priority: None, timeout: None };
+        self.device_group.submit(self.key, request, reply);
     }
 
     /// The outputs of one request alone.
@@ -97,8 +97,8 @@ impl Engine {
         let share = |thread: usize| clients / threads + usize::from(thread < clients % threads);
         std::thread::scope(|scope| {
             let spawn = |thread| {
-                let most = share(thread);
-                scope.spawn(move || self.keep_busy(test_model, (start, window), most, thread))
+                let max = share(thread);
+                scope.spawn(move || self.keep_busy(test_model, (start, window), max, thread))
             };
             let sending: Vec<_> = (0..threads).map(spawn).collect();
             std::thread::sleep(window.ramp);
@@ -118,7 +118,7 @@ impl Engine {
         &self,
         test_model: &TestModel,
         (start, window): (Instant, MeasuredWindow),
-        most: usize,
+        max: usize,
         first: usize,
     ) -> Result<ReplyStats, Failure> {
         let end = start + window.ramp + window.counted;
@@ -126,13 +126,13 @@ impl Engine {
         let mut stats = ReplyStats::new(start, window);
         let (mut next, mut in_flight) = (first, 0);
         while in_flight > 0 || Instant::now() < end {
-            while in_flight < most && Instant::now() < end {
+            while in_flight < max && Instant::now() < end {
                 self.send(test_model, next % test_model.inputs.len(), &sender);
                 (next, in_flight) = (next + 1, in_flight + 1);
             }
-            let answer: EngineReply = receiver.recv().map_err(Failure::failed)?;
+            let received: EngineReply = receiver.recv().map_err(Failure::failed)?;
             in_flight -= 1;
-            let EngineReply { index, sent, replied, reply } = answer;
+            let EngineReply { index, sent, replied, reply } = received;
             let outputs = reply.result.map_err(Failure::failed)?;
             if reply.timing.first {
                 stats.batch(reply.timing.rows.max(1), replied);

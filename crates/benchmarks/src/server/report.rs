@@ -23,7 +23,7 @@ pub(super) struct ReplyStats {
     begin: Instant,
     counted: Duration,
     latencies: Vec<Duration>,
-    answers: usize,
+    replies: usize,
     checked: u64,
     wrong: u64,
     batches: u64,
@@ -38,7 +38,7 @@ impl ReplyStats {
             begin: start + window.ramp,
             counted: window.counted,
             latencies: Vec::new(),
-            answers: 0,
+            replies: 0,
             checked: 0,
             wrong: 0,
             batches: 0,
@@ -53,12 +53,12 @@ impl ReplyStats {
 
     /// Whether the next reply is to be checked, one of `sample`.
     pub(super) fn due_for_check(&self, sample: usize) -> bool {
-        self.answers.is_multiple_of(sample)
+        self.replies.is_multiple_of(sample)
     }
 
     /// A reply came.
     pub(super) fn record(&mut self, sent: Instant, replied: Instant, checked: bool, right: bool) {
-        self.answers += 1;
+        self.replies += 1;
         self.checked += u64::from(checked);
         self.wrong += u64::from(!right);
         if self.counts(replied) {
@@ -78,7 +78,7 @@ impl ReplyStats {
     /// Adds the statistics of another client.
     pub(super) fn add(&mut self, mut other: ReplyStats) {
         self.latencies.append(&mut other.latencies);
-        self.answers += other.answers;
+        self.replies += other.replies;
         self.checked += other.checked;
         self.wrong += other.wrong;
         self.batches += other.batches;
@@ -144,14 +144,14 @@ pub(super) struct Measurement {
 
 /// The engine alone, then every server.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Round {
+pub(super) struct MeasurementRound {
     pub(super) engine: Measurement,
     pub(super) servers: Vec<Measurement>,
 }
 
 /// Medians of all rounds.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Summary {
+pub(super) struct MeasurementSummary {
     pub(super) name: String,
     pub(super) rps: f64,
     /// Share of the engine's rate in the same round, in percent.
@@ -177,24 +177,31 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     }
 }
 
-impl Summary {
+impl MeasurementSummary {
     /// Summaries of the engine and of servers with these names.
-    pub(super) fn all<'a>(names: impl Iterator<Item = &'a str>, rounds: &[Round]) -> Vec<Summary> {
-        let engine = |round: &Round| round.engine.clone();
-        let mut all = vec![Summary::of("engine", rounds, engine)];
+    pub(super) fn all<'a>(
+        names: impl Iterator<Item = &'a str>,
+        rounds: &[MeasurementRound],
+    ) -> Vec<MeasurementSummary> {
+        let engine = |round: &MeasurementRound| round.engine.clone();
+        let mut all = vec![MeasurementSummary::of("engine", rounds, engine)];
         for (index, name) in names.enumerate() {
-            all.push(Summary::of(name, rounds, |round| round.servers[index].clone()));
+            all.push(MeasurementSummary::of(name, rounds, |round| round.servers[index].clone()));
         }
         all
     }
 
-    fn of(name: &str, rounds: &[Round], pick: impl Fn(&Round) -> Measurement) -> Summary {
+    fn of(
+        name: &str,
+        rounds: &[MeasurementRound],
+        pick: impl Fn(&MeasurementRound) -> Measurement,
+    ) -> MeasurementSummary {
         let of =
             |value: fn(&Measurement) -> f64| median(rounds.iter().map(|round| value(&pick(round))));
         let shares = rounds.iter().map(|round| pick(round).rps / round.engine.rps.max(1e-9));
         let per_core = rounds.iter().map(&pick).map(|s| s.rps / s.server_cores.max(0.01));
         let batches: Vec<f64> = rounds.iter().filter_map(|round| pick(round).mean_batch).collect();
-        Summary {
+        MeasurementSummary {
             name: name.to_string(),
             rps: tenth(of(|s| s.rps)),
             of_engine_pct: tenth(median(shares) * 100.0),
@@ -223,8 +230,8 @@ pub(super) struct ServerReport {
     pub(super) clients: u16,
     pub(super) connections: u16,
     pub(super) seconds: f64,
-    pub(super) summaries: Vec<Summary>,
-    pub(super) rounds: Vec<Round>,
+    pub(super) summaries: Vec<MeasurementSummary>,
+    pub(super) rounds: Vec<MeasurementRound>,
 }
 
 impl ServerReport {
@@ -262,12 +269,12 @@ pub(super) fn table(report: &ServerReport) -> String {
         "clients",
         "/s core",
         "batch",
-        "most",
+        "max",
         "GB/s"
     );
     for s in &report.summaries {
         let batch = s.mean_batch.map_or("-".to_string(), |batch| batch.to_string());
-        let most = s.largest_batch.map_or("-".to_string(), |most| most.to_string());
+        let max = s.largest_batch.map_or("-".to_string(), |max| max.to_string());
         let _ = writeln!(
             text,
             "{:<20}{:>10}{:>10}{:>9}{:>9}{:>8.2}{:>9.2}{:>9}{:>7}{:>6}{:>7.2}",
@@ -280,7 +287,7 @@ pub(super) fn table(report: &ServerReport) -> String {
             s.client_cores,
             s.rps_per_core,
             batch,
-            most,
+            max,
             s.gb_per_second
         );
     }
@@ -311,12 +318,12 @@ mod tests {
     #[test]
     fn shares_are_relative_to_the_same_round() {
         let measurement = |rps| Measurement { rps, ..Measurement::default() };
-        let round = |engine, server| Round {
+        let round = |engine, server| MeasurementRound {
             engine: measurement(engine),
             servers: vec![measurement(server)],
         };
         let rounds = [round(100.0, 90.0), round(200.0, 190.0), round(50.0, 10.0)];
-        let all = Summary::all(["gRPC"].into_iter(), &rounds);
+        let all = MeasurementSummary::all(["gRPC"].into_iter(), &rounds);
         assert_eq!((all[0].rps, all[1].rps, all[1].of_engine_pct), (100.0, 90.0, 90.0));
     }
 }

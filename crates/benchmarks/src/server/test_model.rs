@@ -7,7 +7,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use model::{DataType, Tensor};
 use prost::Message;
 
-use super::engine_load::Engine;
+use super::engine_load::EngineUnderTest;
 
 /// Number of different inputs.
 const INPUTS: usize = 8;
@@ -27,7 +27,11 @@ pub(super) struct TestModel {
 
 impl TestModel {
     /// Random inputs, and the engine's outputs of each alone.
-    pub(super) fn new(engine: &Engine, bind: &[String], seed: u64) -> Result<TestModel, Failure> {
+    pub(super) fn new(
+        engine: &EngineUnderTest,
+        bind: &[String],
+        seed: u64,
+    ) -> Result<TestModel, Failure> {
         let plan = engine.plan();
         let bindings = sample_inputs::parse_bindings(bind)?;
         sample_inputs::check_known(plan, &bindings)?;

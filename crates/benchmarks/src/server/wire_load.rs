@@ -185,9 +185,9 @@ async fn send_grpc(
         let head = head.header("te", "trailers").body(()).map_err(broken)?;
         sender = sender.ready().await.map_err(broken)?;
         let sent = Instant::now();
-        let (answer, mut stream) = sender.send_request(head, false).map_err(broken)?;
+        let (reply, mut stream) = sender.send_request(head, false).map_err(broken)?;
         stream.send_data(script.messages[index].clone(), true).map_err(broken)?;
-        let body = grpc_reply(answer.await.map_err(broken)?).await?;
+        let body = grpc_reply(reply.await.map_err(broken)?).await?;
         let replied = Instant::now();
         script.answer_bytes.store(body.len(), Ordering::Relaxed);
         let checked = stats.due_for_check(SAMPLE);
@@ -198,8 +198,8 @@ async fn send_grpc(
 }
 
 /// The body of the reply, if the call succeeded.
-async fn grpc_reply(answer: http::Response<h2::RecvStream>) -> Result<Bytes, Failure> {
-    let (head, mut body) = answer.into_parts();
+async fn grpc_reply(reply: http::Response<h2::RecvStream>) -> Result<Bytes, Failure> {
+    let (head, mut body) = reply.into_parts();
     let mut got = BytesMut::new();
     while let Some(data) = body.data().await {
         let data = data.map_err(broken)?;
@@ -271,8 +271,8 @@ async fn rest_reply(
             )));
         }
         if buffer.len() >= end + 4 + length {
-            let mut answer = buffer.split_to(end + 4 + length);
-            return Ok((json, answer.split_off(end + 4)));
+            let mut reply = buffer.split_to(end + 4 + length);
+            return Ok((json, reply.split_off(end + 4)));
         }
     }
 }

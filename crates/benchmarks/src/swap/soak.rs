@@ -59,7 +59,7 @@ struct ExpectedReply {
     expected: Vec<Tensor>,
 }
 
-struct Soak {
+struct SoakRun {
     service: LocalNode,
     networks: Vec<ExpectedReply>,
     digits: ExpectedReply,
@@ -106,15 +106,16 @@ pub(crate) fn run(
 
 /// Bytes of the largest model's weights.
 fn largest(args: &SwapArgs, device: &dyn Device) -> Result<u64, Failure> {
-    let mut most = 0;
+    let mut largest_bytes = 0;
     for name in &args.network {
         let path = args.models.join(format!("{name}.onnx"));
         let failed = |err: String| Failure::failed(format!("{}: {err}", path.display()));
         let plan = assembly::compile_file(&path).map_err(|err| failed(err.to_string()))?;
         let program = device.load(Arc::new(plan)).map_err(|err| failed(err.to_string()))?;
-        most = most.max(program.residency().map_or(0, |weights| weights.bytes().0));
+        largest_bytes =
+            largest_bytes.max(program.residency().map_or(0, |weights| weights.bytes().0));
     }
-    Ok(most)
+    Ok(largest_bytes)
 }
 
 async fn soak(
@@ -138,7 +139,8 @@ async fn soak(
     let digits = ExpectedReply::of(&service, "registered-0", &plan, &mut random).await?;
     service.unload_model("registered-0").await.map_err(Failure::failed)?;
     let states = ModelStates::new(&args.network);
-    let soak = Arc::new(Soak { service, networks, digits, states, remaining: AtomicU64::new(0) });
+    let soak =
+        Arc::new(SoakRun { service, networks, digits, states, remaining: AtomicU64::new(0) });
     let mut all = OperationStats::default();
     let began = Instant::now();
     let warm = report.operations / WARM_OF;
@@ -253,12 +255,12 @@ async fn timed<T>(
 ) -> (Nanos, Result<T, ApiError>) {
     let began = Instant::now();
     let result = tokio::time::timeout(LIMIT, operation).await.unwrap_or_else(|_| {
-        Err(ApiError::internal(format!("no answer in {} seconds", LIMIT.as_secs())))
+        Err(ApiError::internal(format!("no reply in {} seconds", LIMIT.as_secs())))
     });
     (Nanos::from(began.elapsed()), result)
 }
 
-impl Soak {
+impl SoakRun {
     /// Loads every network, runs `operations` operations from all clients, then unloads everything.
     async fn round(self: Arc<Self>, seed: u64, operations: u64) -> Result<OperationStats, Failure> {
         self.remaining.store(operations, Ordering::Release);
@@ -324,11 +326,11 @@ impl Soak {
             tokio::time::sleep(WAIT).await;
         };
         let expected_reply = self.expected_reply(model.source);
-        let (elapsed, answer) =
+        let (elapsed, reply) =
             timed(expected_reply.request_reply(&self.service, &model.name)).await;
         stats.wrong +=
-            u64::from(answer.as_ref().is_ok_and(|got| !is_close(got, &expected_reply.expected)));
-        stats.record("infer of a loaded model", ExpectedResult::Done, elapsed, answer.map(|_| ()));
+            u64::from(reply.as_ref().is_ok_and(|got| !is_close(got, &expected_reply.expected)));
+        stats.record("infer of a loaded model", ExpectedResult::Done, elapsed, reply.map(|_| ()));
     }
 
     /// A request that must be refused.
@@ -338,8 +340,8 @@ impl Soak {
             true => ("infer of a model that never was", ErrorKind::NotFound),
             false => ("infer of an unloaded model", ErrorKind::Unavailable),
         };
-        let (elapsed, answer) = timed(self.digits.request_reply(&self.service, &name)).await;
-        stats.record(what, ExpectedResult::Refused(kind), elapsed, answer.map(|_| ()));
+        let (elapsed, reply) = timed(self.digits.request_reply(&self.service, &name)).await;
+        stats.record(what, ExpectedResult::Refused(kind), elapsed, reply.map(|_| ()));
     }
 
     /// Loads a network, preferably one that is not loaded; returns when it is ready.

@@ -53,7 +53,7 @@ impl Journal {
         let path = state.join("applied.json");
         if path.exists() {
             return Err(Failure::failed(format!(
-                "{} says that a plan is in force; take it back with --undo first",
+                "{} shows that a plan is applied; undo it with --undo first",
                 path.display()
             )));
         }

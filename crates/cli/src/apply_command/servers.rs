@@ -126,16 +126,16 @@ fn wait_until_ready(child: &mut Child, args: &ApplyArgs, port: u16) -> Result<()
 
 fn is_ready(host: IpAddr, port: u16) -> bool {
     let wait = Duration::from_secs(2);
-    let ask = || -> std::io::Result<bool> {
+    let check = || -> std::io::Result<bool> {
         let mut stream = TcpStream::connect_timeout(&SocketAddr::new(host, port), wait)?;
         stream.set_read_timeout(Some(wait))?;
         stream
             .write_all(b"GET /v2/health/ready HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")?;
-        let mut answer = [0; 12];
-        stream.read_exact(&mut answer)?;
-        Ok(answer.ends_with(b" 200"))
+        let mut reply = [0; 12];
+        stream.read_exact(&mut reply)?;
+        Ok(reply.ends_with(b" 200"))
     };
-    ask().unwrap_or(false)
+    check().unwrap_or(false)
 }
 
 fn tail(log: &Path) -> String {

@@ -36,15 +36,15 @@ pub(crate) fn run_member(args: &ProfileArgs, batch: usize) -> Result<(), Failure
     for _ in 0..WARMUP {
         runner.run_once(false)?;
     }
-    say(READY)?;
+    write_line(READY)?;
     let mut line = String::new();
     let mut input = std::io::stdin().lock();
     input.read_line(&mut line).map_err(Failure::failed)?;
     if line.trim() != GO {
-        return Err(Failure::failed("told to end before the start"));
+        return Err(Failure::failed("no start signal"));
     }
     let report = measure(&runner, Duration::from_secs_f64(args.seconds))?;
-    say(&serde_json::to_string(&report).map_err(Failure::failed)?)?;
+    write_line(&serde_json::to_string(&report).map_err(Failure::failed)?)?;
     // The parent reads the memory in use until it closes the pipe.
     line.clear();
     input.read_line(&mut line).map(drop).map_err(Failure::failed)
@@ -92,7 +92,7 @@ fn peak_bytes() -> u64 {
     kib.unwrap_or(0u64) * 1024
 }
 
-fn say(line: &str) -> Result<(), Failure> {
+fn write_line(line: &str) -> Result<(), Failure> {
     let mut output = std::io::stdout().lock();
     writeln!(output, "{line}").and_then(|()| output.flush()).map_err(Failure::failed)
 }

@@ -72,7 +72,7 @@ pub(super) struct ChurnInjector<'a> {
 }
 
 /// A request without reply yet.
-struct Pending {
+struct PendingRequest {
     replies: mpsc::Receiver<Reply>,
     handle: RequestHandle,
 }
@@ -150,7 +150,7 @@ impl ChurnInjector<'_> {
         let key = self.test_node.node.add_model(program, &config());
         locked(&self.stats).loads += 1;
         let count = 1 + random.below(REQUESTS_MAX);
-        let mut pending_requests: Vec<Pending> =
+        let mut pending_requests: Vec<PendingRequest> =
             (0..count).map(|_| self.submit(model, key)).collect();
         if random.below(2) == 0 {
             pending_requests.drain(..).for_each(|pending| self.await_reply(model, pending, None));
@@ -178,7 +178,7 @@ impl ChurnInjector<'_> {
             self.pause(&mut random, Duration::ZERO);
             let model = self.any(&mut random);
             let count = 1 + random.below(REQUESTS_MAX);
-            let pending_requests: Vec<Pending> =
+            let pending_requests: Vec<PendingRequest> =
                 (0..count).map(|_| self.submit(model, *model.key.read())).collect();
             // A random moment between before its start and after its end.
             let wait = (model.took.0 as f64 * 2.0 * random.unit_f64()) as u64;
@@ -195,7 +195,7 @@ impl ChurnInjector<'_> {
         }
     }
 
-    fn submit(&self, model: &ChurnModel<'_>, key: ModelKey) -> Pending {
+    fn submit(&self, model: &ChurnModel<'_>, key: ModelKey) -> PendingRequest {
         let (sender, replies) = mpsc::sync_channel(1);
         let request = Request {
             model: key,
@@ -208,11 +208,16 @@ impl ChurnInjector<'_> {
             // The receiver may have timed out, which is recorded there.
             let _ = sender.send(reply);
         };
-        Pending { handle: self.test_node.node.submit(request, Box::new(reply)), replies }
+        PendingRequest { handle: self.test_node.node.submit(request, Box::new(reply)), replies }
     }
 
     /// Waits for the reply and records it; only a rejection named `allowed` is expected.
-    fn await_reply(&self, model: &ChurnModel<'_>, pending: Pending, allowed: Option<&'static str>) {
+    fn await_reply(
+        &self,
+        model: &ChurnModel<'_>,
+        pending: PendingRequest,
+        allowed: Option<&'static str>,
+    ) {
         let reply = pending.replies.recv_timeout(TIMEOUT);
         let mut stats = locked(&self.stats);
         match reply.map(|reply| reply.result) {
@@ -229,7 +234,7 @@ impl ChurnInjector<'_> {
                 );
             }
             Err(_) => {
-                let message = format!("a request of model '{}' was not answered", model.model.name);
+                let message = format!("a request of model '{}' got no reply", model.model.name);
                 stats.record_failure(false, "unanswered", message);
             }
         }

@@ -21,7 +21,7 @@ pub(super) enum ModelSource {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum LoadState {
     Absent,
     /// A client loads or unloads it.
     Changing,
@@ -32,7 +32,7 @@ enum State {
 struct ModelEntry {
     name: Arc<str>,
     source: ModelSource,
-    state: State,
+    state: LoadState,
 }
 
 /// A model by name.
@@ -61,7 +61,7 @@ impl ModelStates {
         let entry = |(index, name): (usize, &String)| ModelEntry {
             name: name.as_str().into(),
             source: ModelSource::Network(index),
-            state: State::Absent,
+            state: LoadState::Absent,
         };
         let all = networks.iter().enumerate().map(entry).collect();
         ModelStates { entries: Mutex::new(ModelEntries { all, ..ModelEntries::default() }) }
@@ -74,7 +74,7 @@ impl ModelStates {
     /// A loaded model.
     pub(super) fn loaded(&self, random: &mut Random) -> Option<ModelName> {
         let entries = self.lock();
-        pick(&entries.all, random, |entry| entry.state == State::Loaded)
+        pick(&entries.all, random, |entry| entry.state == LoadState::Loaded)
             .map(|at| entries.all[at].named())
     }
 
@@ -84,7 +84,7 @@ impl ModelStates {
         let entries = self.lock();
         let never = entries.gone.is_empty() || random.below(2) == 0;
         match never {
-            true => (format!("nobody-{}", random.below(1_000)).into(), true),
+            true => (format!("unknown-{}", random.below(1_000)).into(), true),
             false => {
                 let at = random.below(entries.gone.len() as u64) as usize;
                 (entries.gone[at].clone(), false)
@@ -95,11 +95,11 @@ impl ModelStates {
     /// A network that the caller must load, and `true`; or a loaded one to load again, and `false`.
     pub(super) fn begin_load(&self, random: &mut Random) -> Option<(ModelName, bool)> {
         let mut entries = self.lock();
-        if let Some(at) = pick(&entries.all, random, |entry| entry.state == State::Absent) {
-            entries.all[at].state = State::Changing;
+        if let Some(at) = pick(&entries.all, random, |entry| entry.state == LoadState::Absent) {
+            entries.all[at].state = LoadState::Changing;
             return Some((entries.all[at].named(), true));
         }
-        let again = |entry: &ModelEntry| entry.is_network() && entry.state == State::Loaded;
+        let again = |entry: &ModelEntry| entry.is_network() && entry.state == LoadState::Loaded;
         pick(&entries.all, random, again).map(|at| (entries.all[at].named(), false))
     }
 
@@ -107,15 +107,15 @@ impl ModelStates {
     /// which other clients need.
     pub(super) fn begin_unload(&self, random: &mut Random) -> Option<ModelName> {
         let mut entries = self.lock();
-        if entries.all.iter().filter(|entry| entry.state == State::Loaded).count() < 2 {
+        if entries.all.iter().filter(|entry| entry.state == LoadState::Loaded).count() < 2 {
             return None;
         }
         let network = random.below(3) == 0;
         let wanted =
-            |entry: &ModelEntry| entry.state == State::Loaded && entry.is_network() == network;
+            |entry: &ModelEntry| entry.state == LoadState::Loaded && entry.is_network() == network;
         let at = pick(&entries.all, random, wanted)
-            .or_else(|| pick(&entries.all, random, |entry| entry.state == State::Loaded))?;
-        entries.all[at].state = State::Changing;
+            .or_else(|| pick(&entries.all, random, |entry| entry.state == LoadState::Loaded))?;
+        entries.all[at].state = LoadState::Changing;
         Some(entries.all[at].named())
     }
 
@@ -126,16 +126,17 @@ impl ModelStates {
         let registered = entries.all.iter().filter(|entry| !entry.is_network()).count();
         if registered >= REGISTERED_MAX {
             let oldest =
-                entries.all.iter_mut().find(|p| !p.is_network() && p.state == State::Loaded);
+                entries.all.iter_mut().find(|p| !p.is_network() && p.state == LoadState::Loaded);
             return Err(oldest.map(|entry| {
-                entry.state = State::Changing;
+                entry.state = LoadState::Changing;
                 entry.named()
             }));
         }
         entries.registered += 1;
         entries.most_registered = entries.most_registered.max(registered + 1);
         let name: Arc<str> = format!("registered-{}", entries.registered).into();
-        let entry = ModelEntry { name, source: ModelSource::Registered, state: State::Changing };
+        let entry =
+            ModelEntry { name, source: ModelSource::Registered, state: LoadState::Changing };
         let named = entry.named();
         entries.all.push(entry);
         Ok(named)
@@ -148,8 +149,8 @@ impl ModelStates {
             return;
         };
         match (loaded, model.source) {
-            (true, _) => entries.all[at].state = State::Loaded,
-            (false, ModelSource::Network(_)) => entries.all[at].state = State::Absent,
+            (true, _) => entries.all[at].state = LoadState::Loaded,
+            (false, ModelSource::Network(_)) => entries.all[at].state = LoadState::Absent,
             (false, ModelSource::Registered) => {
                 let entry = entries.all.remove(at);
                 entries.gone.push_back(entry.name);
@@ -163,10 +164,10 @@ impl ModelStates {
     /// All loaded models, which the caller must unload.
     pub(super) fn take_all(&self) -> Vec<ModelName> {
         let mut entries = self.lock();
-        let loaded = entries.all.iter_mut().filter(|entry| entry.state == State::Loaded);
+        let loaded = entries.all.iter_mut().filter(|entry| entry.state == LoadState::Loaded);
         loaded
             .map(|entry| {
-                entry.state = State::Changing;
+                entry.state = LoadState::Changing;
                 entry.named()
             })
             .collect()

@@ -154,16 +154,16 @@ impl SoakReport {
     pub(super) fn verdict(&self) -> Result<(), String> {
         let SoakReport { failures, wrong, first_failure, .. } = self;
         if *failures + *wrong > 0 {
-            let why = first_failure.as_deref().unwrap_or("answers differ");
-            return Err(format!("{failures} failures, {wrong} wrong answers: {why}"));
+            let why = first_failure.as_deref().unwrap_or("replies differ");
+            return Err(format!("{failures} failures, {wrong} wrong replies: {why}"));
         }
         if self.most_held_bytes > self.budget_bytes {
-            let (most, budget) = (Bytes(self.most_held_bytes), Bytes(self.budget_bytes));
-            return Err(format!("{most} of weights were held, {budget} are allowed"));
+            let (peak, budget) = (Bytes(self.most_held_bytes), Bytes(self.budget_bytes));
+            return Err(format!("{peak} of weights were on the device, {budget} are allowed"));
         }
         if let Some(rest) = self.rests.iter().find(|rest| rest.weights_bytes > 0) {
             let (left, when) = (Bytes(rest.weights_bytes), &rest.when);
-            return Err(format!("{left} of weights did not come back {when}"));
+            return Err(format!("{left} of weights were not released {when}"));
         }
         let (Some(warm), Some(last)) = (self.rests.get(1), self.rests.last()) else {
             return Err("nothing was measured".to_string());
