@@ -126,10 +126,8 @@ def test_evicted_models_return_their_memory_to_the_system(tmp_path: Path) -> Non
         tmp_path / "layers.onnx",
     )
     report = tmp_path / "soak.json"
-    options = ["--room", "1", "--soak", "300", "--threads", "1", "--link", "20000"]
-    done = atoll(
-        "bench", "swap", "--models", tmp_path, "--network", "layers", *options, "--json", report
-    )
+    options = ["--resident", "1", "--soak", "300", "--threads", "1", "--link", "20000", "--json", report]
+    done = atoll("bench", "swap", "--models", tmp_path, "--network", "layers", *options)
     assert done.returncode == 0, done.stderr
     rests = json.loads(report.read_text())["rests"]
     # By default the C library keeps about ten times the size of the model here.
@@ -139,11 +137,11 @@ def test_evicted_models_return_their_memory_to_the_system(tmp_path: Path) -> Non
 
 def test_bench_padding_explains_bad_flags() -> None:
     listed = atoll("bench", "padding", "--help").stdout
-    for word in ("fused", "partition", "--pairs", "Examples"):
+    for word in ("free", "partition", "--pairs", "Examples"):
         assert word in listed
     for args, word in [
         (["--pairs", "vgg19"], "vgg19+resnet152"),
-        (["--ways", "fused,sideways"], "sideways"),
+        (["--methods", "free,sideways"], "sideways"),
         (["--partition-sms", "8,8"], "twice"),
         (["--partition-sms", "4"], "4"),
         (["--seconds", "0"], "seconds"),

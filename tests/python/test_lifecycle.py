@@ -107,7 +107,7 @@ def test_given_ports_are_bound_before_free_ones(repository: Path, tmp_path: Path
         port = taken.getsockname()[1]
         with pytest.raises(AssertionError, match=f"cannot listen on 127.0.0.1:{port}") as raised:
             serve(repository, tmp_path / "log", "--cluster", ports=[*free_ports(2), port])
-    assert "cluster_command: ready" not in str(raised.value), "the backend bound its ports first"
+    assert "backend: ready" not in str(raised.value), "the backend was there first"
 
 
 def test_a_missing_repository_is_an_error(tmp_path: Path) -> None:

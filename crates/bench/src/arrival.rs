@@ -3,13 +3,13 @@
 use base::{Nanos, Random};
 use serde::{Deserialize, Serialize};
 
-/// An arrival process. Rates are requests a second.
+/// An arrival process. Rates are requests per second.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Arrival {
-    /// The next one when the last is answered.
+    /// Sends the next request with the reply to the last.
     ClosedLoop {
-        /// Microseconds between an answer and the next request.
+        /// Microseconds between a reply and the next request.
         #[serde(default)]
         think_us: u64,
     },
@@ -31,29 +31,29 @@ pub enum Arrival {
         /// Milliseconds from the start.
         times_ms: Vec<f64>,
     },
-    /// Poisson with a rate that rises and falls like a day.
+    /// Poisson with a rate that follows a daily curve.
     Diurnal {
         /// Mean rate.
         rate: f64,
-        /// How far it swings, as a share of the mean, 0 to 1.
+        /// Amplitude as a share of the mean, 0 to 1.
         swing: f64,
         /// Seconds of a day.
         day_s: f64,
     },
-    /// Poisson bursts with silence between them.
+    /// Poisson bursts with pauses between them.
     OnOff {
         /// Rate inside a burst.
         rate: f64,
         /// Milliseconds of a burst.
         on_ms: f64,
-        /// Milliseconds of silence.
+        /// Milliseconds of a pause.
         off_ms: f64,
     },
 }
 
-/// Draws the times of one client.
+/// Draws the arrival times of one client.
 #[derive(Clone, Debug)]
-pub struct Clockwork {
+pub struct ArrivalTimes {
     arrival: Arrival,
     random: Random,
     sent: u64,
@@ -61,18 +61,18 @@ pub struct Clockwork {
     last: f64,
 }
 
-impl Clockwork {
-    /// Times that follow from the process and the seed alone.
-    pub fn new(arrival: Arrival, seed: u64) -> Clockwork {
-        Clockwork { arrival, random: Random::new(seed), sent: 0, last: 0.0 }
+impl ArrivalTimes {
+    /// The times depend only on the process and the seed.
+    pub fn new(arrival: Arrival, seed: u64) -> ArrivalTimes {
+        ArrivalTimes { arrival, random: Random::new(seed), sent: 0, last: 0.0 }
     }
 
-    /// Whether the next request waits for the answer to the last.
+    /// Whether the next request waits for the reply to the last.
     pub fn is_closed(&self) -> bool {
         matches!(self.arrival, Arrival::ClosedLoop { .. })
     }
 
-    /// The next arrival; `now` is the time of the last answer, for a closed loop.
+    /// The next arrival; `now` is the time of the last reply, for a closed loop.
     pub fn next(&mut self, now: Nanos) -> Option<Nanos> {
         self.sent += 1;
         match &self.arrival {
@@ -92,7 +92,8 @@ impl Clockwork {
                 times_ms.get(self.sent as usize - 1).map(|ms| Nanos((ms * 1e6) as u64))
             }
             Arrival::Diurnal { rate, swing, day_s } => {
-                // Thinning: candidates at the highest rate, kept with the rate of their time of day.
+                // Thinning: draws at the highest rate, and keeps an arrival with the rate at its
+                // time of day.
                 let (rate, swing, day) = (*rate, swing.clamp(0.0, 1.0), day_s * 1e9);
                 loop {
                     self.last += self.random.exponential(1e9 / (rate * (1.0 + swing)));
@@ -104,7 +105,7 @@ impl Clockwork {
                 }
             }
             Arrival::OnOff { rate, on_ms, off_ms } => {
-                // Drawn on a clock that stands still in silence.
+                // Drawn on a clock that stops during pauses.
                 let (on, off) = (on_ms * 1e6, off_ms * 1e6);
                 self.last += self.random.exponential(1e9 / rate);
                 let silences = (self.last / on).floor();
@@ -119,13 +120,13 @@ mod tests {
     use super::*;
 
     fn count(arrival: Arrival, seconds: u64) -> usize {
-        let mut clockwork = Clockwork::new(arrival, 3);
+        let mut arrivals = ArrivalTimes::new(arrival, 3);
         let end = Nanos::from_millis(seconds * 1_000);
-        std::iter::from_fn(|| clockwork.next(Nanos::ZERO)).take_while(|at| *at < end).count()
+        std::iter::from_fn(|| arrivals.next(Nanos::ZERO)).take_while(|at| *at < end).count()
     }
 
     #[test]
-    fn rates_are_kept() {
+    fn arrival_rates_match() {
         assert_eq!(count(Arrival::Uniform { rate: 100.0, phase_us: 0 }, 2), 200);
         assert_eq!(count(Arrival::Trace { times_ms: vec![0.0, 5.0, 2_500.0] }, 2), 2);
         let poisson = count(Arrival::Poisson { rate: 100.0 }, 100);

@@ -1,4 +1,5 @@
-//! Published batching experiments in virtual time: Nexus's drop policies (figures 5 and 9) and Ebird's step load.
+//! Published batching experiments in virtual time: Nexus's drop policies (figures 5 and 9) and
+//! Ebird's step load.
 
 use std::collections::VecDeque;
 
@@ -9,30 +10,30 @@ use runtime::batching::{
 };
 use serde::Serialize;
 
-/// What a run came to.
+/// The result of a simulation.
 #[derive(Clone, Debug, Default)]
 pub struct BatchOutcome {
-    /// Requests that came.
+    /// Number of requests.
     pub requests: usize,
-    /// Requests given up.
+    /// Requests dropped.
     pub dropped: usize,
-    /// Requests answered too late.
+    /// Replies after the deadline.
     pub late: usize,
-    /// Latency of answers.
+    /// Latency of replies.
     pub latency: Histogram,
-    /// Time of arrival and latency of each answer.
-    pub answers: Vec<(Nanos, Nanos)>,
+    /// Arrival and latency of each reply.
+    pub replies: Vec<(Nanos, Nanos)>,
 }
 
-/// Runs `policy` over arrivals; a worker takes its profile's time for a batch.
+/// Runs `policy` over arrivals; a batch takes the time of the profile.
 pub fn simulate(
     policy: &mut dyn BatchPolicy,
     profile: &BatchProfile,
     worker_batches: &[usize],
     arrivals: &[Nanos],
-    objective: Nanos,
+    slo: Nanos,
 ) -> BatchOutcome {
-    let mut bench = BatchBench {
+    let mut bench = BatchSimulation {
         workers: worker_batches.iter().map(|batch| Worker { batch: *batch, busy: false }).collect(),
         ends: vec![None; worker_batches.len()],
         waiting: VecDeque::new(),
@@ -49,7 +50,7 @@ pub fn simulate(
         bench.finish_batches(now);
         while arrivals.get(next).is_some_and(|at| *at <= now) {
             let arrived = arrivals[next];
-            bench.waiting.push_back(WaitingRequest { arrived, deadline: arrived + objective });
+            bench.waiting.push_back(WaitingRequest { arrived, deadline: arrived + slo });
             next += 1;
         }
         let running = bench.ends.iter().flatten().map(|(_, batch)| batch.len()).sum();
@@ -63,7 +64,7 @@ pub fn simulate(
     bench.outcome
 }
 
-struct BatchBench {
+struct BatchSimulation {
     workers: Vec<Worker>,
     ends: Vec<Option<(Nanos, Vec<WaitingRequest>)>>,
     waiting: VecDeque<WaitingRequest>,
@@ -71,7 +72,7 @@ struct BatchBench {
     outcome: BatchOutcome,
 }
 
-impl BatchBench {
+impl BatchSimulation {
     fn finish_batches(&mut self, now: Nanos) {
         for (worker, slot) in self.ends.iter_mut().enumerate() {
             let Some((_, batch)) = slot.take_if(|(at, _)| *at <= now) else { continue };
@@ -79,7 +80,7 @@ impl BatchBench {
             for request in batch {
                 self.outcome.late += usize::from(now > request.deadline);
                 self.outcome.latency.record(now - request.arrived);
-                self.outcome.answers.push((request.arrived, now - request.arrived));
+                self.outcome.replies.push((request.arrived, now - request.arrived));
             }
         }
     }
@@ -111,23 +112,24 @@ fn poisson(count: usize, mean_gap: Nanos, seed: u64) -> Vec<Nanos> {
     (0..count).map(&mut draw).collect()
 }
 
-const OBJECTIVE: Nanos = Nanos::from_millis(100);
+const SLO: Nanos = Nanos::from_millis(100);
 
-/// Rates closer together than this are not told apart.
+/// Resolution of the search for a rate.
 const STEP_RPS: f64 = 0.5;
 
-/// A point of Nexus's curves: an objective of 100 ms and an optimum of 500 requests a second.
+/// A point of Nexus's curves: an SLO of 100 ms and an optimum of 500 requests per second.
 #[derive(Clone, Debug, Serialize)]
 pub struct DropPoint {
-    /// Milliseconds one request adds to a batch.
+    /// Milliseconds that one request adds to a batch.
     pub alpha_ms: f64,
     /// `uniform` or `poisson`.
     pub arrivals: &'static str,
-    /// Share of requests that lazy drop does not answer in time at 90 % of the optimum, in percent (figure 5).
+    /// Percent of requests without reply in time under lazy drop, at 90 % of the optimum (figure
+    /// 5).
     pub lazy_bad_pct: f64,
     /// The same for early drop.
     pub early_bad_pct: f64,
-    /// Highest rate of which 99 % is answered in time with lazy drop (figure 9).
+    /// Highest rate with 99 % of replies in time under lazy drop (figure 9).
     pub lazy_rps: f64,
     /// The same for early drop.
     pub early_rps: f64,
@@ -143,17 +145,17 @@ pub fn nexus(requests: usize) -> Vec<DropPoint> {
 }
 
 fn drop_point(alpha_us: u64, random: bool, requests: usize) -> DropPoint {
-    // Batches of 25 in 50 ms are 500 a second, and two of them fit into the objective.
+    // Batches of 25 in 50 ms are 500 per second, and two of them fit into the SLO.
     let beta = Nanos::from_millis(50) - Nanos::from_micros(alpha_us * 25);
     let profile = BatchProfile::linear(Nanos::from_micros(alpha_us), beta, 64);
-    let batch = profile.batch_for_objective(OBJECTIVE);
+    let batch = profile.batch_for_objective(SLO);
     let seeds = if random { 1..=4 } else { 1..=1 };
     let bad = |make: &dyn Fn() -> Box<dyn BatchPolicy>, rate: f64| {
         let gap = Nanos((1e9 / rate) as u64);
         let of = |seed: u64| {
             let arrivals =
                 if random { poisson(requests, gap, seed) } else { uniform(requests, gap) };
-            let outcome = simulate(make().as_mut(), &profile, &[64], &arrivals, OBJECTIVE);
+            let outcome = simulate(make().as_mut(), &profile, &[64], &arrivals, SLO);
             (outcome.dropped + outcome.late) as f64 / outcome.requests as f64
         };
         seeds.clone().map(of).sum::<f64>() / seeds.clone().count() as f64
@@ -185,13 +187,13 @@ fn drop_point(alpha_us: u64, random: bool, requests: usize) -> DropPoint {
 pub struct StepLoad {
     /// The policy.
     pub policy: String,
-    /// Mean milliseconds while requests come slowly.
+    /// Mean milliseconds of the slow requests.
     pub slow_ms: f64,
-    /// Mean milliseconds while they come fast.
+    /// Mean milliseconds of the fast requests.
     pub fast_ms: f64,
 }
 
-/// Elastic batching beside windows of several lengths, on a profile like ResNet-50's on the H200.
+/// Elastic batching and windows of several lengths, on a profile like ResNet-50's on the H200.
 pub fn ebird() -> Vec<StepLoad> {
     // Batches of 1, 8 and 32 take 0.93, 1.21 and 2.39 ms.
     let profile = BatchProfile::linear(Nanos::from_micros(47), Nanos::from_micros(880), 32);
@@ -202,7 +204,7 @@ pub fn ebird() -> Vec<StepLoad> {
     let run = |policy: &mut dyn BatchPolicy, workers: &[usize], name: String| {
         let outcome = simulate(policy, &profile, workers, &arrivals, Nanos::MAX);
         let mean = |early: bool| {
-            let of = outcome.answers.iter().filter(|(at, _)| (*at <= start) == early);
+            let of = outcome.replies.iter().filter(|(at, _)| (*at <= start) == early);
             let (count, sum) = of.fold((0u64, 0u64), |(n, sum), (_, l)| (n + 1, sum + l.0));
             (sum as f64 / count.max(1) as f64 / 1e3).round() / 1e3
         };
@@ -222,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn early_drop_is_better_than_lazy_and_deferred_no_worse() {
+    fn early_drop_beats_lazy_and_deferred_is_no_worse() {
         for point in nexus(10_000) {
             assert!(point.early_rps >= point.lazy_rps * 0.99, "{point:?}");
             assert!(point.deferred_rps >= point.early_rps * 0.995, "{point:?}");
@@ -230,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn elastic_is_under_every_window_at_both_loads() {
+    fn elastic_beats_every_window_at_both_loads() {
         let rows = ebird();
         for window in &rows[1..] {
             assert!(

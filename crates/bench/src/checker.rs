@@ -1,4 +1,5 @@
-//! Checkers: they see what goes into the core and what comes out of it and of the device, and know nothing of its insides.
+//! The checker sees the events and actions of the core and the state of the device, and knows
+//! nothing of the core's internals.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -13,39 +14,41 @@ use runtime::policy::{CoRun, RealTimeStart, Rules, Streams};
 
 use crate::scenario::Scenario;
 
-/// Under a share, a best-effort request that is not started for so long starves.
+/// With a best-effort share, a best-effort request that does not start for so long starves.
 const STARVED: Nanos = Nanos::from_millis(2_000);
 
-/// Requests that ended which are remembered, to tell one that ends twice from one that never came.
-const ENDED_KEPT: usize = 1 << 16;
+/// Number of ended requests remembered, to tell one that ends twice from one that never arrived.
+const ENDED_MAX: usize = 1 << 16;
 
-/// What the promises come to on this device, under this policy.
+/// What must hold on a device under a policy.
 #[derive(Clone, Debug)]
-pub struct Limits {
-    /// Longest wait of real time for best effort; `None` where there is no promise.
+pub struct CheckerLimits {
+    /// Max wait of real time for best effort; `None` if the policy guarantees none.
     pub wait: Option<Nanos>,
-    /// How long best effort may hold what real time needs; `None` where there is no promise.
+    /// How long best effort may hold SMs that real time needs; `None` if the policy guarantees
+    /// nothing.
     pub grace: Option<Nanos>,
     /// Bytes for weights.
     pub memory: u64,
-    /// Multiprocessors.
+    /// SMs of the device.
     pub sms: u32,
     /// The execution order of real time.
     pub order: &'static dyn ExecutionOrder,
     /// Device time of a request alone, by model, for orders that need it.
     pub run_times: Vec<Nanos>,
-    /// How long a best-effort request may wait for its first launch; `None` where it is promised no share.
+    /// How long a best-effort request may wait for its first launch; `None` without a best-effort
+    /// share.
     pub starvation: Option<Nanos>,
     /// Streams of real time.
     pub rt_streams: Range<usize>,
     /// All streams.
     pub streams: usize,
-    /// Multiprocessors every kernel needs, by model.
+    /// SMs that every kernel needs, by model.
     pub needs: Vec<Vec<u32>>,
 }
 
-impl Limits {
-    /// The promises of a scenario.
+impl CheckerLimits {
+    /// The limits of a scenario.
     pub fn new(
         scenario: &Scenario,
         set: &ProfileSet,
@@ -53,18 +56,18 @@ impl Limits {
         rt_streams: Range<usize>,
         streams: usize,
         watchdog: Nanos,
-    ) -> Limits {
+    ) -> CheckerLimits {
         let gpu = &set.gpu;
         let slow = scenario.faults.iter().map(|fault| match fault.kind {
             FaultKind::SlowKernel { factor } => factor,
             _ => 1.0,
         });
-        // Kernels that share a device slow each other: by what they wait for multiprocessors and for memory.
+        // Kernels that share a device slow each other down: they wait for SMs and for memory.
         let crowd = slow.fold(1.0, f64::max) * 3.0 * streams as f64;
         let kernels = || set.models.iter().flat_map(|model| &model.kernels);
-        let stretch = |ns: u64| Nanos((ns as f64 * crowd) as u64);
-        let block = stretch(kernels().map(|kernel| kernel.block_ns).max().unwrap_or(0));
-        let kernel = stretch(kernels().map(|kernel| kernel.time_on(gpu.sms).0).max().unwrap_or(0));
+        let slowed = |ns: u64| Nanos((ns as f64 * crowd) as u64);
+        let block = slowed(kernels().map(|kernel| kernel.block_ns).max().unwrap_or(0));
+        let kernel = slowed(kernels().map(|kernel| kernel.time_on(gpu.sms).0).max().unwrap_or(0));
         let fragile = kernels().any(|kernel| !kernel.idempotent);
         let evict = Nanos(gpu.evict_ns * (gpu.queue_capacity as u64 + 1));
         let resets = Nanos((gpu.host_reset_ns + gpu.kill_ns) * streams as u64);
@@ -80,7 +83,7 @@ impl Limits {
                 PreemptionLevel::InsideTile => Some(Nanos(gpu.preempt_ns)),
             },
         };
-        // Real time waits until the queues are empty, or the dispatcher turns to it from theirs.
+        // Real time waits until the queues are empty, or until the dispatcher switches to it.
         let queues = match rules.start {
             RealTimeStart::AfterPreemption => evict,
             RealTimeStart::AtOnce => Nanos(gpu.switch_ns[1]),
@@ -93,7 +96,7 @@ impl Limits {
             let times = model.kernels.iter().map(|k| k.time_on(gpu.sms) + Nanos(gpu.gap_ns));
             times.fold(Nanos::ZERO, |sum, time| sum + time)
         };
-        Limits {
+        CheckerLimits {
             wait: promised.map(|left| left + queues + silence + Nanos(gpu.launch_ns + 1_000)),
             grace: left.filter(|_| split && rules.co_run != CoRun::All),
             memory: gpu.memory_bytes,
@@ -110,36 +113,36 @@ impl Limits {
 }
 
 #[derive(Clone, Debug)]
-struct Seen {
+struct TrackedRequest {
     model: usize,
     class: Class,
     key: (u32, u64, u64),
-    asked: Nanos,
+    arrived_at: Nanos,
     copied: bool,
     launched: bool,
-    /// When it could have started had there been no best effort; `None` when other real time was before it.
-    clear_since: Option<Nanos>,
+    /// When it could have started without best effort; `None` if other real time was before it.
+    unblocked_since: Option<Nanos>,
 }
 
-/// The checkers and what they found.
+/// Checks a trace and collects violations.
 #[derive(Debug)]
 pub struct Checker {
-    limits: Limits,
-    open: BTreeMap<u64, Seen>,
-    /// Those that ended last.
+    limits: CheckerLimits,
+    open: BTreeMap<u64, TrackedRequest>,
+    /// Requests that ended most recently.
     ended: BTreeSet<u64>,
     loaded: Vec<bool>,
-    /// Whether weights come and go.
+    /// Whether weights are loaded and evicted.
     managed: bool,
-    /// Since when best effort holds what real time needs.
+    /// Since when best effort holds SMs that real time needs.
     over_since: Option<Nanos>,
     running_rt: Option<(u64, usize)>,
-    found: Vec<String>,
+    violations: Vec<String>,
 }
 
 impl Checker {
-    /// Nothing seen so far.
-    pub fn new(limits: Limits, models: usize, managed: bool) -> Checker {
+    /// A checker that has seen nothing.
+    pub fn new(limits: CheckerLimits, models: usize, managed: bool) -> Checker {
         Checker {
             limits,
             open: BTreeMap::new(),
@@ -148,17 +151,17 @@ impl Checker {
             managed,
             over_since: None,
             running_rt: None,
-            found: Vec::new(),
+            violations: Vec::new(),
         }
     }
 
     fn report(&mut self, now: Nanos, what: String) {
-        if self.found.len() < 20 {
-            self.found.push(format!("{now}: {what}"));
+        if self.violations.len() < 20 {
+            self.violations.push(format!("{now}: {what}"));
         }
     }
 
-    /// A request came.
+    /// A request arrived.
     pub fn arrived(
         &mut self,
         now: Nanos,
@@ -171,40 +174,43 @@ impl Checker {
         let remaining = self.limits.run_times.get(model).copied();
         let ordered = OrderedRequest { deadline, remaining };
         let key = (priority, self.limits.order.key(&ordered), request.order());
-        let seen = Seen {
+        let tracked = TrackedRequest {
             model,
             class,
             key,
-            asked: now,
+            arrived_at: now,
             copied: false,
             launched: false,
-            clear_since: None,
+            unblocked_since: None,
         };
-        if self.open.insert(request.order(), seen).is_some() {
+        if self.open.insert(request.order(), tracked).is_some() {
             self.report(now, format!("request {} came twice", request.order()));
         }
     }
 
-    fn ready(&self, seen: &Seen) -> bool {
-        seen.class == Class::RealTime && seen.copied && !seen.launched && self.loaded[seen.model]
+    fn ready(&self, tracked: &TrackedRequest) -> bool {
+        tracked.class == Class::RealTime
+            && tracked.copied
+            && !tracked.launched
+            && self.loaded[tracked.model]
     }
 
     /// A request's inputs are on the device.
     pub fn input_ready(&mut self, now: Nanos, request: RequestId) {
-        if let Some(seen) = self.open.get_mut(&request.order()) {
-            seen.copied = true;
+        if let Some(tracked) = self.open.get_mut(&request.order()) {
+            tracked.copied = true;
         }
-        self.mark_clear(now, request.order());
+        self.mark_unblocked(now, request.order());
     }
 
-    /// Notes from when on a real-time request has only best effort before it.
-    fn mark_clear(&mut self, now: Nanos, order: u64) {
-        let Some(seen) = self.open.get(&order) else { return };
-        let alone = self.ready(seen)
+    /// Records since when a real-time request waits for nothing but best effort.
+    fn mark_unblocked(&mut self, now: Nanos, order: u64) {
+        let Some(tracked) = self.open.get(&order) else { return };
+        let alone = self.ready(tracked)
             && self.running_rt.is_none()
-            && self.open.iter().all(|(other, seen)| *other == order || !self.ready(seen));
-        if alone && let Some(seen) = self.open.get_mut(&order) {
-            seen.clear_since = Some(now);
+            && self.open.iter().all(|(other, tracked)| *other == order || !self.ready(tracked));
+        if alone && let Some(tracked) = self.open.get_mut(&order) {
+            tracked.unblocked_since = Some(now);
         }
     }
 
@@ -213,57 +219,60 @@ impl Checker {
         self.loaded[model] = true;
     }
 
-    /// A model's weights are gone.
+    /// A model's weights were evicted.
     pub fn evicted(&mut self, model: usize) {
         self.loaded[model] = false;
-        for seen in self.open.values_mut().filter(|seen| seen.model == model) {
-            seen.clear_since = None;
+        for tracked in self.open.values_mut().filter(|tracked| tracked.model == model) {
+            tracked.unblocked_since = None;
         }
     }
 
-    /// The device fell over.
+    /// The device was lost.
     pub fn device_lost(&mut self, _: Nanos) {
         self.loaded.fill(!self.managed);
         self.running_rt = None;
         self.over_since = None;
-        for seen in self.open.values_mut() {
-            (seen.copied, seen.launched, seen.clear_since) = (false, false, None);
+        for tracked in self.open.values_mut() {
+            (tracked.copied, tracked.launched, tracked.unblocked_since) = (false, false, None);
         }
     }
 
-    /// A request is handed to the device.
+    /// A request was enqueued on the device.
     pub fn launched(&mut self, now: Nanos, request: RequestId) {
         let order = request.order();
-        let Some(seen) = self.open.get(&order).cloned() else {
+        let Some(tracked) = self.open.get(&order).cloned() else {
             return self.report(now, format!("request {order} launched after its end"));
         };
-        if !self.loaded[seen.model] {
+        if !self.loaded[tracked.model] {
             self.report(now, format!("request {order} launched without its weights"));
         }
-        if seen.class == Class::RealTime {
+        if tracked.class == Class::RealTime {
             let first = self.open.values().filter(|other| self.ready(other)).map(|o| o.key).min();
-            if first.is_some_and(|first| first < seen.key) {
+            if first.is_some_and(|first| first < tracked.key) {
                 self.report(now, format!("real-time request {order} overtook {first:?}"));
             }
-            self.running_rt = Some((order, seen.model));
-            // Whoever still waits now waits for this one.
+            self.running_rt = Some((order, tracked.model));
+            // Other real-time requests now wait for this one.
             let others = self.open.iter_mut().filter(|(other, _)| **other != order);
-            others.for_each(|(_, other)| other.clear_since = None);
+            others.for_each(|(_, other)| other.unblocked_since = None);
         } else if let Some(limit) = self.limits.starvation
-            && !seen.launched
-            && now > seen.asked + limit
+            && !tracked.launched
+            && now > tracked.arrived_at + limit
         {
-            self.report(now, format!("best-effort request {order} starved since {}", seen.asked));
+            self.report(
+                now,
+                format!("best-effort request {order} starved since {}", tracked.arrived_at),
+            );
         }
-        if let Some(seen) = self.open.get_mut(&order) {
-            seen.launched = true;
+        if let Some(tracked) = self.open.get_mut(&order) {
+            tracked.launched = true;
         }
     }
 
     /// The first block of a request runs.
     pub fn started(&mut self, now: Nanos, request: RequestId) {
-        let Some(seen) = self.open.get_mut(&request.order()) else { return };
-        let Some(since) = seen.clear_since.take() else { return };
+        let Some(tracked) = self.open.get_mut(&request.order()) else { return };
+        let Some(since) = tracked.unblocked_since.take() else { return };
         if let Some(limit) = self.limits.wait
             && now > since + limit
         {
@@ -281,7 +290,7 @@ impl Checker {
             self.report(now, format!("request {order} ended {twice}"));
         }
         self.ended.insert(order);
-        if self.ended.len() > ENDED_KEPT {
+        if self.ended.len() > ENDED_MAX {
             self.ended.pop_first();
         }
         if self.running_rt.is_some_and(|(running, _)| running == order) {
@@ -289,27 +298,28 @@ impl Checker {
         }
     }
 
-    /// A task computed something else than an undisturbed one.
+    /// A task's output differs from that of an undisturbed one.
     pub fn wrong_output(&mut self, now: Nanos, request: RequestId) {
         self.report(now, format!("request {} has a wrong output", request.order()));
     }
 
-    /// Weights on the device.
+    /// Checks the bytes of weights on the device.
     pub fn memory(&mut self, now: Nanos, bytes: u64) {
         if bytes > self.limits.memory {
             self.report(now, format!("{bytes} bytes of weights, {} allowed", self.limits.memory));
         }
     }
 
-    /// Requests of one model that wait.
+    /// Checks the number of waiting requests of one model.
     pub fn queue_length(&mut self, now: Nanos, length: usize, bound: usize) {
         if length > bound {
             self.report(now, format!("{length} requests wait, {bound} may"));
         }
     }
 
-    /// Looks at the device: best effort holds nothing that real time needs for longer than the level allows.
-    pub fn look(&mut self, now: Nanos, gpu: &Gpu) {
+    /// Checks that best effort holds no SMs that real time needs for longer than the preemption
+    /// level allows.
+    pub fn check_device(&mut self, now: Nanos, gpu: &Gpu) {
         for stream in 0..self.limits.streams {
             if gpu.queued(stream) > 1 {
                 self.report(now, format!("stream {stream} holds {} segments", gpu.queued(stream)));
@@ -338,13 +348,13 @@ impl Checker {
         }
     }
 
-    /// What was found, with what is missing at the end.
+    /// All violations, including requests that never ended.
     pub fn finish(&mut self, now: Nanos) -> Vec<String> {
         let unanswered: Vec<u64> = self.open.keys().copied().take(3).collect();
         if !unanswered.is_empty() {
             let count = self.open.len();
             self.report(now, format!("{count} requests never ended, among them {unanswered:?}"));
         }
-        std::mem::take(&mut self.found)
+        std::mem::take(&mut self.violations)
     }
 }

@@ -1,5 +1,5 @@
-//! Clusters in virtual time: the real scheduler's core, the real routing and the real batching policies over GPUs that
-//! are profiles.
+//! Clusters in virtual time: the real scheduler core, routing and batching policies over simulated
+//! GPUs.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
@@ -15,59 +15,59 @@ use runtime::batching::{
 pub mod scenario;
 pub mod study;
 
-/// Requests for one model under one objective.
+/// Requests for one model under one SLO.
 #[derive(Clone, Debug)]
 pub struct ClusterSession {
     /// Time of batches on a GPU.
     pub profile: BatchProfile,
-    /// Time from arrival at the GPU until an answer is of no more use.
+    /// Time from arrival at the GPU to the deadline.
     pub budget: Nanos,
-    /// Sessions that each answer feeds, and how many requests of it on average.
+    /// Sessions that each reply feeds, with the mean number of requests.
     pub feeds: Vec<(usize, f64)>,
 }
 
-/// A request for one session; several belong to one question of a client.
+/// A request for one session; a query may have several.
 #[derive(Clone, Copy, Debug)]
-struct Task {
-    question: u32,
-    /// Who sends it.
+struct SessionRequest {
+    query: u32,
+    /// The frontend that sends it.
     frontend: usize,
 }
 
-/// What a client asked.
+/// A query of a client.
 #[derive(Clone, Copy, Debug)]
-struct Question {
+struct ClientQuery {
     at: Nanos,
     open: u32,
     failed: bool,
 }
 
 /// A session on a GPU.
-struct Slot {
+struct SessionQueue {
     session: usize,
     batch: usize,
-    /// Requests that a turn begins with before the first one has to go.
+    /// Min requests of a batch before the first one is due.
     least: usize,
-    /// It is to go once all that wait are answered.
-    leaving: bool,
+    /// It is removed when its waiting requests are done.
+    draining: bool,
     waiting: VecDeque<WaitingRequest>,
-    tasks: VecDeque<Task>,
+    requests: VecDeque<SessionRequest>,
 }
 
-/// A GPU: its sessions take turns, a batch at a time.
+/// A GPU: its sessions run in turn, one batch each.
 #[derive(Default)]
-struct Gpu {
-    slots: Vec<Slot>,
+struct SimulatedGpu {
+    queues: Vec<SessionQueue>,
     next: usize,
-    running: Option<(usize, Vec<(WaitingRequest, Task)>)>,
-    /// Counts runs, so that the end of one that a fault cut short means nothing.
+    running: Option<(usize, Vec<(WaitingRequest, SessionRequest)>)>,
+    /// Number of the run, to ignore the end of one that a fault cut short.
     run: u64,
 }
 
-impl Gpu {
+impl SimulatedGpu {
     /// Requests that wait or run here.
     fn requests(&self) -> usize {
-        let waiting: usize = self.slots.iter().map(|slot| slot.waiting.len()).sum();
+        let waiting: usize = self.queues.iter().map(|queue| queue.waiting.len()).sum();
         waiting + self.running.as_ref().map_or(0, |(_, batch)| batch.len())
     }
 }
@@ -79,83 +79,83 @@ enum Event {
     Wake { gpu: usize },
 }
 
-/// Where a session's requests go.
+/// The GPUs of a session's requests.
 #[derive(Default)]
-struct Route {
+struct SessionRoute {
     gpus: Vec<usize>,
-    /// As each frontend sees them.
+    /// The candidates as each frontend sees them.
     candidates: Vec<Vec<BackendCandidate>>,
     place: HashMap<usize, usize>,
 }
 
-/// One of those a session's requests go to.
+/// One of the GPUs of a session's requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Target {
+pub struct RouteTarget {
     /// The GPU.
     pub gpu: usize,
-    /// Its part; 0 for one that only helps out.
+    /// Its share; 0 for one that only takes overflow.
     pub weight: f64,
-    /// Requests that its turns begin with, where it is one of a pool; else 0.
+    /// Min requests of its batches if it belongs to a backend pool, or else 0.
     pub least: usize,
 }
 
-/// Who asks: at a rate, for some sessions at once.
+/// A source of queries.
 #[derive(Clone, Debug)]
-pub struct Source {
-    /// Questions a second.
+pub struct QuerySource {
+    /// Queries per second.
     pub rate: f64,
-    /// Sessions asked, with the number of requests for each.
-    pub asks: Vec<(usize, u32)>,
-    /// Whether gaps are exponential; else they are equal.
+    /// Sessions of a query, with the number of requests for each.
+    pub sessions_per_query: Vec<(usize, u32)>,
+    /// Whether gaps are exponential; otherwise they are equal.
     pub poisson: bool,
 }
 
-/// What came of it.
+/// Counts of one second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
-    /// Questions asked.
-    pub asked: u64,
-    /// Questions not answered in time, or not at all.
+pub struct SecondCounts {
+    /// Queries sent.
+    pub sent_queries: u64,
+    /// Queries without reply in time.
     pub bad: u64,
 }
 
 /// A cluster in virtual time.
 pub struct ClusterSim {
     sessions: Vec<ClusterSession>,
-    gpus: Vec<Gpu>,
-    routes: Vec<Route>,
-    sources: Vec<Source>,
-    questions: Vec<Question>,
+    gpus: Vec<SimulatedGpu>,
+    routes: Vec<SessionRoute>,
+    sources: Vec<QuerySource>,
+    queries: Vec<ClientQuery>,
     free: Vec<u32>,
     events: BinaryHeap<Reverse<(Nanos, u64, Event)>>,
     sequence: u64,
     random: Random,
     now: Nanos,
     lazy: bool,
-    /// Frontends that questions come to by turns; each sees only what it sent itself.
+    /// Frontends that get the queries in turn; each knows only its own requests.
     frontends: usize,
-    asked: usize,
+    sent_queries: usize,
     /// By second.
-    tallies: Vec<Tally>,
-    /// Requests that came, by session.
+    seconds: Vec<SecondCounts>,
+    /// Requests by session.
     arrived: Vec<u64>,
 }
 
 impl ClusterSim {
-    /// `gpus` GPUs without work. With `lazy`, requests are dropped only once they are late.
+    /// A cluster of `gpus` idle GPUs. With `lazy`, requests are dropped only once they are late.
     pub fn new(
         sessions: Vec<ClusterSession>,
         gpus: usize,
-        sources: Vec<Source>,
+        sources: Vec<QuerySource>,
         seed: u64,
         lazy: bool,
     ) -> ClusterSim {
-        let mut fleet = ClusterSim {
-            gpus: (0..gpus).map(|_| Gpu::default()).collect(),
-            routes: sessions.iter().map(|_| Route::default()).collect(),
+        let mut cluster = ClusterSim {
+            gpus: (0..gpus).map(|_| SimulatedGpu::default()).collect(),
+            routes: sessions.iter().map(|_| SessionRoute::default()).collect(),
             arrived: vec![0; sessions.len()],
             sessions,
-            questions: Vec::new(),
+            queries: Vec::new(),
             free: Vec::new(),
             events: BinaryHeap::new(),
             sequence: 0,
@@ -163,35 +163,35 @@ impl ClusterSim {
             now: Nanos::ZERO,
             lazy,
             frontends: 1,
-            asked: 0,
-            tallies: Vec::new(),
+            sent_queries: 0,
+            seconds: Vec::new(),
             sources,
         };
-        for source in 0..fleet.sources.len() {
-            // Equal gaps begin anywhere, or all sources would ask at once.
-            let gap = 1e9 / fleet.sources[source].rate.max(1e-9);
-            let first = Nanos((fleet.random.unit_f64() * gap) as u64);
-            fleet.schedule(first, Event::Arrive { source });
+        for source in 0..cluster.sources.len() {
+            // Equal gaps start at a random time, so that sources do not coincide.
+            let gap = 1e9 / cluster.sources[source].rate.max(1e-9);
+            let first = Nanos((cluster.random.unit_f64() * gap) as u64);
+            cluster.schedule(first, Event::Arrive { source });
         }
-        fleet
+        cluster
     }
 
-    /// Several frontends instead of one; before routes are given.
+    /// Sets the number of frontends, before routes are set.
     pub fn set_frontends(&mut self, frontends: usize) {
         self.frontends = frontends.max(1);
     }
 
-    /// Requests that came for each session.
+    /// Number of requests for each session.
     pub fn arrived(&self) -> &[u64] {
         &self.arrived
     }
 
-    /// What came of questions, by the second they were asked in.
-    pub fn tallies(&self) -> &[Tally] {
-        &self.tallies
+    /// Counts of queries, by the second they were sent in.
+    pub fn seconds(&self) -> &[SecondCounts] {
+        &self.seconds
     }
 
-    /// Changes how often a source asks.
+    /// Changes the rate of a source.
     pub fn set_rate(&mut self, source: usize, rate: f64) {
         self.sources[source].rate = rate;
     }
@@ -201,10 +201,11 @@ impl ClusterSim {
         self.events.push(Reverse((at, self.sequence, event)));
     }
 
-    /// What a GPU holds from now on, with batch sizes; what waits there for others is still answered.
+    /// Sets the sessions of a GPU with their batch sizes. Requests that wait there for others are
+    /// still served.
     pub fn hold(&mut self, gpu: usize, wanted: &[(usize, usize)]) {
-        let mut old = std::mem::take(&mut self.gpus[gpu].slots);
-        let mut slots = Vec::with_capacity(wanted.len());
+        let mut old = std::mem::take(&mut self.gpus[gpu].queues);
+        let mut queues = Vec::with_capacity(wanted.len());
         for &(session, batch) in wanted {
             let full_time = self.sessions[session].profile.latency(batch);
             let share = batch.div_ceil(self.frontends);
@@ -220,25 +221,29 @@ impl ClusterSim {
                     });
                 }
             }
-            match old.iter().position(|slot| slot.session == session) {
+            match old.iter().position(|queue| queue.session == session) {
                 Some(index) => {
-                    slots.push(Slot { batch, leaving: false, ..old.swap_remove(index) });
+                    queues.push(SessionQueue { batch, draining: false, ..old.swap_remove(index) });
                 }
-                None => slots.push(Slot {
+                None => queues.push(SessionQueue {
                     session,
                     batch,
                     least: 0,
-                    leaving: false,
+                    draining: false,
                     waiting: VecDeque::new(),
-                    tasks: VecDeque::new(),
+                    requests: VecDeque::new(),
                 }),
             }
         }
-        // A backend answers what it has before it lets a model go; new requests go elsewhere.
-        old.retain(|slot| !slot.waiting.is_empty());
-        slots.extend(old.into_iter().map(|slot| Slot { leaving: true, least: 0, ..slot }));
+        // A backend finishes its requests before it unloads a model; new requests go elsewhere.
+        old.retain(|queue| !queue.waiting.is_empty());
+        queues.extend(old.into_iter().map(|queue| SessionQueue {
+            draining: true,
+            least: 0,
+            ..queue
+        }));
         let gpu = &mut self.gpus[gpu];
-        gpu.slots = slots;
+        gpu.queues = queues;
         gpu.next = 0;
     }
 
@@ -248,40 +253,40 @@ impl ClusterSim {
         self.gpus[gpu].run = lost.run + 1;
         let running = lost.running.into_iter();
         let running = running.flat_map(|(session, batch)| {
-            batch.into_iter().map(move |(waiting, task)| (session, waiting, task))
+            batch.into_iter().map(move |(waiting, request)| (session, waiting, request))
         });
-        let waiting = lost.slots.into_iter().flat_map(|slot| {
-            let session = slot.session;
-            slot.waiting.into_iter().zip(slot.tasks).map(move |(w, t)| (session, w, t))
+        let waiting = lost.queues.into_iter().flat_map(|queue| {
+            let session = queue.session;
+            queue.waiting.into_iter().zip(queue.requests).map(move |(w, t)| (session, w, t))
         });
-        let all: Vec<(usize, WaitingRequest, Task)> = running.chain(waiting).collect();
+        let all: Vec<(usize, WaitingRequest, SessionRequest)> = running.chain(waiting).collect();
         for route in &mut self.routes {
             if let Some(&place) = route.place.get(&gpu) {
                 route.candidates.iter_mut().for_each(|candidates| candidates[place].down = true);
             }
         }
-        // The frontend sees the connection break and tries one more backend.
-        for (session, waiting, task) in all {
-            self.settle_out(session, gpu, task, false);
-            self.send(session, task, waiting.deadline);
+        // The frontend notices the broken connection and tries one more backend.
+        for (session, waiting, request) in all {
+            self.record_exit(session, gpu, request, false);
+            self.send(session, request, waiting.deadline);
         }
     }
 
-    /// Where requests of a session go.
-    pub fn route(&mut self, session: usize, targets: &[Target]) {
+    /// Sets the GPUs of a session's requests.
+    pub fn route(&mut self, session: usize, targets: &[RouteTarget]) {
         let old = std::mem::take(&mut self.routes[session]);
-        let mut route = Route {
+        let mut route = SessionRoute {
             gpus: targets.iter().map(|target| target.gpu).collect(),
             place: targets.iter().enumerate().map(|(place, target)| (target.gpu, place)).collect(),
             candidates: Vec::with_capacity(self.frontends),
         };
         for frontend in 0..self.frontends {
-            let candidate = |target: &Target| {
+            let candidate = |target: &RouteTarget| {
                 let place = old.place.get(&target.gpu);
                 let before = place.map(|&place| old.candidates[frontend][place]);
-                let slots = &self.gpus[target.gpu].slots;
-                let slot = slots.iter().find(|slot| slot.session == session);
-                let batch = slot.map_or(0, |slot| slot.batch);
+                let queues = &self.gpus[target.gpu].queues;
+                let queue = queues.iter().find(|queue| queue.session == session);
+                let batch = queue.map_or(0, |queue| queue.batch);
                 let progress =
                     before.and_then(|before| before.progress).map(|(progress, _)| progress);
                 BackendCandidate {
@@ -298,14 +303,14 @@ impl ClusterSim {
         }
         self.routes[session] = route;
         for target in targets {
-            let slots = &mut self.gpus[target.gpu].slots;
-            if let Some(slot) = slots.iter_mut().find(|slot| slot.session == session) {
-                slot.least = target.least;
+            let queues = &mut self.gpus[target.gpu].queues;
+            if let Some(queue) = queues.iter_mut().find(|queue| queue.session == session) {
+                queue.least = target.least;
             }
         }
     }
 
-    /// A turn as one frontend sees it.
+    /// The batch sizes of a pool, as one frontend sees them.
     fn turn(&self, session: usize, batch: usize, least: usize) -> BatchPlan {
         let full_time = self.sessions[session].profile.latency(batch);
         let share = |requests: usize| requests.div_ceil(self.frontends);
@@ -331,80 +336,81 @@ impl ClusterSim {
     }
 
     fn arrive(&mut self, source: usize) {
-        let Source { rate, poisson, .. } = self.sources[source];
+        let QuerySource { rate, poisson, .. } = self.sources[source];
         let gap = 1e9 / rate.max(1e-9);
         let gap = if poisson { self.random.exponential(gap) } else { gap };
         let next = self.now + Nanos((gap as u64).max(1));
         self.schedule(next, Event::Arrive { source });
-        let asks = self.sources[source].asks.clone();
-        let open: u32 = asks.iter().map(|(_, count)| *count).sum();
-        let question = self.ask(open);
-        self.asked += 1;
-        let task = Task { question, frontend: self.asked % self.frontends };
-        for (session, count) in asks {
+        let sessions_per_query = self.sources[source].sessions_per_query.clone();
+        let open: u32 = sessions_per_query.iter().map(|(_, count)| *count).sum();
+        let query = self.open_query(open);
+        self.sent_queries += 1;
+        let request = SessionRequest { query, frontend: self.sent_queries % self.frontends };
+        for (session, count) in sessions_per_query {
             for _ in 0..count {
                 self.arrived[session] += 1;
                 let deadline = self.now + self.sessions[session].budget;
-                self.send(session, task, deadline);
+                self.send(session, request, deadline);
             }
         }
     }
 
-    fn ask(&mut self, open: u32) -> u32 {
+    fn open_query(&mut self, open: u32) -> u32 {
         let second = (self.now.0 / 1_000_000_000) as usize;
-        if self.tallies.len() <= second {
-            self.tallies.resize(second + 1, Tally::default());
+        if self.seconds.len() <= second {
+            self.seconds.resize(second + 1, SecondCounts::default());
         }
-        self.tallies[second].asked += 1;
-        let question = Question { at: self.now, open, failed: false };
+        self.seconds[second].sent_queries += 1;
+        let query = ClientQuery { at: self.now, open, failed: false };
         match self.free.pop() {
             Some(index) => {
-                self.questions[index as usize] = question;
+                self.queries[index as usize] = query;
                 index
             }
             None => {
-                self.questions.push(question);
-                (self.questions.len() - 1) as u32
+                self.queries.push(query);
+                (self.queries.len() - 1) as u32
             }
         }
     }
 
-    /// One request of a question is over.
-    fn close(&mut self, task: Task, good: bool) {
-        let question = &mut self.questions[task.question as usize];
-        question.open -= 1;
-        if !good && !question.failed {
-            question.failed = true;
-            self.tallies[(question.at.0 / 1_000_000_000) as usize].bad += 1;
+    /// One request of a query has ended.
+    fn close(&mut self, request: SessionRequest, good: bool) {
+        let query = &mut self.queries[request.query as usize];
+        query.open -= 1;
+        if !good && !query.failed {
+            query.failed = true;
+            self.seconds[(query.at.0 / 1_000_000_000) as usize].bad += 1;
         }
-        if question.open == 0 {
-            self.free.push(task.question);
+        if query.open == 0 {
+            self.free.push(request.query);
         }
     }
 
-    fn send(&mut self, session: usize, task: Task, deadline: Nanos) {
+    fn send(&mut self, session: usize, request: SessionRequest, deadline: Nanos) {
         let route = &mut self.routes[session];
         let busy = |index: usize| self.gpus[route.gpus[index]].requests();
-        let candidates = route.candidates.get_mut(task.frontend).map_or(&mut [][..], |list| list);
+        let candidates =
+            route.candidates.get_mut(request.frontend).map_or(&mut [][..], |list| list);
         let Some(chosen) = choose(candidates, self.now, busy, &mut self.random) else {
-            return self.close(task, false);
+            return self.close(request, false);
         };
         let gpu = route.gpus[chosen];
-        let slot = self.gpus[gpu].slots.iter_mut().find(|slot| slot.session == session);
-        let Some(slot) = slot else { return self.close(task, false) };
-        slot.waiting.push_back(WaitingRequest { arrived: self.now, deadline });
-        slot.tasks.push_back(task);
+        let queue = self.gpus[gpu].queues.iter_mut().find(|queue| queue.session == session);
+        let Some(queue) = queue else { return self.close(request, false) };
+        queue.waiting.push_back(WaitingRequest { arrived: self.now, deadline });
+        queue.requests.push_back(request);
         sent(&mut candidates[chosen], self.now);
         if self.gpus[gpu].running.is_none() {
             self.start(gpu);
         }
     }
 
-    /// A request has left a GPU: answered, or given up before its turn.
-    fn settle_out(&mut self, session: usize, gpu: usize, task: Task, given_up: bool) {
+    /// A request is done on a GPU, or was dropped.
+    fn record_exit(&mut self, session: usize, gpu: usize, request: SessionRequest, given_up: bool) {
         let route = &mut self.routes[session];
         let Some(&place) = route.place.get(&gpu) else { return };
-        let candidate = &mut route.candidates[task.frontend][place];
+        let candidate = &mut route.candidates[request.frontend][place];
         candidate.outstanding = candidate.outstanding.saturating_sub(1);
         match &mut candidate.progress {
             Some((progress, plan)) if given_up => progress.dropped(self.now, *plan),
@@ -413,23 +419,24 @@ impl ClusterSim {
         }
     }
 
-    /// Lets the next session with something to do have its turn.
+    /// Starts the batch of the next session that has requests.
     fn start(&mut self, gpu: usize) {
-        let count = self.gpus[gpu].slots.len();
+        let count = self.gpus[gpu].queues.len();
         let mut decisions = Vec::new();
         let mut wake: Option<Nanos> = None;
         for turn in 0..count {
             let index = (self.gpus[gpu].next + turn) % count;
-            let slot = &self.gpus[gpu].slots[index];
-            if slot.waiting.is_empty() {
+            let queue = &self.gpus[gpu].queues[index];
+            if queue.waiting.is_empty() {
                 continue;
             }
-            let session = slot.session;
-            let workers = [Worker { batch: slot.batch, busy: false }];
+            let session = queue.session;
+            let workers = [Worker { batch: queue.batch, busy: false }];
             let profile = &self.sessions[session].profile;
-            let view = ModelView { waiting: &slot.waiting, workers: &workers, profile, running: 0 };
+            let view =
+                ModelView { waiting: &queue.waiting, workers: &workers, profile, running: 0 };
             decisions.clear();
-            let (now, batch, least) = (self.now, slot.batch, slot.least);
+            let (now, batch, least) = (self.now, queue.batch, queue.least);
             match (self.lazy, least > 1) {
                 (true, _) => LazyDrop { batch_max: batch }.decide(now, &view, &mut decisions),
                 (false, false) => EarlyDrop { batch }.decide(now, &view, &mut decisions),
@@ -452,24 +459,25 @@ impl ClusterSim {
     }
 
     fn drop_first(&mut self, gpu: usize, index: usize, count: usize) {
-        let slot = &mut self.gpus[gpu].slots[index];
-        let session = slot.session;
-        let waiting: Vec<WaitingRequest> = slot.waiting.drain(..count).collect();
-        let dropped: Vec<Task> = slot.tasks.drain(..count).collect();
-        for (waiting, task) in waiting.into_iter().zip(dropped) {
-            self.settle_out(session, gpu, task, true);
-            if !self.second_chance(session, gpu, task, waiting) {
-                self.close(task, false);
+        let queue = &mut self.gpus[gpu].queues[index];
+        let session = queue.session;
+        let waiting: Vec<WaitingRequest> = queue.waiting.drain(..count).collect();
+        let dropped: Vec<SessionRequest> = queue.requests.drain(..count).collect();
+        for (waiting, request) in waiting.into_iter().zip(dropped) {
+            self.record_exit(session, gpu, request, true);
+            if !self.retry_elsewhere(session, gpu, request, waiting) {
+                self.close(request, false);
             }
         }
     }
 
-    /// Sends what a GPU gave up in time to one without anything to do, as a frontend does; whether there is one.
-    fn second_chance(
+    /// Sends a request that a GPU dropped in time to an idle one, as a frontend does; whether there
+    /// is one.
+    fn retry_elsewhere(
         &mut self,
         session: usize,
         from: usize,
-        task: Task,
+        request: SessionRequest,
         waiting: WaitingRequest,
     ) -> bool {
         let least = self.sessions[session].profile.latency(1);
@@ -479,26 +487,26 @@ impl ClusterSim {
         let route = &mut self.routes[session];
         let others: Vec<usize> =
             (0..route.gpus.len()).filter(|&place| route.gpus[place] != from).collect();
-        let mine = &mut route.candidates[task.frontend];
+        let mine = &mut route.candidates[request.frontend];
         let candidates: Vec<BackendCandidate> = others.iter().map(|&place| mine[place]).collect();
         let busy = |index: usize| self.gpus[route.gpus[others[index]]].requests();
         let Some(chosen) = spare(&candidates, busy) else { return false };
         let gpu = route.gpus[others[chosen]];
-        let slots = &mut self.gpus[gpu].slots;
-        let Some(slot) = slots.iter_mut().find(|slot| slot.session == session) else {
+        let queues = &mut self.gpus[gpu].queues;
+        let Some(queue) = queues.iter_mut().find(|queue| queue.session == session) else {
             return false;
         };
-        slot.waiting.push_back(waiting);
-        slot.tasks.push_back(task);
+        queue.waiting.push_back(waiting);
+        queue.requests.push_back(request);
         sent(&mut mine[others[chosen]], self.now);
         self.start(gpu);
         true
     }
 
     fn launch(&mut self, gpu: usize, index: usize, count: usize) {
-        let slot = &mut self.gpus[gpu].slots[index];
-        let session = slot.session;
-        let batch = slot.waiting.drain(..count).zip(slot.tasks.drain(..count)).collect();
+        let queue = &mut self.gpus[gpu].queues[index];
+        let session = queue.session;
+        let batch = queue.waiting.drain(..count).zip(queue.requests.drain(..count)).collect();
         let ends = self.now + self.sessions[session].profile.latency(count);
         let gpu_state = &mut self.gpus[gpu];
         gpu_state.next = index + 1;
@@ -513,30 +521,30 @@ impl ClusterSim {
             return;
         }
         let Some((session, batch)) = self.gpus[gpu].running.take() else { return };
-        for (waiting, task) in batch {
-            self.settle_out(session, gpu, task, false);
+        for (waiting, request) in batch {
+            self.record_exit(session, gpu, request, false);
             let good = self.now <= waiting.deadline;
             if good {
-                self.feed(session, task, waiting.deadline);
+                self.feed(session, request, waiting.deadline);
             }
-            self.close(task, good);
+            self.close(request, good);
         }
-        self.gpus[gpu].slots.retain(|slot| !slot.leaving || !slot.waiting.is_empty());
+        self.gpus[gpu].queues.retain(|queue| !queue.draining || !queue.waiting.is_empty());
         self.start(gpu);
     }
 
-    /// Sends what an answer yields to the sessions it feeds; their budgets begin where this one's ends, so what was
-    /// saved here is theirs.
-    fn feed(&mut self, session: usize, task: Task, deadline: Nanos) {
+    /// Sends the requests that a reply feeds. Their budgets begin at this one's deadline, so they
+    /// gain the time that it saved.
+    fn feed(&mut self, session: usize, request: SessionRequest, deadline: Nanos) {
         for index in 0..self.sessions[session].feeds.len() {
             let (next, mean) = self.sessions[session].feeds[index];
             let whole = mean.floor();
             let extra = u32::from(self.random.unit_f64() < mean - whole);
             for _ in 0..whole as u32 + extra {
-                self.questions[task.question as usize].open += 1;
+                self.queries[request.query as usize].open += 1;
                 self.arrived[next] += 1;
                 let budget = self.sessions[next].budget;
-                self.send(next, task, deadline + budget);
+                self.send(next, request, deadline + budget);
             }
         }
     }
@@ -553,52 +561,53 @@ fn sent(candidate: &mut BackendCandidate, now: Nanos) {
 mod tests {
     use super::*;
 
-    fn fleet(rate: f64, lazy: bool) -> ClusterSim {
+    fn cluster(rate: f64, lazy: bool) -> ClusterSim {
         let session = ClusterSession {
             profile: BatchProfile::linear(Nanos::from_millis(1), Nanos::from_millis(10), 32),
             budget: Nanos::from_millis(100),
             feeds: Vec::new(),
         };
-        let source = Source { rate, asks: vec![(0, 1)], poisson: true };
-        let mut fleet = ClusterSim::new(vec![session], 2, vec![source], 1, lazy);
-        fleet.hold(0, &[(0, 32)]);
-        fleet.hold(1, &[(0, 32)]);
-        let target = |gpu| Target { gpu, weight: 1.0, least: 0 };
-        fleet.route(0, &[target(0), target(1)]);
-        fleet
+        let source = QuerySource { rate, sessions_per_query: vec![(0, 1)], poisson: true };
+        let mut cluster = ClusterSim::new(vec![session], 2, vec![source], 1, lazy);
+        cluster.hold(0, &[(0, 32)]);
+        cluster.hold(1, &[(0, 32)]);
+        let target = |gpu| RouteTarget { gpu, weight: 1.0, least: 0 };
+        cluster.route(0, &[target(0), target(1)]);
+        cluster
     }
 
-    fn bad(fleet: &ClusterSim) -> f64 {
-        let sum = fleet.tallies().iter().fold((0, 0), |(a, b), t| (a + t.asked, b + t.bad));
+    fn bad(cluster: &ClusterSim) -> f64 {
+        let sum =
+            cluster.seconds().iter().fold((0, 0), |(a, b), t| (a + t.sent_queries, b + t.bad));
         sum.1 as f64 / sum.0 as f64
     }
 
     #[test]
-    fn a_light_load_is_answered_and_a_heavy_one_is_not() {
+    fn only_a_light_load_meets_the_slo() {
         // Two GPUs do at most 2 x 32 / 42 ms = 1523 requests a second.
         for (rate, good) in [(900.0, true), (3000.0, false)] {
-            let mut fleet = fleet(rate, false);
-            fleet.run_until(Nanos::from_millis(10_000));
-            assert_eq!(bad(&fleet) < 0.001, good, "{rate}: {}", bad(&fleet));
+            let mut cluster = cluster(rate, false);
+            cluster.run_until(Nanos::from_millis(10_000));
+            assert_eq!(bad(&cluster) < 0.001, good, "{rate}: {}", bad(&cluster));
         }
     }
 
     #[test]
-    fn a_lost_gpu_loses_no_request_that_another_has_time_for() {
-        let mut fleet = fleet(300.0, false);
-        fleet.run_until(Nanos::from_millis(2000));
-        fleet.lose(0);
-        fleet.run_until(Nanos::from_millis(6000));
-        assert!(bad(&fleet) < 0.002, "{}", bad(&fleet));
+    fn requests_of_a_lost_gpu_are_retried() {
+        let mut cluster = cluster(300.0, false);
+        cluster.run_until(Nanos::from_millis(2000));
+        cluster.lose(0);
+        cluster.run_until(Nanos::from_millis(6000));
+        assert!(bad(&cluster) < 0.002, "{}", bad(&cluster));
     }
 
     #[test]
-    fn every_question_ends_once() {
-        let mut fleet = fleet(2000.0, true);
-        fleet.run_until(Nanos::from_millis(3000));
-        fleet.set_rate(0, 1e-6);
-        fleet.run_until(Nanos::from_millis(10_000));
-        assert_eq!(fleet.free.len(), fleet.questions.len());
-        assert!(fleet.tallies().iter().all(|tally| tally.bad <= tally.asked));
+    fn every_query_ends_once() {
+        let mut cluster = cluster(2000.0, true);
+        cluster.run_until(Nanos::from_millis(3000));
+        cluster.set_rate(0, 1e-6);
+        cluster.run_until(Nanos::from_millis(10_000));
+        assert_eq!(cluster.free.len(), cluster.queries.len());
+        assert!(cluster.seconds().iter().all(|counts| counts.bad <= counts.sent_queries));
     }
 }

@@ -1,4 +1,5 @@
-//! DISB, the benchmark of REEF (OSDI 2022, Table 2): workloads A to E as scenarios, REAL from a trace file.
+//! DISB, the benchmark of REEF (OSDI 2022, Table 2): workloads A to E as scenarios, REAL from a
+//! trace file.
 
 use std::path::Path;
 
@@ -7,8 +8,8 @@ use model::config::Class;
 use serde::Deserialize;
 
 use crate::arrival::Arrival;
-use crate::report::Report;
-use crate::scenario::{Client, Scenario, ScenarioError};
+use crate::report::SimulationReport;
+use crate::scenario::{ClientSpec, Scenario, ScenarioError};
 use crate::simulation::{self, SimulationOptions};
 
 /// The five models, in the paper's order.
@@ -17,7 +18,7 @@ pub const MODELS: [&str; 5] = ["resnet152", "densenet201", "vgg19", "inceptionv3
 /// The workloads that need no file.
 pub const WORKLOADS: [&str; 5] = ["A", "B", "C", "D", "E"];
 
-/// How a workload is run.
+/// Options of a workload.
 #[derive(Clone, Debug)]
 pub struct DisbOptions {
     /// `mi50`, `h200` or a profile file.
@@ -26,12 +27,13 @@ pub struct DisbOptions {
     pub seconds: f64,
     /// Seed of the Poisson arrivals.
     pub seed: u64,
-    /// Whether rates are raised so that real time alone uses the share of this GPU that it used of the paper's.
+    /// Whether rates are scaled so that real time alone uses the same share of this GPU as of the
+    /// paper's.
     pub scaled: bool,
 }
 
-fn client(class: Class, model: &str, arrival: Arrival) -> Client {
-    Client {
+fn client(class: Class, model: &str, arrival: Arrival) -> ClientSpec {
+    ClientSpec {
         name: format!("{model}_{}", class.as_str()),
         model: model.to_string(),
         class,
@@ -47,16 +49,16 @@ fn client(class: Class, model: &str, arrival: Arrival) -> Client {
 pub const SHARES_PERCENT: [(&str, f64); 6] =
     [("A", 44.0), ("B", 97.0), ("C", 44.0), ("D", 70.0), ("E", 70.0), ("REAL", 32.0)];
 
-/// The share of the real-time model of a pair: as often as not it has the device.
+/// Share of the device of the real-time model of a pair.
 const PAIR_SHARE_PERCENT: f64 = 50.0;
 
-/// The share of the device, in percent, that real time of workload `name` is to use at scaled rates.
+/// Share of the device, in percent, that real time of workload `name` uses alone at scaled rates.
 pub fn share_percent(name: &str) -> Option<f64> {
     let published = SHARES_PERCENT.iter().find(|(other, _)| *other == name);
     published.map(|(_, percent)| *percent).or_else(|| pair(name).map(|_| PAIR_SHARE_PERCENT))
 }
 
-/// The workloads of one real-time and one best-effort model each: `vgg19+resnet152`, and so on.
+/// Workloads of one real-time and one best-effort model each, such as `vgg19+resnet152`.
 pub fn pairs() -> Vec<String> {
     let beside = |real_time: &str| MODELS.map(|best_effort| format!("{real_time}+{best_effort}"));
     MODELS.iter().flat_map(|real_time| beside(real_time)).collect()
@@ -68,11 +70,11 @@ fn pair(name: &str) -> Option<(&str, &str)> {
     known.then_some((real_time, best_effort))
 }
 
-/// A bar of a figure: its name, and its value by workload where one was published.
+/// A bar of a figure: its name, and its published values by workload.
 pub type Published = (&'static str, &'static [(&'static str, f64)]);
 
-/// Overall throughput over that of real time alone on the paper's MI50 (Figure 11b and section 7.2; C of REEF is given as
-/// close to GPU streams, whose range begins there).
+/// Overall throughput over that of real time alone on the paper's MI50 (Figure 11b and section 7.2;
+/// C of REEF is given as close to GPU streams, whose range begins there).
 pub const PUBLISHED_GAINS: [Published; 3] = [
     (
         "REEF, published",
@@ -82,8 +84,8 @@ pub const PUBLISHED_GAINS: [Published; 3] = [
     ("GPUStreams, published", &[("A", 1.66), ("B", 0.76), ("REAL", 8.3)]),
 ];
 
-/// Mean real-time latency over that of real time alone on the same GPU (Figure 11a and section 7.2; REEF's from C on are
-/// upper bounds).
+/// Mean real-time latency over that of real time alone on the same GPU (Figure 11a and section 7.2;
+/// REEF's from C on are upper bounds).
 pub const PUBLISHED_LATENCIES: [Published; 3] = [
     (
         "REEF, published",
@@ -93,10 +95,10 @@ pub const PUBLISHED_LATENCIES: [Published; 3] = [
     ("GPUStreams, published", &[("A", 1.84), ("B", 1.70), ("REAL", 3.35)]),
 ];
 
-/// The clients of one of [`WORKLOADS`] at the published rates, not staggered, or of one of [`pairs`].
-pub fn clients(name: &str) -> Option<Vec<Client>> {
+/// The clients of a workload or pair at the published rates, not staggered.
+pub fn clients(name: &str) -> Option<Vec<ClientSpec>> {
     let uniform = |rate: f64| Arrival::Uniform { rate, phase_us: 0 };
-    let real_time: Vec<Client> = match name {
+    let real_time: Vec<ClientSpec> = match name {
         "A" | "C" => vec![client(Class::RealTime, "vgg19", uniform(100.0))],
         "B" => vec![client(Class::RealTime, "vgg19", uniform(220.0))],
         "D" => MODELS.map(|model| client(Class::RealTime, model, uniform(20.0))).into(),
@@ -116,7 +118,7 @@ pub fn clients(name: &str) -> Option<Vec<Client>> {
     Some(real_time.into_iter().chain(best_effort.iter().map(closed)).collect())
 }
 
-/// One of [`WORKLOADS`] or of [`pairs`].
+/// The scenario of a workload or pair.
 pub fn workload(name: &str, options: &DisbOptions) -> Option<Scenario> {
     let mut scenario = scenario(name, clients(name)?, options);
     if options.scaled {
@@ -126,7 +128,7 @@ pub fn workload(name: &str, options: &DisbOptions) -> Option<Scenario> {
     Some(scenario)
 }
 
-fn scenario(name: &str, clients: Vec<Client>, options: &DisbOptions) -> Scenario {
+fn scenario(name: &str, clients: Vec<ClientSpec>, options: &DisbOptions) -> Scenario {
     Scenario {
         name: format!("DISB {name}"),
         gpu: options.gpu.clone(),
@@ -137,7 +139,8 @@ fn scenario(name: &str, clients: Vec<Client>, options: &DisbOptions) -> Scenario
     }
 }
 
-/// Raises the real-time rates by how much faster this GPU runs the real-time models than the paper's.
+/// Scales the real-time rates by how much faster this GPU runs the real-time models than the
+/// paper's.
 fn scale(scenario: &mut Scenario) {
     let Ok(here) = scenario.profiles() else { return };
     let paper = builtin::mi50();
@@ -153,8 +156,8 @@ fn scale(scenario: &mut Scenario) {
     }
 }
 
-/// Makes real time ask `factor` times as often.
-pub fn speed_up(clients: &mut [Client], factor: f64) {
+/// Multiplies the rates of real time by `factor`.
+pub fn speed_up(clients: &mut [ClientSpec], factor: f64) {
     for client in clients.iter_mut().filter(|client| client.class == Class::RealTime) {
         match &mut client.arrival {
             Arrival::Uniform { rate, .. } | Arrival::Poisson { rate } => *rate *= factor,
@@ -164,14 +167,14 @@ pub fn speed_up(clients: &mut [Client], factor: f64) {
     }
 }
 
-/// Plays traces of `period_s` seconds again from their start whenever they end, until `seconds` have passed.
-pub fn repeat(clients: &mut [Client], period_s: f64, seconds: f64) {
+/// Repeats traces of `period_s` seconds until `seconds` have passed.
+pub fn repeat(clients: &mut [ClientSpec], period_s: f64, seconds: f64) {
     if period_s <= 0.0 {
         return;
     }
     for client in clients {
         let Arrival::Trace { times_ms } = &mut client.arrival else { continue };
-        // What comes after the end of the workload belongs to no repetition.
+        // Arrivals after the end of the workload belong to no repetition.
         let once: Vec<f64> = times_ms.iter().copied().filter(|ms| *ms < period_s * 1e3).collect();
         let rounds = (0..(seconds / period_s).ceil() as u64).map(|round| round as f64 * period_s);
         let later = |start_s: f64| once.iter().map(move |ms| ms + start_s * 1e3);
@@ -185,8 +188,8 @@ fn stagger(scenario: &mut Scenario) {
     stagger_by(&mut scenario.clients, alone_us);
 }
 
-/// Clients of equal rate start one after another, each after the stand-alone latency of those before it.
-pub fn stagger_by(clients: &mut [Client], alone_us: impl Fn(&str) -> u64) {
+/// Delays clients of equal rate, each by the latencies alone of those before it.
+pub fn stagger_by(clients: &mut [ClientSpec], alone_us: impl Fn(&str) -> u64) {
     let mut offset = 0;
     for client in clients {
         if let Arrival::Uniform { phase_us, .. } = &mut client.arrival {
@@ -223,8 +226,8 @@ struct DisbClient {
     model_name: String,
 }
 
-/// Reads a workload in DISB's own JSON: its clients, and the seconds it takes.
-pub fn read_clients(path: &Path) -> Result<(Vec<Client>, f64), ScenarioError> {
+/// Reads a workload in DISB's JSON: its clients, and its length in seconds.
+pub fn read_clients(path: &Path) -> Result<(Vec<ClientSpec>, f64), ScenarioError> {
     let shown = path.display().to_string();
     let text =
         std::fs::read_to_string(path).map_err(|err| ScenarioError::Read(shown.clone(), err))?;
@@ -243,7 +246,7 @@ pub fn read_clients(path: &Path) -> Result<(Vec<Client>, f64), ScenarioError> {
     Ok((file.tasks.iter().map(of).collect(), file.time))
 }
 
-/// Reads a workload in DISB's own JSON.
+/// Reads a workload in DISB's JSON.
 pub fn read(path: &Path, name: &str, options: &DisbOptions) -> Result<Scenario, ScenarioError> {
     let (clients, seconds) = read_clients(path)?;
     let mut scenario = scenario(name, clients, options);
@@ -255,19 +258,19 @@ pub fn read(path: &Path, name: &str, options: &DisbOptions) -> Result<Scenario, 
     Ok(scenario)
 }
 
-/// Runs a workload under each policy, with real time alone beside it.
+/// Runs a workload under each policy, and compares with real time alone.
 pub fn compare(
     workload: &str,
     scenario: &Scenario,
     policies: &[String],
-) -> Result<Vec<Report>, ScenarioError> {
+) -> Result<Vec<SimulationReport>, ScenarioError> {
     let options = SimulationOptions::default();
     let alone = simulation::run(&scenario.real_time_alone(), options)?;
     let run = |policy: &String| {
         let mut scenario = scenario.clone();
         scenario.policy.clone_from(policy);
         let outcome = simulation::run(&scenario, options)?;
-        Ok(Report::new(workload, policy, &outcome, &alone))
+        Ok(SimulationReport::new(workload, policy, &outcome, &alone))
     };
     policies.iter().map(run).collect()
 }
@@ -277,7 +280,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_trace_is_played_again_from_its_start() {
+    fn traces_are_repeated() {
         let arrival = Arrival::Trace { times_ms: vec![0.0, 500.0, 1_999.0, 2_500.0] };
         let mut clients = vec![client(Class::RealTime, "vgg19", arrival)];
         repeat(&mut clients, 2.0, 5.0);
@@ -296,7 +299,7 @@ mod tests {
         });
         assert_eq!(counts, [(1, 1), (1, 1), (1, 5), (5, 5), (5, 5)]);
         assert!(workload("F", &options).is_none());
-        assert!(workload("vgg19+nobody", &options).is_none());
+        assert!(workload("vgg19+unknown", &options).is_none());
         let names: std::collections::BTreeSet<String> = pairs().into_iter().collect();
         assert_eq!(names.len(), 25);
         for name in names {

@@ -1,7 +1,9 @@
-//! Batching policies in real time: real models on a real device under open loads, one policy after another.
+//! Batching policies in real time: real models on a real device under open load, one policy after
+//! another.
 //!
-//! Requests come at random times that do not wait for answers; a request that is asked late counts from when it was due. Each
-//! carries one of several inputs, and answers are compared with what that input gives on its own.
+//! Requests arrive at random times that do not depend on replies; latency counts from when a
+//! request was due. Each request carries one of several inputs, and replies are compared with the
+//! output of that input alone.
 
 mod generator;
 mod report;
@@ -15,22 +17,22 @@ use model::Tensor;
 use model::config::{Batching, BatchingPolicy, Class, CopyTime, ModelConfig};
 use runtime::{Node, NodeOptions};
 
-use self::generator::{Generator, Phase};
+use self::generator::{LoadPhase, RequestGenerator};
 use self::report::idle_pct;
-pub use self::report::{Contender, LoadReport, Network, PhaseResult, charts, table};
+pub use self::report::{LoadReport, NetworkReport, PhaseResult, PolicyResult, charts, table};
 use crate::live::LiveError;
 
 /// How long requests may take to end after a phase.
 const DRAIN: Duration = Duration::from_secs(20);
 
-/// Requests that may wait, so that none is refused for it.
+/// Queue capacity, large enough that no request is refused.
 const QUEUE: usize = 60_000;
 
-/// A model on the device, with inputs to ask with.
+/// A model on the device, with inputs for its requests.
 pub struct LoadModel {
     /// Its name.
     pub name: String,
-    /// It.
+    /// The loaded model.
     pub program: Arc<dyn Program>,
     /// Inputs of one row, each one tensor per input of the model.
     pub inputs: Vec<Vec<Tensor>>,
@@ -43,29 +45,30 @@ pub struct LoadOptions {
     pub seconds: f64,
     /// Seed of arrivals.
     pub seed: u64,
-    /// Time within which 99 of 100 answers shall come; thrice a batch of 32 when absent.
+    /// SLO of 99 of 100 replies; three times a batch of 32 if absent.
     pub slo_ms: Option<f64>,
-    /// Rates that are tried to find the highest under the objective.
+    /// Number of rates that are tried to find the highest within the SLO.
     pub probes: usize,
-    /// Low and high load as shares of what the device can do.
+    /// Low and high load as shares of the device's throughput.
     pub shares: (f64, f64),
-    /// Real-time queues.
-    pub lanes: usize,
+    /// Batches that may run at the same time.
+    pub concurrent_batches: usize,
 }
 
-/// A policy to compare.
+/// A batching policy with its settings.
 #[derive(Clone, Debug)]
-pub struct Setting {
-    /// Its name in reports.
+pub struct BatchingSetting {
+    /// Name in reports.
     pub name: String,
     /// Its settings.
     pub batching: Batching,
 }
 
-/// Policies by the names users give: `window` is one with each of several waits, as it has to be tuned.
-pub fn settings(name: &str, waits_us: &[u64]) -> Option<Vec<Setting>> {
+/// Policies by the names users give. `window` becomes one setting per wait, because its wait must
+/// be tuned.
+pub fn settings(name: &str, waits_us: &[u64]) -> Option<Vec<BatchingSetting>> {
     let of = |policy| Batching { policy, ..Batching::default() };
-    let one = |batching| vec![Setting { name: name.to_string(), batching }];
+    let one = |batching| vec![BatchingSetting { name: name.to_string(), batching }];
     Some(match name {
         "auto" => one(of(BatchingPolicy::Auto)),
         "elastic" => one(of(BatchingPolicy::Elastic)),
@@ -73,7 +76,7 @@ pub fn settings(name: &str, waits_us: &[u64]) -> Option<Vec<Setting>> {
         "none" => one(of(BatchingPolicy::None)),
         "auto_late" => one(Batching { copy: CopyTime::Late, ..of(BatchingPolicy::Auto) }),
         "window" => {
-            let window = |wait: &u64| Setting {
+            let window = |wait: &u64| BatchingSetting {
                 name: format!("window {wait} us"),
                 batching: Batching {
                     max_wait_us: *wait,
@@ -87,40 +90,50 @@ pub fn settings(name: &str, waits_us: &[u64]) -> Option<Vec<Setting>> {
     })
 }
 
-/// Names that [`settings`] knows.
+/// Names that [`settings`] accepts.
 pub const NAMES: [&str; 6] = ["window", "elastic", "adaptive", "auto", "auto_late", "none"];
 
-/// Tells when runs began and ended on the device, in microseconds.
-pub struct Timeline {
-    /// From now on.
+/// Records when batches begin and end on the device, in microseconds.
+pub struct DeviceTimeline {
+    /// Starts recording; whether it could.
     pub begin: Box<dyn Fn() -> bool>,
-    /// Until now.
+    /// Stops recording.
     pub end: Box<dyn Fn() -> Vec<(f64, f64)>>,
 }
 
 /// Compares policies on one device.
-pub struct Load {
+pub struct LoadBenchmark {
     device: Arc<dyn Device>,
     options: LoadOptions,
-    timeline: Option<Timeline>,
+    timeline: Option<DeviceTimeline>,
 }
 
 /// A node with one model.
-struct Stage<'a> {
+struct TestNode<'a> {
     node: Node,
-    generator: Generator<'a>,
+    generator: RequestGenerator<'a>,
 }
 
-impl Load {
-    /// On `device`, whose `timeline` tells how long it is idle between batches.
-    pub fn new(device: Arc<dyn Device>, options: LoadOptions, timeline: Option<Timeline>) -> Load {
-        Load { device, options, timeline }
+impl LoadBenchmark {
+    /// `timeline` measures how long the device is idle between batches.
+    pub fn new(
+        device: Arc<dyn Device>,
+        options: LoadOptions,
+        timeline: Option<DeviceTimeline>,
+    ) -> LoadBenchmark {
+        LoadBenchmark { device, options, timeline }
     }
 
-    fn stage<'a>(&self, model: &'a LoadModel, batching: &Batching) -> Result<Stage<'a>, LiveError> {
+    fn test_node<'a>(
+        &self,
+        model: &'a LoadModel,
+        batching: &Batching,
+    ) -> Result<TestNode<'a>, LiveError> {
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
-        let options =
-            NodeOptions { concurrent_rt_batches: self.options.lanes, ..NodeOptions::default() };
+        let options = NodeOptions {
+            concurrent_rt_batches: self.options.concurrent_batches,
+            ..NodeOptions::default()
+        };
         let node = Node::start(self.device.clone(), options, clock.clone())?;
         let config = ModelConfig {
             class: Class::RealTime,
@@ -129,28 +142,28 @@ impl Load {
             ..ModelConfig::default()
         };
         let key = node.add_model(model.program.clone(), &config);
-        let generator = Generator::new(&node, key, model, clock)?;
-        Ok(Stage { node, generator })
+        let generator = RequestGenerator::new(&node, key, model, clock)?;
+        Ok(TestNode { node, generator })
     }
 
-    /// All policies on one model, the report's comparisons included.
+    /// Runs all policies on one model and compares them.
     pub fn run(
         &self,
         model: &LoadModel,
-        settings: &[Setting],
-        mut told: impl FnMut(&Contender),
-    ) -> Result<Network, LiveError> {
+        settings: &[BatchingSetting],
+        mut report: impl FnMut(&PolicyResult),
+    ) -> Result<NetworkReport, LiveError> {
         let failed = |why| LiveError::Broken { model: model.name.clone(), why };
-        // What every policy needs is made before any of them is timed.
+        // Makes what all policies need before any of them is timed.
         let sizes = [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32];
         model.program.prepare_batches(&[], &sizes).map_err(|err| failed(err.into()))?;
-        let stage = self.stage(model, &Batching::default())?;
-        let alone = stage.generator.alone(&stage.node, 100)?;
-        let full = stage.generator.batch_time(&*model.program, self.device.as_ref(), 32)?;
-        let capacity_rps = stage.generator.capacity(&stage.node, self.options.seconds)?;
-        drop(stage);
+        let test_node = self.test_node(model, &Batching::default())?;
+        let alone = test_node.generator.alone(&test_node.node, 100)?;
+        let full = test_node.generator.batch_time(&*model.program, self.device.as_ref(), 32)?;
+        let capacity_rps = test_node.generator.capacity(&test_node.node, self.options.seconds)?;
+        drop(test_node);
         let slo_ms = self.options.slo_ms.unwrap_or(full.0 as f64 / 1e6 * 3.0);
-        let mut network = Network {
+        let mut network = NetworkReport {
             model: model.name.clone(),
             alone_us: alone.0 as f64 / 1e3,
             batch_32_us: full.0 as f64 / 1e3,
@@ -158,37 +171,37 @@ impl Load {
             capacity_rps: capacity_rps.round(),
             low_rps: (capacity_rps * self.options.shares.0).round(),
             high_rps: (capacity_rps * self.options.shares.1).round(),
-            ..Network::default()
+            ..NetworkReport::default()
         };
         for setting in settings {
-            let contender = self.contender(model, setting, &network)?;
-            told(&contender);
-            network.contenders.push(contender);
+            let result = self.result(model, setting, &network)?;
+            report(&result);
+            network.results.push(result);
         }
         network.compare();
         Ok(network)
     }
 
-    fn contender(
+    fn result(
         &self,
         model: &LoadModel,
-        setting: &Setting,
-        network: &Network,
-    ) -> Result<Contender, LiveError> {
-        let stage = self.stage(model, &setting.batching)?;
+        setting: &BatchingSetting,
+        network: &NetworkReport,
+    ) -> Result<PolicyResult, LiveError> {
+        let test_node = self.test_node(model, &setting.batching)?;
         let mut seed = self.options.seed;
         let mut phase = |rate: f64, seconds: f64| {
             seed = seed.wrapping_add(1);
-            stage.phase(&setting.name, Phase { rate, seconds, seed })
+            test_node.phase(&setting.name, LoadPhase { rate, seconds, seed })
         };
-        // What is learned from load is learned before it counts.
+        // A warm-up, in which policies learn from the load.
         phase(network.high_rps, self.options.seconds / 2.0)?;
         let low = phase(network.low_rps, self.options.seconds)?;
         let high = phase(network.high_rps, self.options.seconds)?;
         let watched = self.timeline.as_ref().filter(|timeline| (timeline.begin)());
         let runs = match watched {
             Some(timeline) => {
-                stage.generator.capacity(&stage.node, self.options.seconds.min(0.3))?;
+                test_node.generator.capacity(&test_node.node, self.options.seconds.min(0.3))?;
                 (timeline.end)()
             }
             None => Vec::new(),
@@ -205,7 +218,7 @@ impl Load {
             }
             next = (good + bad) / 2.0;
         }
-        Ok(Contender {
+        Ok(PolicyResult {
             idle_pct: idle_pct(runs.clone()),
             timeline_us: runs.iter().skip(runs.len() / 2).take(48).copied().collect(),
             policy: setting.name.clone(),
@@ -213,13 +226,13 @@ impl Load {
             high,
             best_rps: good,
             best,
-            ..Contender::default()
+            ..PolicyResult::default()
         })
     }
 }
 
-impl Stage<'_> {
-    fn phase(&self, policy: &str, phase: Phase) -> Result<PhaseResult, LiveError> {
+impl TestNode<'_> {
+    fn phase(&self, policy: &str, phase: LoadPhase) -> Result<PhaseResult, LiveError> {
         let result = self.generator.run(&self.node, phase);
         let until = self.node.clock().now() + Nanos::from(DRAIN);
         while self.generator.outstanding() > 0 {

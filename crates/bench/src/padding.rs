@@ -2,4 +2,7 @@
 
 mod report;
 
-pub use report::{PaddingReport, PairReport, Ratios, Spread, Summary, WayReport, summaries, table};
+pub use report::{
+    MethodReport, MethodSummary, PaddingReport, PairReport, SlowdownRatios, TimingSummary,
+    summaries, table,
+};

@@ -2,19 +2,19 @@
 
 use std::fmt::Write as _;
 
-/// Colours that stay apart for colour-blind readers (Okabe and Ito).
+/// Colours that colour-blind readers can tell apart (Okabe and Ito).
 pub const COLOURS: [&str; 9] = [
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999",
     "#000000",
 ];
 
-/// Names of bars side by side above a chart.
+/// Bar names in a row of the legend.
 const LEGEND_COLUMNS: usize = 6;
 
 /// A group of bars for every label.
 #[derive(Clone, Debug)]
 pub struct Chart {
-    /// What is shown.
+    /// Title.
     pub title: String,
     /// The unit.
     pub unit: String,
@@ -29,7 +29,8 @@ pub fn svg(charts: &[Chart]) -> String {
     let (width, height) = (960, 300);
     let mut text = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{}\" \
-         font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
+         font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" \
+         fill=\"white\"/>\n",
         height * charts.len()
     );
     for (index, chart) in charts.iter().enumerate() {
@@ -59,7 +60,8 @@ fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
         let colour = COLOURS[index % COLOURS.len()];
         let _ = writeln!(
             text,
-            "<rect x=\"{x}\" y=\"{y}\" width=\"10\" height=\"10\" fill=\"{colour}\"/><text x=\"{}\" y=\"{}\">{name}</text>",
+            "<rect x=\"{x}\" y=\"{y}\" width=\"10\" height=\"10\" fill=\"{colour}\"/><text \
+             x=\"{}\" y=\"{}\">{name}</text>",
             x + 14.0,
             y + 9.0
         );
@@ -69,7 +71,8 @@ fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
         let y = bottom - (bottom - top) * value / highest;
         let _ = writeln!(
             text,
-            "<line x1=\"{left}\" x2=\"{}\" y1=\"{y}\" y2=\"{y}\" stroke=\"#ddd\"/><text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>",
+            "<line x1=\"{left}\" x2=\"{}\" y1=\"{y}\" y2=\"{y}\" stroke=\"#ddd\"/><text x=\"{}\" \
+             y=\"{}\" text-anchor=\"end\">{}</text>",
             width - 10.0,
             left - 6.0,
             y + 4.0,
@@ -85,7 +88,8 @@ fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
             let tall = (bottom - top) * value / highest;
             let _ = writeln!(
                 text,
-                "<rect x=\"{:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{tall:.1}\" fill=\"{}\"><title>{bar} {name}: {}</title></rect>",
+                "<rect x=\"{:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{tall:.1}\" fill=\"{}\">\
+                 <title>{bar} {name}: {}</title></rect>",
                 start + bar_width * index as f64,
                 bottom - tall,
                 bar_width * 0.92,
@@ -95,7 +99,8 @@ fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
             if bar_width > 28.0 && value > 0.0 {
                 let _ = writeln!(
                     text,
-                    "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" font-size=\"10\">{}</text>",
+                    "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" font-size=\"10\">{}\
+                     </text>",
                     start + bar_width * (index as f64 + 0.46),
                     bottom - tall - 3.0,
                     short(value)
@@ -111,7 +116,7 @@ fn draw(text: &mut String, chart: &Chart, width: f64, height: f64) {
     }
 }
 
-/// The distance of ticks for values up to `largest`: a round number, and at most five of them.
+/// Distance of ticks for values up to `largest`: a round number that gives at most five ticks.
 fn round_step(largest: f64) -> f64 {
     let power = 10f64.powf((largest / 5.0).log10().floor());
     let enough = |step: &f64| largest / step <= 5.0;

@@ -1,21 +1,21 @@
-//! How long preemption takes: REEF's figures 12 (b) and 13 on the simulated GPU.
+//! Preemption latency: REEF's figures 12 (b) and 13 on the simulated GPU.
 
 use device::sim::{KernelProfile, ModelProfile, ProfileSet, builtin};
 use model::config::Class;
 use serde::Serialize;
 
 use crate::arrival::Arrival;
-use crate::scenario::{Client, Scenario, ScenarioError};
+use crate::scenario::{ClientSpec, Scenario, ScenarioError};
 use crate::simulation::{Simulation, SimulationOptions};
 
-/// A measured point. Latencies are mean microseconds from the word to leave to the first real-time block.
+/// Mean microseconds from the preemption to the first real-time block.
 #[derive(Clone, Debug, Serialize)]
-pub struct Point {
+pub struct PreemptionLatency {
     /// What was preempted.
     pub preempted: String,
-    /// Atoll's epoch.
+    /// Atoll: epochs checked inside tiles.
     pub atoll_us: f64,
-    /// REEF's reset.
+    /// REEF: reset of the queues.
     pub reef_us: f64,
     /// A capped queue and a flag at kernel entry.
     pub reef_n_us: f64,
@@ -24,13 +24,14 @@ pub struct Point {
 }
 
 /// One best-effort task of each model, preempted at random times (figure 12 b).
-pub fn by_model() -> Result<Vec<Point>, ScenarioError> {
+pub fn by_model() -> Result<Vec<PreemptionLatency>, ScenarioError> {
     let set = builtin::mi50();
     set.models.iter().map(|model| point(&set, &model.name.clone(), model.clone())).collect()
 }
 
-/// Best effort of equal kernels: their number at 100 us each, and their length at 100 of them (figure 13).
-pub fn by_shape() -> Result<Vec<Point>, ScenarioError> {
+/// Best effort of equal kernels: their number at 100 us each, and their length at 100 kernels
+/// (figure 13).
+pub fn by_shape() -> Result<Vec<PreemptionLatency>, ScenarioError> {
     let set = builtin::mi50();
     let counts = [25, 50, 100, 200, 400].map(|count| (count, 100));
     let lengths = [25, 50, 200, 400].map(|length| (100, length));
@@ -55,16 +56,20 @@ pub fn by_shape() -> Result<Vec<Point>, ScenarioError> {
         .collect()
 }
 
-fn point(set: &ProfileSet, name: &str, best_effort: ModelProfile) -> Result<Point, ScenarioError> {
+fn point(
+    set: &ProfileSet,
+    name: &str,
+    best_effort: ModelProfile,
+) -> Result<PreemptionLatency, ScenarioError> {
     let mut real_time = set.models[2].clone();
     real_time.name = "rt".to_string();
     let be_name = best_effort.name.clone();
     let set = ProfileSet { gpu: set.gpu.clone(), models: vec![real_time, best_effort] };
     let mut wait = set.clone();
-    // Queues of any length; a fetched kernel that finds the flag set costs less where many follow each other.
+    // Queues of any length; skipping a fetched kernel costs less when many follow each other.
     (wait.gpu.queue_capacity, wait.gpu.evict_ns) = (4_096, 2_800);
     let measure = |set: &ProfileSet, policy: &str| -> Result<f64, ScenarioError> {
-        let client = |class: Class, model: &str, arrival| Client {
+        let client = |class: Class, model: &str, arrival| ClientSpec {
             name: model.to_string(),
             model: model.to_string(),
             class,
@@ -87,7 +92,7 @@ fn point(set: &ProfileSet, name: &str, best_effort: ModelProfile) -> Result<Poin
             Simulation::with_profiles(&scenario, set, SimulationOptions::default())?.finish();
         Ok((outcome.preempt_latency.mean().0 as f64 / 100.0).round() / 10.0)
     };
-    Ok(Point {
+    Ok(PreemptionLatency {
         preempted: name.to_string(),
         atoll_us: measure(&set, "atoll")?,
         reef_us: measure(&set, "reef")?,

@@ -1,13 +1,13 @@
-//! Random scenarios for the checkers: small models, few clients, every policy, and things that go wrong.
+//! Random scenarios for the checker: small models, few clients, every policy, and faults.
 
 use base::Random;
 use device::sim::{FaultKind, KernelProfile, ModelProfile, ProfileSet, builtin};
 use model::config::Class;
 
 use crate::arrival::Arrival;
-use crate::scenario::{Client, FaultAt, Scenario};
+use crate::scenario::{ClientSpec, FaultAt, Scenario};
 
-/// The scenario that follows from `seed`, and its profiles.
+/// The scenario made from `seed`, and its profiles.
 pub fn scenario(seed: u64) -> (Scenario, ProfileSet) {
     let mut random = Random::new(seed.wrapping_mul(0x9E37_79B9) ^ 0x5EED);
     let mut set = profiles(&mut random);
@@ -21,7 +21,7 @@ pub fn scenario(seed: u64) -> (Scenario, ProfileSet) {
         "free_streams",
         "priority_streams",
     ];
-    let mut clients: Vec<Client> =
+    let mut clients: Vec<ClientSpec> =
         (0..1 + random.below(3)).map(|_| real_time(&mut random, &set)).collect();
     clients.extend((0..1 + random.below(4)).map(|_| best_effort(&mut random, &set)));
     let faults = if random.below(2) == 0 { Vec::new() } else { faults(&mut random) };
@@ -39,7 +39,7 @@ pub fn scenario(seed: u64) -> (Scenario, ProfileSet) {
         ..Scenario::default()
     };
     if scenario.policy == "reef" {
-        // REEF restores from some kernels back and so needs every kernel to bear a second run.
+        // REEF resumes some kernels earlier, so kernels must tolerate a second run.
         let kernels = set.models.iter_mut().flat_map(|model| &mut model.kernels);
         kernels.for_each(|kernel| kernel.idempotent = true);
     }
@@ -68,7 +68,7 @@ fn profiles(random: &mut Random) -> ProfileSet {
         .collect();
     let total: u64 = models.iter().map(|model| model.weight_bytes).sum();
     let largest = models.iter().map(|model| model.weight_bytes).max().unwrap_or(0);
-    // Half of the time not all models fit.
+    // In half of the scenarios not all models fit.
     gpu.memory_bytes = if random.below(2) == 0 { total } else { largest.max(total * 2 / 3) };
     ProfileSet { gpu, models }
 }
@@ -87,7 +87,7 @@ fn some_model(random: &mut Random, set: &ProfileSet) -> String {
     set.models[random.below(set.models.len() as u64) as usize].name.clone()
 }
 
-fn real_time(random: &mut Random, set: &ProfileSet) -> Client {
+fn real_time(random: &mut Random, set: &ProfileSet) -> ClientSpec {
     let rate = 20.0 + 600.0 * random.unit_f64();
     let arrival = match random.below(6) {
         0 => Arrival::Uniform { rate, phase_us: random.below(5_000) },
@@ -97,7 +97,7 @@ fn real_time(random: &mut Random, set: &ProfileSet) -> Client {
         4 => Arrival::Trace { times_ms: (0..20).map(|i| f64::from(i * i) / 4.0).collect() },
         _ => Arrival::Poisson { rate },
     };
-    Client {
+    ClientSpec {
         name: "rt".to_string(),
         model: some_model(random, set),
         class: Class::RealTime,
@@ -109,12 +109,12 @@ fn real_time(random: &mut Random, set: &ProfileSet) -> Client {
     }
 }
 
-fn best_effort(random: &mut Random, set: &ProfileSet) -> Client {
+fn best_effort(random: &mut Random, set: &ProfileSet) -> ClientSpec {
     let arrival = match random.below(3) {
         0 => Arrival::Poisson { rate: 50.0 + 1_000.0 * random.unit_f64() },
         _ => Arrival::ClosedLoop { think_us: 0 },
     };
-    Client {
+    ClientSpec {
         name: "be".to_string(),
         model: some_model(random, set),
         class: Class::BestEffort,

@@ -1,14 +1,14 @@
-//! One object per run, the same from every device.
+//! The report of a simulation.
 
 use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use crate::simulation::Outcome;
+use crate::simulation::SimulationOutcome;
 
-/// What a policy came to on a workload. Latencies are microseconds.
+/// Figures of a policy on a workload. Latencies are microseconds.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct SimulationReport {
     /// The workload.
     pub workload: String,
     /// The execution policy.
@@ -21,29 +21,35 @@ pub struct Report {
     pub rt_p50_us: f64,
     /// Its 99th percentile.
     pub rt_p99_us: f64,
-    /// What the mean is above that without best effort, in percent.
+    /// Increase of the mean over that without best effort, in percent.
     pub rt_increase_pct: f64,
-    /// Answers a second, of both classes.
+    /// Replies per second, of both classes.
     pub throughput_rps: f64,
-    /// Those of best effort.
+    /// Best-effort replies per second.
     pub be_rps: f64,
-    /// Times best effort was made to leave.
+    /// Number of preemptions.
     pub preemptions: u64,
-    /// Median time that took.
+    /// Median preemption latency.
     pub preempt_p50_us: f64,
     /// Its 99th percentile.
     pub preempt_p99_us: f64,
-    /// Best-effort work done again or thrown away, in percent of all of it.
+    /// Best-effort work that was repeated or discarded, in percent.
     pub be_redone_pct: f64,
-    /// Requests without an answer, and arrivals skipped because one was outstanding.
+    /// Requests without reply, and arrivals skipped because one was outstanding.
     pub dropped: u64,
 }
 
-impl Report {
-    /// The report of `outcome` beside a run of real time alone.
-    pub fn new(workload: &str, policy: &str, outcome: &Outcome, alone: &Outcome) -> Report {
-        let mean =
-            |outcome: &Outcome| outcome.rt_latency_sum as f64 / outcome.rt_done.max(1) as f64 / 1e3;
+impl SimulationReport {
+    /// The report of `outcome`, compared with a run of real time alone.
+    pub fn new(
+        workload: &str,
+        policy: &str,
+        outcome: &SimulationOutcome,
+        alone: &SimulationOutcome,
+    ) -> SimulationReport {
+        let mean = |outcome: &SimulationOutcome| {
+            outcome.rt_latency_sum as f64 / outcome.rt_done.max(1) as f64 / 1e3
+        };
         let us = |quantile: base::Nanos| quantile.0 as f64 / 1e3;
         let preempt = |fraction| match outcome.preempt_latency.count() {
             0 => 0.0,
@@ -52,7 +58,7 @@ impl Report {
         let (used, redone) = outcome.be_work;
         let (rt_mean_us, rt_alone_mean_us) = (mean(outcome), mean(alone));
         let increase = (rt_mean_us / rt_alone_mean_us.max(1e-9) - 1.0) * 100.0;
-        Report {
+        SimulationReport {
             workload: workload.to_string(),
             policy: policy.to_string(),
             rt_alone_mean_us: round(rt_alone_mean_us),
@@ -73,13 +79,13 @@ impl Report {
     }
 }
 
-/// Two digits after the point: more is noise to a reader.
+/// Rounds to two digits.
 fn round(value: f64) -> f64 {
     (value * 100.0).round() / 100.0
 }
 
 /// The reports as a table.
-pub fn table(reports: &[Report]) -> String {
+pub fn table(reports: &[SimulationReport]) -> String {
     let mut text = format!(
         "{:<14} {:<18}{:>10}{:>10}{:>10}{:>9}{:>10}{:>9}{:>9}{:>9}{:>9}{:>8}{:>8}\n",
         "workload",
@@ -99,7 +105,8 @@ pub fn table(reports: &[Report]) -> String {
     for r in reports {
         let _ = writeln!(
             text,
-            "{:<14} {:<18}{:>10.0}{:>10.0}{:>10.0}{:>9.2}{:>10.1}{:>9.1}{:>9}{:>9.1}{:>9.1}{:>8.2}{:>8}",
+            "{:<14} {:<18}{:>10.0}{:>10.0}{:>10.0}{:>9.2}{:>10.1}{:>9.1}{:>9}{:>9.1}{:>9.1}{:>8.2}\
+             {:>8}",
             r.workload,
             r.policy,
             r.rt_alone_mean_us,

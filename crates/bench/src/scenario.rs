@@ -1,4 +1,4 @@
-//! A scenario: who asks for what, on which GPU, under which policy, and what goes wrong.
+//! A scenario: clients, a GPU, a policy and faults.
 
 use std::path::Path;
 
@@ -23,14 +23,14 @@ pub enum ScenarioError {
     /// A profile or trace is not valid.
     #[error("{0}: {1}")]
     Json(String, serde_json::Error),
-    /// A name that stands for nothing.
+    /// A name that does not exist.
     #[error("there is no {kind} '{name}'; known: {known}")]
     Unknown {
-        /// What was looked for.
+        /// What was looked up.
         kind: &'static str,
         /// The name.
         name: String,
-        /// What there is.
+        /// The names that exist.
         known: String,
     },
 }
@@ -38,26 +38,26 @@ pub enum ScenarioError {
 /// A client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Client {
+pub struct ClientSpec {
     /// Its name.
     pub name: String,
-    /// The model it asks for.
+    /// The model it requests.
     pub model: String,
     /// `real_time` or `best_effort`.
     pub class: Class,
     /// 1 is the highest.
     #[serde(default = "first")]
     pub priority: u32,
-    /// Milliseconds until an answer is of no more use.
+    /// Deadline of a request in milliseconds.
     #[serde(default)]
     pub deadline_ms: Option<f64>,
-    /// Whether it skips arrivals while it waits for an answer.
+    /// Whether it skips arrivals while it waits for a reply.
     #[serde(default)]
     pub one_outstanding: bool,
-    /// Of every hundred requests, so many are cancelled after a random time.
+    /// Percent of requests that are cancelled after a random time.
     #[serde(default)]
     pub cancel_percent: u32,
-    /// When it asks.
+    /// Its arrival process.
     pub arrival: Arrival,
 }
 
@@ -68,14 +68,14 @@ fn first() -> u32 {
 /// A fault at a time.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FaultAt {
-    /// When.
+    /// When, in milliseconds.
     pub at_ms: f64,
-    /// What.
+    /// Kind of fault.
     #[serde(flatten)]
     pub kind: FaultKind,
 }
 
-/// The whole of it.
+/// A scenario.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Scenario {
@@ -85,19 +85,19 @@ pub struct Scenario {
     pub gpu: String,
     /// The execution policy.
     pub policy: String,
-    /// Seconds during which clients ask.
+    /// Seconds during which clients send requests.
     pub seconds: f64,
     /// Seed of everything random.
     pub seed: u64,
-    /// Share of time best effort keeps under saturating real time.
+    /// Best-effort share, in percent.
     pub best_effort_share_percent: u32,
-    /// Earliest deadline first instead of first come first served.
+    /// Earliest deadline first instead of first in, first out.
     pub earliest_deadline_first: bool,
     /// Execution order of real time: `edf`, `fifo`, `least_laxity`. Overrides
     /// `earliest_deadline_first`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub execution_order: Option<String>,
-    /// Requests of a model that may wait.
+    /// Queue capacity of a model.
     pub queue_capacity: usize,
     /// Streams of best effort; 0 for one per best-effort client.
     pub best_effort_streams: usize,
@@ -105,9 +105,9 @@ pub struct Scenario {
     pub memory_mb: Option<u64>,
     /// Preemption level of the device instead of the profile's.
     pub level: Option<u8>,
-    /// Who asks.
-    pub clients: Vec<Client>,
-    /// What goes wrong.
+    /// Clients.
+    pub clients: Vec<ClientSpec>,
+    /// Faults.
     pub faults: Vec<FaultAt>,
 }
 
@@ -141,7 +141,7 @@ impl Scenario {
         toml::from_str(&text).map_err(|err| ScenarioError::Parse(name, err))
     }
 
-    /// The profiles it names.
+    /// The profiles of its GPU.
     pub fn profiles(&self) -> Result<ProfileSet, ScenarioError> {
         let mut set = match builtin::by_name(&self.gpu) {
             Some(set) => set,
@@ -157,6 +157,9 @@ impl Scenario {
     }
 
     /// The execution order inside a real-time priority.
+    ///
+    /// # Errors
+    /// When there is none of that name.
     pub fn order(&self) -> Result<&'static dyn ExecutionOrder, ScenarioError> {
         let name = match (&self.execution_order, self.earliest_deadline_first) {
             (Some(name), _) => name.as_str(),
@@ -170,7 +173,7 @@ impl Scenario {
         })
     }
 
-    /// Its faults in the device's form.
+    /// Its faults, for the device.
     pub fn device_faults(&self) -> Vec<Fault> {
         let of =
             |fault: &FaultAt| Fault { at: Nanos((fault.at_ms * 1e6) as u64), kind: fault.kind };

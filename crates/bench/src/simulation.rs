@@ -1,4 +1,5 @@
-//! A scenario in virtual time: the real core under a policy, the simulated GPU, clients, and checkers that watch.
+//! A scenario in virtual time: the real core under a policy, a simulated GPU, clients and a
+//! checker.
 
 mod setup;
 
@@ -12,42 +13,42 @@ use runtime::core::{Action, Core, End, Event, ModelId, RequestId, SimAction, Sim
 use runtime::policy::{CoRun, Policy, PreemptionPoint, ResumePoint, Rules};
 use std::sync::Arc;
 
-use crate::arrival::Clockwork;
+use crate::arrival::ArrivalTimes;
 use crate::checker::Checker;
 use crate::scenario::{Scenario, ScenarioError};
 
-/// After the clients have stopped, work that is under way may take this long.
+/// How long requests in flight may take after the clients have stopped.
 const DRAIN: Nanos = Nanos::from_millis(20_000);
 
-/// What is kept beside the figures.
+/// What a simulation records besides its figures.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SimulationOptions {
-    /// Whether the checkers watch.
+    /// Whether the checker runs.
     pub check: bool,
-    /// Whether every event and action is written down.
+    /// Whether every event and action is recorded.
     pub trace: bool,
-    /// Whether stretches of work are kept, for the timeline.
+    /// Whether spans of work are recorded, for the timeline.
     pub spans: bool,
-    /// A bug for tests that must notice it.
-    pub planted: Option<PlantedBug>,
+    /// A bug that tests expect the checker to find.
+    pub planted_bug: Option<PlantedBug>,
 }
 
-/// A bug that a checker must find.
+/// A bug that the checker must find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlantedBug {
-    /// Restores skip a block.
+    /// A resumed task skips a tile.
     Restore,
-    /// Padding believes in more multiprocessors than there are.
+    /// Padding assumes more SMs than there are.
     Budget,
-    /// The core answers what is given up while it runs at once, and again when it has left.
+    /// The core ends a cancelled request twice: at once and when it is preempted.
     ExactlyOnce,
-    /// Real time is served first come first served where deadlines should count.
+    /// Real time runs in order of arrival instead of by deadline.
     EarliestDeadline,
 }
 
-/// One request under way.
+/// A request in flight.
 #[derive(Clone, Debug)]
-struct Live {
+struct LiveRequest {
     id: RequestId,
     client: usize,
     model: usize,
@@ -59,49 +60,49 @@ struct Live {
 
 #[derive(Clone, Debug)]
 struct ClientState {
-    clockwork: Clockwork,
+    arrivals: ArrivalTimes,
     next: Option<Nanos>,
     outstanding: usize,
     skipped: u64,
-    /// Its time came while it waited for an answer: it asks again the moment it has it.
+    /// Its period began while it waited for a reply; it sends its next request with that reply.
     late: bool,
     cancels: Random,
 }
 
-/// What a run came to.
+/// The figures of a simulation.
 #[derive(Clone, Debug, Default)]
-pub struct Outcome {
-    /// Seconds during which clients asked.
+pub struct SimulationOutcome {
+    /// Seconds during which clients sent requests.
     pub seconds: f64,
-    /// Latency of real-time answers.
+    /// Latency of real-time replies.
     pub rt_latency: Histogram,
     /// Sum of the same, exact, in nanoseconds.
     pub rt_latency_sum: u128,
-    /// Real-time answers.
+    /// Real-time replies.
     pub rt_done: u64,
-    /// Answers inside the measured time, by class.
+    /// Real-time replies inside the measured time.
     pub rt_in_time: u64,
     /// The same for best effort.
     pub be_in_time: u64,
-    /// Requests that ended without an answer, and arrivals that were skipped.
+    /// Requests that ended without outputs, and arrivals that were skipped.
     pub dropped: u64,
-    /// Times best effort was made to leave for real time.
+    /// Preemptions of best effort for real time.
     pub preemptions: u64,
-    /// From the word to leave to the first real-time block, less what a launch takes anyway.
+    /// From the preemption to the first real-time block, less the time of a launch.
     pub preempt_latency: Histogram,
-    /// Multiprocessor time best effort used and used again, in nanoseconds.
+    /// SM time that best effort used, and the part of it that was repeated, in nanoseconds.
     pub be_work: (f64, f64),
-    /// Multiprocessor time of real time.
+    /// SM time of real time.
     pub rt_work: f64,
-    /// What the checkers found.
+    /// Violations that the checker found.
     pub violations: Vec<String>,
-    /// Everything that happened, if it was to be written down.
+    /// All events and actions, if they are recorded.
     pub trace: String,
-    /// Events and actions the core dealt with.
+    /// Number of events that the core consumed.
     pub steps: u64,
 }
 
-/// The run itself.
+/// A scenario being simulated.
 pub struct Simulation {
     core: Core,
     gpu: Gpu,
@@ -110,7 +111,7 @@ pub struct Simulation {
     scenario: Scenario,
     options: SimulationOptions,
     clients: Vec<ClientState>,
-    live: Vec<Option<Live>>,
+    live: Vec<Option<LiveRequest>>,
     cancels: Vec<(Nanos, RequestId)>,
     checker: Option<Checker>,
     now: Nanos,
@@ -118,25 +119,28 @@ pub struct Simulation {
     rt_streams: std::ops::Range<usize>,
     streams: usize,
     rt_waiting: usize,
-    episode: Option<Nanos>,
+    preempt_started: Option<Nanos>,
     actions: Vec<Action>,
-    outcome: Outcome,
+    outcome: SimulationOutcome,
 }
 
 /// Runs a scenario under its own policy.
-pub fn run(scenario: &Scenario, options: SimulationOptions) -> Result<Outcome, ScenarioError> {
+pub fn run(
+    scenario: &Scenario,
+    options: SimulationOptions,
+) -> Result<SimulationOutcome, ScenarioError> {
     Ok(Simulation::new(scenario, options)?.finish())
 }
 
 impl Simulation {
     /// Runs to the end.
-    pub fn finish(mut self) -> Outcome {
+    pub fn finish(mut self) -> SimulationOutcome {
         self.run_all();
         self.into_outcome()
     }
 
     /// Runs to the end and keeps the device, for its timeline.
-    pub fn finish_with_gpu(mut self) -> (Outcome, Gpu, std::ops::Range<usize>) {
+    pub fn finish_with_gpu(mut self) -> (SimulationOutcome, Gpu, std::ops::Range<usize>) {
         self.run_all();
         let (gpu, streams) = (self.gpu.clone(), self.rt_streams.clone());
         (self.into_outcome(), gpu, streams)
@@ -147,7 +151,7 @@ impl Simulation {
         while let Some(next) = self.next_time() {
             let next = self.now.max(next);
             self.now = match self.checker {
-                // Checkers look at the device whenever anything changes on it.
+                // The checker needs every change on the device.
                 Some(_) => {
                     self.gpu.advance(next, &mut events);
                     next
@@ -161,16 +165,16 @@ impl Simulation {
                 self.feed(Event::Timer);
             }
             self.cancel_due();
-            self.clients_due();
+            self.send_due();
             if let Some(checker) = &mut self.checker {
-                checker.look(self.now, &self.gpu);
+                checker.check_device(self.now, &self.gpu);
             }
         }
     }
 
     fn next_time(&self) -> Option<Nanos> {
-        let asking = self.now < self.end;
-        if !asking && (self.core.pending() == 0 || self.now >= self.end + DRAIN) {
+        let sending = self.now < self.end;
+        if !sending && (self.core.pending() == 0 || self.now >= self.end + DRAIN) {
             return None;
         }
         let clients = self.clients.iter().filter_map(|client| client.next);
@@ -178,12 +182,12 @@ impl Simulation {
         let cancels = self.cancels.iter().map(|(at, _)| *at);
         let next = clients.chain(cancels).chain(self.core.next_timer()).min();
         let Some(device) = self.gpu.next_event() else {
-            return next.or(asking.then_some(self.end));
+            return next.or(sending.then_some(self.end));
         };
         match &self.checker {
             Some(_) => Some(next.map_or(device, |next| next.min(device))),
-            // The device stops by itself where something happens.
-            None => next.or(Some(if asking { self.end } else { self.end + DRAIN })),
+            // Without checker the device advances to its next event by itself.
+            None => next.or(Some(if sending { self.end } else { self.end + DRAIN })),
         }
     }
 
@@ -205,7 +209,7 @@ impl Simulation {
             GpuEvent::Done { stream, token, busy } => {
                 self.verify(token);
                 if let Some(client) = self.live_of(token).map(|live| live.client) {
-                    self.ask_if_late(client);
+                    self.send_if_late(client);
                 }
                 self.feed(Event::SegmentDone { queue: stream, busy });
             }
@@ -229,7 +233,7 @@ impl Simulation {
             }
             GpuEvent::Lost => {
                 self.live.iter_mut().flatten().for_each(|live| live.task = None);
-                self.episode = None;
+                self.preempt_started = None;
                 if let Some(checker) = &mut self.checker {
                     checker.device_lost(self.now);
                 }
@@ -248,7 +252,7 @@ impl Simulation {
         (Simulation::token(live.id) == token).then_some(live.id)
     }
 
-    fn live_of(&self, token: u64) -> Option<&Live> {
+    fn live_of(&self, token: u64) -> Option<&LiveRequest> {
         let id = self.request_of(token)?;
         self.live[id.slot()].as_ref()
     }
@@ -260,14 +264,14 @@ impl Simulation {
             checker.started(self.now, live.id);
         }
         if live.class == Class::RealTime
-            && let Some(decided) = self.episode.take()
+            && let Some(decided) = self.preempt_started.take()
         {
             let launch = Nanos(self.gpu.profile().launch_ns);
             self.outcome.preempt_latency.record((self.now - decided) - launch);
         }
     }
 
-    /// Compares what a task computed with what an undisturbed one computes.
+    /// Compares the output of a task with that of an undisturbed one.
     fn verify(&mut self, token: u64) {
         let Some(live) = self.live_of(token) else { return };
         let gpu = self.gpu.profile();
@@ -286,7 +290,7 @@ impl Simulation {
         self.outcome.steps += 1;
         let mut actions = std::mem::take(&mut self.actions);
         self.core.step(self.now, event, &mut actions);
-        // Actions may feed the core again, so each batch is carried out before the next.
+        // Actions may feed the core again, so all of them are done before the next event.
         for action in std::mem::take(&mut actions) {
             self.act(action);
         }
@@ -304,7 +308,7 @@ impl Simulation {
             Action::Preempt { queue, how } => {
                 if self.rt_waiting > 0 {
                     self.outcome.preemptions += 1;
-                    self.episode.get_or_insert(now);
+                    self.preempt_started.get_or_insert(now);
                 }
                 self.gpu.preempt(now, queue, how);
             }
@@ -394,10 +398,10 @@ impl Simulation {
         }
         let client = &mut self.clients[live.client];
         client.outstanding -= 1;
-        if client.clockwork.is_closed() {
-            // A refusal at the very moment of asking must not become a loop without time passing.
+        if client.arrivals.is_closed() {
+            // A pause, so that a closed loop of refusals does not stop virtual time.
             let pause = if end == End::Done { Nanos::ZERO } else { Nanos::from_micros(100) };
-            client.next = client.clockwork.next(now + pause);
+            client.next = client.arrivals.next(now + pause);
         }
     }
 
@@ -414,7 +418,7 @@ impl Simulation {
         }
     }
 
-    fn clients_due(&mut self) {
+    fn send_due(&mut self) {
         for client in 0..self.clients.len() {
             while let Some(at) = self.clients[client].next
                 && at <= self.now
@@ -422,29 +426,30 @@ impl Simulation {
             {
                 let state = &mut self.clients[client];
                 state.next =
-                    if state.clockwork.is_closed() { None } else { state.clockwork.next(at) };
+                    if state.arrivals.is_closed() { None } else { state.arrivals.next(at) };
                 if self.scenario.clients[client].one_outstanding && state.outstanding > 0 {
-                    // Of several times that passed only the newest counts.
+                    // Of several periods that have passed only the newest counts.
                     state.skipped += u64::from(state.late);
                     state.late = true;
                 } else {
-                    self.ask(client);
+                    self.send(client);
                 }
             }
             if self.clients[client].outstanding == 0 {
-                self.ask_if_late(client);
+                self.send_if_late(client);
             }
         }
     }
 
-    /// A late client asks while its answer is on its way, before the device turns to anything else.
-    fn ask_if_late(&mut self, client: usize) {
+    /// A late client sends its request as soon as its last task is done, before the device starts
+    /// anything else.
+    fn send_if_late(&mut self, client: usize) {
         if std::mem::take(&mut self.clients[client].late) && self.now < self.end {
-            self.ask(client);
+            self.send(client);
         }
     }
 
-    fn ask(&mut self, client: usize) {
+    fn send(&mut self, client: usize) {
         let now = self.now;
         let spec = &self.scenario.clients[client];
         let (class, priority, cancel_percent) = (spec.class, spec.priority, spec.cancel_percent);
@@ -464,13 +469,20 @@ impl Simulation {
             self.live.resize(request.slot() + 1, None);
         }
         self.rt_waiting += usize::from(class == Class::RealTime);
-        let live =
-            Live { id: request, client, model, class, arrived: now, task: None, launched: false };
+        let live = LiveRequest {
+            id: request,
+            client,
+            model,
+            class,
+            arrived: now,
+            task: None,
+            launched: false,
+        };
         self.live[request.slot()] = Some(live);
         if let Some(checker) = &mut self.checker {
             checker.arrived(now, request, model, class, priority, deadline);
         }
-        self.note(format_args!("ask {client} {}", request.order()));
+        self.note(format_args!("arrival {client} {}", request.order()));
         let model = ModelId(model as u32);
         self.feed(Event::Arrival { request, model, class, priority, deadline });
         if let Some(checker) = &mut self.checker {
@@ -479,7 +491,7 @@ impl Simulation {
         }
     }
 
-    fn into_outcome(mut self) -> Outcome {
+    fn into_outcome(mut self) -> SimulationOutcome {
         let mut outcome = self.outcome;
         for stream in 0..self.streams {
             let work = self.gpu.work(stream);
@@ -499,7 +511,7 @@ impl Simulation {
     }
 }
 
-/// Restores that skip the tile they should begin at.
+/// Resumes tasks one tile too late.
 #[derive(Debug)]
 struct BrokenRestore(Box<dyn Policy>);
 

@@ -1,9 +1,11 @@
-//! More models than memory, in real time: what swapping costs those who wait for it, and those who do not.
+//! More models than memory, in real time: what loading and evicting weights costs the requests that
+//! wait for it, and those that do not.
 //!
-//! Models are copies of a few networks, each with weights of its own, so that an answer computed with another copy's weights is
-//! noticed. A request is cold when its model's weights are not all on the device as it is asked.
+//! Models are copies of a few networks. Each has weights of its own, so that a reply computed with
+//! another copy's weights is detected. A request is cold if its model is not fully resident when it
+//! is sent.
 
-mod beside;
+mod co_located;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,86 +21,87 @@ use thiserror::Error;
 
 use crate::live::Latency;
 
-pub use self::beside::{Beside, Noise};
-pub use self::report::{Row, SwapReport, table};
+pub use self::co_located::{BackgroundLoad, CoLocatedReport};
+pub use self::report::{SwapReport, SwapRow, table};
 
 /// How long requests may take to end after a case.
 const DRAIN: Duration = Duration::from_secs(60);
 
-/// How long memory may take to come back.
+/// How long memory may take to be released.
 const SETTLE: Duration = Duration::from_secs(10);
 
-/// Runs of each model before anything is measured, and runs that tell how long one takes.
+/// Runs of each model before the measurement, and runs that are timed.
 const WARM_RUNS: usize = 5;
 const TIMED_RUNS: usize = 60;
 
-/// A model to swap.
+/// A model of the benchmark.
 pub struct SwapModel {
     /// Its name.
     pub name: String,
-    /// It.
+    /// The loaded model.
     pub program: Arc<dyn Program>,
     /// One tensor per input.
     pub inputs: Vec<Tensor>,
 }
 
-/// In which order models are asked for.
+/// The order in which models are requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// One after another, round and round.
+pub enum AccessPattern {
+    /// Round robin.
     Sequential,
-    /// Any, each as likely.
+    /// Any model, equally likely.
     Uniform,
-    /// The n-th with probability in proportion to n^-1.1.
+    /// The n-th model with a probability proportional to n^-1.1.
     Zipf,
 }
 
-impl Access {
-    /// All of them.
-    pub const ALL: [Access; 3] = [Access::Sequential, Access::Uniform, Access::Zipf];
+impl AccessPattern {
+    /// All patterns.
+    pub const ALL: [AccessPattern; 3] =
+        [AccessPattern::Sequential, AccessPattern::Uniform, AccessPattern::Zipf];
 
-    /// Its name in reports and on the command line.
+    /// Name in reports and on the command line.
     pub fn name(self) -> &'static str {
         match self {
-            Access::Sequential => "sequential",
-            Access::Uniform => "uniform",
-            Access::Zipf => "zipf",
+            AccessPattern::Sequential => "sequential",
+            AccessPattern::Uniform => "uniform",
+            AccessPattern::Zipf => "zipf",
         }
     }
 
-    /// The one of this name.
-    pub fn parse(name: &str) -> Option<Access> {
-        Access::ALL.into_iter().find(|access| access.name() == name)
+    /// The pattern with this name.
+    pub fn parse(name: &str) -> Option<AccessPattern> {
+        AccessPattern::ALL.into_iter().find(|access| access.name() == name)
     }
 }
 
-/// One experiment.
+/// One case of the benchmark.
 #[derive(Clone, Copy, Debug)]
-pub struct Case {
-    /// How many models are asked for.
+pub struct SwapCase {
+    /// How many models are requested.
     pub count: usize,
-    /// How many of them have room.
-    pub room: usize,
-    /// In which order.
-    pub access: Access,
+    /// How many of them fit into memory.
+    pub resident: usize,
+    /// The order of requests.
+    pub access: AccessPattern,
     /// Requests outstanding.
     pub concurrency: usize,
 }
 
-/// How cases are run.
+/// Options of all cases.
 #[derive(Clone, Copy, Debug)]
 pub struct SwapOptions {
     /// Seconds of a case.
     pub seconds: f64,
     /// Class of requests.
     pub class: Class,
-    /// Seed of random orders.
+    /// Seed of random access.
     pub seed: u64,
-    /// How fast weights can be brought, as measured apart from all this.
+    /// Speed of loading weights, measured separately.
     pub bytes_per_second: f64,
 }
 
-/// Why it does not run.
+/// Why a case cannot run.
 #[derive(Debug, Error)]
 pub enum SwapError {
     /// The node does not start.
@@ -115,34 +118,35 @@ pub enum SwapError {
         /// Why.
         why: Rejection,
     },
-    /// The device keeps all weights.
-    #[error("the weights of model '{0}' do not come and go on this device")]
+    /// The device never evicts weights.
+    #[error("the weights of model '{0}' are never evicted on this device")]
     Fixed(String),
-    /// A case asks for more models than there are.
-    #[error("{0} models are asked for, {1} are there")]
+    /// A case needs more models than there are.
+    #[error("{0} models are sent for, {1} are there")]
     TooFew(usize, usize),
     /// Requests did not end.
-    #[error("requests were still under way a minute after the end")]
+    #[error("requests were still in flight a minute after the end")]
     Stuck,
-    /// Memory did not come back.
+    /// Memory was not released.
     #[error("{0} of weights were still on the device after all were evicted")]
     Leak(Bytes),
 }
 
 /// Runs cases on one device.
-pub struct Swap {
+pub struct SwapBenchmark {
     device: Arc<dyn Device>,
     models: Vec<SwapModel>,
     options: SwapOptions,
     expected: Vec<Vec<Tensor>>,
-    /// A run of each model whose weights are there.
+    /// Latency of a request to a resident model.
     warm: Latency,
     bytes: u64,
     distinct: bool,
 }
 
-/// Copy number `copy` of `plan`: the same but for one vector of weights, so that its answers are its own.
-pub fn vary(plan: &LaunchPlan, copy: usize) -> LaunchPlan {
+/// Copy number `copy` of `plan`, with one vector of weights changed so that its replies differ from
+/// those of other copies.
+pub fn with_distinct_weights(plan: &LaunchPlan, copy: usize) -> LaunchPlan {
     let mut varied = plan.clone();
     let vectors = |tensor: &Tensor| tensor.dtype() == DataType::F32 && tensor.shape().len() == 1;
     let read_by =
@@ -164,21 +168,21 @@ pub fn vary(plan: &LaunchPlan, copy: usize) -> LaunchPlan {
 }
 
 /// A node with some of the models.
-struct Stage<'a> {
+struct TestNode<'a> {
     node: Arc<Node>,
     clock: Arc<dyn Clock>,
     keys: Vec<ModelKey>,
-    swap: &'a Swap,
+    swap: &'a SwapBenchmark,
 }
 
-impl Swap {
-    /// Runs each model alone, for its answers and its time.
+impl SwapBenchmark {
+    /// Runs each model alone, for its outputs and its latency.
     pub fn new(
         device: Arc<dyn Device>,
         models: Vec<SwapModel>,
         options: SwapOptions,
-    ) -> Result<Swap, SwapError> {
-        let mut swap = Swap {
+    ) -> Result<SwapBenchmark, SwapError> {
+        let mut swap = SwapBenchmark {
             device,
             models,
             options,
@@ -199,7 +203,7 @@ impl Swap {
         Ok(swap)
     }
 
-    /// Latency of a request whose model is on the device.
+    /// Latency of a request to a resident model.
     pub fn warm(&self) -> Latency {
         self.warm
     }
@@ -209,42 +213,51 @@ impl Swap {
         Bytes(self.bytes)
     }
 
-    /// Whether every model has answers of its own.
+    /// Whether the replies of all models differ.
     pub fn distinct(&self) -> bool {
         self.distinct
     }
 
     fn measure_warm(&self) -> Result<(Vec<Vec<Tensor>>, Latency), SwapError> {
-        let stage = self.stage(self.models.len(), self.room_for(self.models.len()), None)?;
+        let test_node =
+            self.test_node(self.models.len(), self.memory_for(self.models.len()), None)?;
         let (mut expected, mut samples) = (Vec::new(), Vec::new());
         for (index, model) in self.models.iter().enumerate() {
             let broken = |why| SwapError::Broken { model: model.name.clone(), why };
             let mut outputs = Vec::new();
             for _ in 0..WARM_RUNS {
-                outputs = stage.ask(index, self.options.class, true).map_err(broken)?.outputs;
+                outputs = test_node
+                    .send_request(index, self.options.class, true)
+                    .map_err(broken)?
+                    .outputs;
             }
-            // One model is timed in full; the others are of its kind.
+            // A few models are timed in full; the others are copies.
             let runs = if index < 4 { TIMED_RUNS } else { 1 };
             for _ in 0..runs {
-                samples.push(stage.ask(index, self.options.class, true).map_err(broken)?.latency);
+                samples.push(
+                    test_node
+                        .send_request(index, self.options.class, true)
+                        .map_err(broken)?
+                        .latency,
+                );
             }
             expected.push(outputs);
         }
-        stage.end()?;
+        test_node.end()?;
         Ok((expected, Latency::of(&mut samples)))
     }
 
-    /// Memory that so many models need.
-    fn room_for(&self, models: usize) -> Bytes {
+    /// Memory that `models` models need.
+    fn memory_for(&self, models: usize) -> Bytes {
         Bytes(self.bytes * models as u64)
     }
 
-    fn stage(
+    fn test_node(
         &self,
         count: usize,
         memory: Bytes,
         pinned: Option<usize>,
-    ) -> Result<Stage<'_>, SwapError> {
+    ) -> Result<TestNode<'_>, SwapError> {
         if count > self.models.len() {
             return Err(SwapError::TooFew(count, self.models.len()));
         }
@@ -252,65 +265,65 @@ impl Swap {
         let options = NodeOptions { memory: Some(memory), ..NodeOptions::default() };
         let node = Arc::new(Node::start(self.device.clone(), options, clock.clone())?);
         let keys = self.models[..count].iter().enumerate().map(|(index, model)| {
-            // Each on its own: answers are compared to the bit, and a batch rounds differently.
+            // No batches: replies are compared bit by bit, and a batch rounds differently.
             let batching = Batching { policy: BatchingPolicy::None, ..Batching::default() };
             let pinned = pinned == Some(index);
             let config = ModelConfig { pinned, batching, ..ModelConfig::default() };
             node.add_model(model.program.clone(), &config)
         });
         let keys = keys.collect();
-        Ok(Stage { node, clock, keys, swap: self })
+        Ok(TestNode { node, clock, keys, swap: self })
     }
 
     /// Runs one case.
-    pub fn run(&self, case: Case) -> Result<Row, SwapError> {
-        let stage = self.stage(case.count, self.room_for(case.room), None)?;
-        let plan = Plan::new(case, self.options.seed);
-        let end = stage.clock.now() + Nanos((self.options.seconds * 1e9) as u64);
+    pub fn run(&self, case: SwapCase) -> Result<SwapRow, SwapError> {
+        let test_node = self.test_node(case.count, self.memory_for(case.resident), None)?;
+        let plan = AccessSequence::new(case, self.options.seed);
+        let end = test_node.clock.now() + Nanos((self.options.seconds * 1e9) as u64);
         let began = Instant::now();
-        let tallies = std::thread::scope(|scope| {
+        let clients_samples = std::thread::scope(|scope| {
             let clients: Vec<_> = (0..case.concurrency)
                 .map(|client| {
-                    let (stage, plan) = (&stage, &plan);
-                    scope.spawn(move || stage.client(plan, client, end))
+                    let (test_node, plan) = (&test_node, &plan);
+                    scope.spawn(move || test_node.client(plan, client, end))
                 })
                 .collect();
             clients.into_iter().map(|client| client.join().unwrap_or_default()).collect::<Vec<_>>()
         });
         let seconds = began.elapsed().as_secs_f64();
-        let memory = stage.node.memory();
-        stage.end()?;
-        Ok(self.row(case, seconds, tallies, &memory))
+        let memory = test_node.node.memory();
+        test_node.end()?;
+        Ok(self.row(case, seconds, clients_samples, &memory))
     }
 
     fn row(
         &self,
-        case: Case,
+        case: SwapCase,
         seconds: f64,
-        tallies: Vec<Tally>,
+        clients_samples: Vec<ClientSamples>,
         memory: &runtime::NodeMemory,
-    ) -> Row {
-        let mut all = Tally::default();
-        for tally in tallies {
-            all.warm.extend(tally.warm);
-            all.cold.extend(tally.cold);
-            all.errors += tally.errors;
-            all.wrong += tally.wrong;
-            all.first_error = all.first_error.or(tally.first_error);
+    ) -> SwapRow {
+        let mut all = ClientSamples::default();
+        for samples in clients_samples {
+            all.warm.extend(samples.warm);
+            all.cold.extend(samples.cold);
+            all.errors += samples.errors;
+            all.wrong += samples.wrong;
+            all.first_error = all.first_error.or(samples.first_error);
         }
-        let answered = all.warm.len() + all.cold.len();
+        let replies = all.warm.len() + all.cold.len();
         let transfer_us = self.bytes as f64 / self.options.bytes_per_second * 1e6;
         let bound_us = transfer_us * 1.1 + self.warm.p50_us;
         let within = all.cold.iter().filter(|cold| cold.0 as f64 / 1e3 <= bound_us).count();
         let percent = |part: usize, of: usize| part as f64 / of.max(1) as f64 * 100.0;
-        Row {
+        SwapRow {
             models: case.count,
-            room: case.room,
+            resident: case.resident,
             access: case.access.name().to_string(),
             concurrency: case.concurrency,
-            requests: answered as u64,
-            throughput_rps: report::round(answered as f64 / seconds),
-            warm_pct: report::round(percent(all.warm.len(), answered)),
+            requests: replies as u64,
+            throughput_rps: report::round(replies as f64 / seconds),
+            warm_pct: report::round(percent(all.warm.len(), replies)),
             cold_within_bound_pct: report::round(percent(within, all.cold.len())),
             warm: Latency::of(&mut all.warm),
             cold: Latency::of(&mut all.cold),
@@ -328,19 +341,19 @@ impl Swap {
     }
 }
 
-/// Which model is asked for next.
-struct Plan {
-    case: Case,
+/// The sequence of models to request.
+struct AccessSequence {
+    case: SwapCase,
     seed: u64,
     turn: AtomicU64,
-    /// Ends of the models' shares of one, by rank.
+    /// Cumulative probability by rank.
     ends: Vec<f64>,
 }
 
-impl Plan {
-    fn new(case: Case, seed: u64) -> Plan {
+impl AccessSequence {
+    fn new(case: SwapCase, seed: u64) -> AccessSequence {
         let weight = |rank: usize| match case.access {
-            Access::Zipf => (rank as f64 + 1.0).powf(-1.1),
+            AccessPattern::Zipf => (rank as f64 + 1.0).powf(-1.1),
             _ => 1.0,
         };
         let total: f64 = (0..case.count).map(weight).sum();
@@ -349,11 +362,11 @@ impl Plan {
             sum += weight(rank) / total;
             sum
         });
-        Plan { case, seed, turn: AtomicU64::new(0), ends: ends.collect() }
+        AccessSequence { case, seed, turn: AtomicU64::new(0), ends: ends.collect() }
     }
 
     fn next(&self, random: &mut Random) -> usize {
-        if self.case.access == Access::Sequential {
+        if self.case.access == AccessPattern::Sequential {
             return (self.turn.fetch_add(1, Ordering::Relaxed) % self.case.count as u64) as usize;
         }
         let at = random.unit_f64();
@@ -361,9 +374,9 @@ impl Plan {
     }
 }
 
-/// What a client saw.
+/// What a client measured.
 #[derive(Default)]
-struct Tally {
+struct ClientSamples {
     warm: Vec<Nanos>,
     cold: Vec<Nanos>,
     errors: u64,
@@ -371,15 +384,20 @@ struct Tally {
     first_error: Option<String>,
 }
 
-struct Answer {
+struct TimedReply {
     latency: Nanos,
     cold: bool,
     outputs: Vec<Tensor>,
 }
 
-impl Stage<'_> {
-    /// Asks `model` once and waits; looks without pause when `spin`.
-    fn ask(&self, model: usize, class: Class, spin: bool) -> Result<Answer, Rejection> {
+impl TestNode<'_> {
+    /// Sends one request and waits for the reply; polls without pause if `spin`.
+    fn send_request(
+        &self,
+        model: usize,
+        class: Class,
+        spin: bool,
+    ) -> Result<TimedReply, Rejection> {
         let key = self.keys[model];
         let cold = !self.node.is_resident(key);
         let request = Request {
@@ -389,38 +407,38 @@ impl Stage<'_> {
             priority: None,
             timeout: None,
         };
-        let asked = self.clock.now();
+        let sent = self.clock.now();
         let reply = submit(&self.node, request, spin);
-        let latency = self.clock.now() - asked;
-        reply.result.map(|outputs| Answer { latency, cold, outputs })
+        let latency = self.clock.now() - sent;
+        reply.result.map(|outputs| TimedReply { latency, cold, outputs })
     }
 
-    fn client(&self, plan: &Plan, client: usize, end: Nanos) -> Tally {
+    fn client(&self, plan: &AccessSequence, client: usize, end: Nanos) -> ClientSamples {
         let mut random = Random::new(plan.seed ^ ((client as u64 + 1) << 32));
-        let mut tally = Tally::default();
+        let mut samples = ClientSamples::default();
         while self.clock.now() < end {
             let model = plan.next(&mut random);
-            match self.ask(model, self.swap.options.class, plan.case.concurrency <= 2) {
-                Ok(answer) => {
-                    tally.wrong += u64::from(answer.outputs != self.swap.expected[model]);
-                    let kind = if answer.cold { &mut tally.cold } else { &mut tally.warm };
-                    kind.push(answer.latency);
+            match self.send_request(model, self.swap.options.class, plan.case.concurrency <= 2) {
+                Ok(reply) => {
+                    samples.wrong += u64::from(reply.outputs != self.swap.expected[model]);
+                    let kind = if reply.cold { &mut samples.cold } else { &mut samples.warm };
+                    kind.push(reply.latency);
                 }
                 Err(why) => {
-                    tally.errors += 1;
-                    tally.first_error.get_or_insert_with(|| why.to_string());
+                    samples.errors += 1;
+                    samples.first_error.get_or_insert_with(|| why.to_string());
                 }
             }
         }
-        tally
+        samples
     }
 
-    /// Waits for everything and leaves the device as it was found.
+    /// Waits for all requests and evicts everything.
     fn end(self) -> Result<(), SwapError> {
         if !self.node.drain(DRAIN) {
             return Err(SwapError::Stuck);
         }
-        // A load that nobody waits for any more may still be under way; behind it everything is evicted.
+        // A load in flight that no request waits for may end later; eviction follows it.
         let since = Instant::now();
         for model in &self.swap.models[..self.keys.len()] {
             if let Some(weights) = model.program.residency() {
@@ -438,7 +456,7 @@ impl Stage<'_> {
     }
 }
 
-/// Sends one request and waits for its answer.
+/// Sends one request and waits for its reply.
 fn submit(node: &Node, request: Request, spin: bool) -> Reply {
     if !spin {
         let (sender, receiver) = mpsc::sync_channel(1);

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bench::arrival::Arrival;
 use bench::disb;
 use bench::live::{
-    Cell, Live, LiveError, LiveModel, LiveOptions, Rates, SoakOptions, SoakReport, Workload,
-    charts, table,
+    CellReport, LiveBenchmark, LiveError, LiveModel, LiveOptions, Rates, SoakOptions, SoakReport,
+    Workload, charts, table,
 };
 use cpu::{CpuDevice, CpuOptions};
 use device::Device;
@@ -16,7 +16,7 @@ use runtime::policy::NAMES;
 
 const DIGITS: &[u8] = include_bytes!("../../../assets/digits.onnx");
 
-fn live() -> Live {
+fn live() -> LiveBenchmark {
     let device: Arc<dyn Device> = Arc::new(CpuDevice::new(CpuOptions { threads: 1, queues: 1 }));
     let plan = Arc::new(compiler::compile_onnx(DIGITS, None).unwrap());
     let program = device.load(plan.clone()).unwrap();
@@ -35,18 +35,18 @@ fn live() -> Live {
     };
     let options =
         LiveOptions { seconds: 0.3, warm_seconds: 0.05, seed: 1, max_rt_slowdown_percent: 1.0 };
-    Live::new(device, disb::MODELS.map(model).into(), options).unwrap()
+    LiveBenchmark::new(device, disb::MODELS.map(model).into(), options).unwrap()
 }
 
 fn workload(name: &str) -> Workload {
     Workload { name: name.to_string(), clients: disb::clients(name).unwrap(), seconds: None }
 }
 
-/// Times a run is tried in which too little may come about on a machine that stands still.
+/// Attempts of a run in which too little may happen on a machine that stalls.
 const ATTEMPTS: usize = 5;
 
-/// A cell in which real time was answered; nobody was answered wrongly in those before it.
-fn answered(live: &Live, name: &str, rates: Rates, policy: &str) -> Cell {
+/// A cell with real-time replies; no reply of the attempts before it was wrong.
+fn run_until_replied(live: &LiveBenchmark, name: &str, rates: Rates, policy: &str) -> CellReport {
     for _ in 0..ATTEMPTS {
         let cell = live.run(&workload(name), rates, policy).unwrap();
         assert_eq!((cell.errors, cell.wrong_outputs), (0, 0), "{cell:?}");
@@ -55,16 +55,16 @@ fn answered(live: &Live, name: &str, rates: Rates, policy: &str) -> Cell {
             return cell;
         }
     }
-    panic!("{name} under {policy}: nobody is answered");
+    panic!("{name} under {policy}: no request got a reply");
 }
 
 #[test]
-fn every_policy_answers_everybody_and_computes_the_same() {
+fn every_policy_replies_with_equal_outputs() {
     let live = live();
     let mut cells = Vec::new();
     for (name, rates) in [("A", Rates::Literal), ("E", Rates::Scaled)] {
         for policy in NAMES.into_iter().rev().filter(|policy| *policy != "reef") {
-            let cell = answered(&live, name, rates, policy);
+            let cell = run_until_replied(&live, name, rates, policy);
             assert_eq!(cell.be_models.is_empty(), policy == "rt_only");
             let leaves = ["atoll", "atoll_alone", "reef_n"].contains(&policy);
             assert!(leaves || cell.preempted.count == 0, "{cell:?}");
@@ -81,31 +81,31 @@ fn every_policy_answers_everybody_and_computes_the_same() {
 }
 
 #[test]
-fn scaled_rates_come_to_the_published_share() {
+fn scaled_rates_use_the_published_share() {
     let live = live();
     let cell = live.run(&workload("D"), Rates::Scaled, "rt_only").unwrap();
     assert_eq!(cell.rt_share_pct, 70.0);
     let of = |name: &str| live.alone().iter().find(|a| a.model == name).unwrap().latency.mean_us;
     let used: f64 =
         cell.rt_models.iter().map(|model| model.offered_rps * of(&model.model) / 1e6).sum();
-    // Rates are reported in hundredths.
+    // Reports round rates to hundredths.
     let rounding: f64 = cell.rt_models.iter().map(|model| 0.005 * of(&model.model) / 1e6).sum();
     assert!((used - 0.7).abs() < 1e-3 + rounding, "{used}");
 }
 
 #[test]
-fn what_cannot_run_is_refused() {
+fn unsupported_policies_and_unknown_models_are_refused() {
     let live = live();
     let refused = live.run(&workload("A"), Rates::Literal, "reef").unwrap_err();
     assert!(matches!(refused, LiveError::Node(NodeError::PolicyNotSupported(_))), "{refused}");
     let mut other = workload("A");
-    other.clients[0].model = "nobody".to_string();
+    other.clients[0].model = "unknown".to_string();
     let refused = live.run(&other, Rates::Literal, "atoll").unwrap_err().to_string();
-    assert!(refused.contains("nobody"), "{refused}");
+    assert!(refused.contains("unknown"), "{refused}");
 }
 
 #[test]
-fn a_disturbed_workload_answers_everybody_and_its_trace_is_played_again() {
+fn a_soak_repeats_the_trace_and_finds_no_fault() {
     let mut real = workload("D");
     for client in real.clients.iter_mut().take(5) {
         client.arrival = Arrival::Trace { times_ms: (0..10).map(|n| n as f64 * 20.0).collect() };
@@ -117,7 +117,7 @@ fn a_disturbed_workload_answers_everybody_and_its_trace_is_played_again() {
         println!("{}", serde_json::to_string_pretty(&report).unwrap());
         check(&report);
         let tenths = [&report.rt_first_tenth, &report.rt_last_tenth];
-        // More than one trace alone has.
+        // More than a single trace has.
         report.rt_answers + report.rt_dropped > 50
             && report.be_answers > 0
             && report.loads > 0
@@ -128,7 +128,7 @@ fn a_disturbed_workload_answers_everybody_and_its_trace_is_played_again() {
     assert!(full, "not everything came about");
 }
 
-/// What holds however much came about.
+/// Checks what must hold however much happened.
 fn check(report: &SoakReport) {
     assert!(report.unexpected_errors.is_empty(), "{report:?}");
     assert_eq!((report.wrong_outputs, report.violations.len()), (0, 0), "{report:?}");

@@ -1,11 +1,11 @@
-//! Batches end to end on the CPU device: each request gets its own answer, once.
+//! Batches end to end on the CPU device: each request gets its own reply, once.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use base::{MonotonicClock, Nanos, Random};
-use bench::load::{Load, LoadModel, LoadOptions, PhaseResult, charts, settings, table};
+use bench::load::{LoadBenchmark, LoadModel, LoadOptions, PhaseResult, charts, settings, table};
 use cpu::{CpuDevice, CpuOptions};
 use device::{Device, Program};
 use model::Tensor;
@@ -39,24 +39,24 @@ fn picture(program: &dyn Program, random: &mut Random, rows: usize) -> Vec<Tenso
     vec![Tensor::from_vec(shape, values).unwrap()]
 }
 
-struct Bench {
+struct TestNode {
     node: Node,
     key: ModelKey,
     program: Arc<dyn Program>,
 }
 
-impl Bench {
-    fn new(batching: Batching, queue_capacity: usize) -> Bench {
+impl TestNode {
+    fn new(batching: Batching, queue_capacity: usize) -> TestNode {
         let device = device();
         let program = program(&*device);
         let clock = Arc::new(MonotonicClock::new());
         let node = Node::start(device, NodeOptions::default(), clock).unwrap();
         let config = ModelConfig { batching, queue_capacity, ..ModelConfig::default() };
         let key = node.add_model(program.clone(), &config);
-        Bench { node, key, program }
+        TestNode { node, key, program }
     }
 
-    fn ask(
+    fn send(
         &self,
         inputs: Vec<Tensor>,
         timeout: Option<Nanos>,
@@ -73,25 +73,26 @@ fn window(max_batch: usize, wait_us: u64) -> Batching {
 }
 
 #[test]
-fn each_request_of_a_batch_gets_its_own_answer() {
-    let bench = Bench::new(window(16, 500_000), 1024);
+fn each_request_of_a_batch_gets_its_own_reply() {
+    let bench = TestNode::new(window(16, 500_000), 1024);
     assert!(bench.node.is_batched(bench.key));
-    let single = Bench::new(Batching { policy: BatchingPolicy::None, ..Batching::default() }, 1024);
+    let single =
+        TestNode::new(Batching { policy: BatchingPolicy::None, ..Batching::default() }, 1024);
     assert!(!single.node.is_batched(single.key));
     let mut random = Random::new(1);
-    let mut answers = Vec::new();
+    let mut replies = Vec::new();
     let mut rows_in_all = 0;
     for index in 0..60 {
-        // The last is larger than any batch and runs on its own.
+        // The last is larger than any batch and runs alone.
         let rows = if index == 59 { 20 } else { 1 + index % 3 };
         rows_in_all += rows;
         let inputs = picture(&*bench.program, &mut random, rows);
         let (together, alone) = (mpsc::sync_channel(1), mpsc::sync_channel(1));
-        bench.ask(inputs.clone(), None, move |reply| together.0.send(reply).unwrap());
-        single.ask(inputs, None, move |reply| alone.0.send(reply).unwrap());
-        answers.push((together.1, alone.1, rows));
+        bench.send(inputs.clone(), None, move |reply| together.0.send(reply).unwrap());
+        single.send(inputs, None, move |reply| alone.0.send(reply).unwrap());
+        replies.push((together.1, alone.1, rows));
     }
-    for (together, alone, rows) in answers {
+    for (together, alone, rows) in replies {
         let (got, want) = (together.recv().unwrap(), alone.recv().unwrap());
         assert!(got.timing.rows <= 16 && got.timing.started >= got.timing.arrived);
         let (got, want) = (got.result.unwrap(), want.result.unwrap());
@@ -106,8 +107,8 @@ fn each_request_of_a_batch_gets_its_own_answer() {
 }
 
 #[test]
-fn requests_that_are_given_up_are_answered_once_and_leave_the_others_alone() {
-    let bench = Bench::new(window(8, 2_000), 1024);
+fn cancelled_requests_end_once_and_do_not_affect_others() {
+    let bench = TestNode::new(window(8, 2_000), 1024);
     let mut random = Random::new(2);
     let counts: Vec<Arc<AtomicUsize>> = (0..300).map(|_| Arc::default()).collect();
     let good = Arc::new(AtomicUsize::new(0));
@@ -115,7 +116,7 @@ fn requests_that_are_given_up_are_answered_once_and_leave_the_others_alone() {
         let inputs = picture(&*bench.program, &mut random, 1);
         let timeout = (index % 5 == 0).then_some(Nanos::from_micros(50 * (index as u64 % 40)));
         let (count, good) = (count.clone(), good.clone());
-        let handle = bench.ask(inputs, timeout, move |reply| {
+        let handle = bench.send(inputs, timeout, move |reply| {
             count.fetch_add(1, Ordering::SeqCst);
             let expected = [Rejection::Cancelled, Rejection::DeadlineExceeded];
             match reply.result {
@@ -136,19 +137,19 @@ fn requests_that_are_given_up_are_answered_once_and_leave_the_others_alone() {
     assert!(good.load(Ordering::SeqCst) >= 200);
     let (sender, receiver) = mpsc::sync_channel(1);
     let inputs = picture(&*bench.program, &mut random, 1);
-    bench.ask(inputs, None, move |reply| sender.send(reply).unwrap());
+    bench.send(inputs, None, move |reply| sender.send(reply).unwrap());
     assert_eq!(receiver.recv().unwrap().result, Err(Rejection::ShuttingDown));
 }
 
 #[test]
-fn the_queue_is_bounded_and_a_removed_model_finishes_what_it_has() {
-    let bench = Bench::new(window(32, 3_000_000), 10);
+fn the_queue_is_bounded_and_a_removed_model_drains() {
+    let bench = TestNode::new(window(32, 3_000_000), 10);
     let mut random = Random::new(3);
     let (sender, receiver) = mpsc::channel();
     for _ in 0..14 {
         let sender = sender.clone();
         let inputs = picture(&*bench.program, &mut random, 1);
-        bench.ask(inputs, None, move |reply| sender.send(reply.result.map(|_| ())).unwrap());
+        bench.send(inputs, None, move |reply| sender.send(reply.result.map(|_| ())).unwrap());
     }
     let refused: Vec<_> = (0..4).map(|_| receiver.recv().unwrap()).collect();
     assert!(
@@ -159,7 +160,7 @@ fn the_queue_is_bounded_and_a_removed_model_finishes_what_it_has() {
     assert!(bench.node.remove_model(bench.key));
     let late = sender.clone();
     let inputs = picture(&*bench.program, &mut random, 1);
-    bench.ask(inputs, None, move |reply| late.send(reply.result.map(|_| ())).unwrap());
+    bench.send(inputs, None, move |reply| late.send(reply.result.map(|_| ())).unwrap());
     assert_eq!(receiver.recv().unwrap(), Err(Rejection::NoSuchModel));
     assert!((0..10).all(|_| receiver.recv().unwrap().is_ok()));
     assert!(bench.node.drain(Duration::from_secs(60)));
@@ -179,21 +180,21 @@ fn policies_are_compared_under_load() {
         slo_ms: Some(20.0),
         probes: 2,
         shares: (0.05, 0.3),
-        lanes: 1,
+        concurrent_batches: 1,
     };
-    let contenders: Vec<_> =
+    let results: Vec<_> =
         ["window", "elastic", "auto"].iter().flat_map(|n| settings(n, &[500]).unwrap()).collect();
-    let load = Load::new(device, options, None);
-    let mut told = 0;
-    let network = load.run(&model, &contenders, |_| told += 1).unwrap();
-    assert_eq!((told, network.contenders.len()), (3, 3));
-    for c in &network.contenders {
+    let load = LoadBenchmark::new(device, options, None);
+    let mut reported = 0;
+    let network = load.run(&model, &results, |_| reported += 1).unwrap();
+    assert_eq!((reported, network.results.len()), (3, 3));
+    for c in &network.results {
         let wrong = [&c.low, &c.high, &c.best].map(|phase| phase.wrong + phase.errors);
         assert_eq!(wrong, [0; 3], "{}", c.policy);
-        // On a machine that stood still while its rate was measured, a load can be of no request at all.
-        let answered = |phase: &PhaseResult| phase.latency.count > 0 && phase.batches > 0;
-        let mut asked = [&c.low, &c.high].into_iter().filter(|phase| phase.offered_rps > 0.0);
-        assert!(asked.all(answered), "{c:?}");
+        // On a machine that stalled while its rate was measured, a load may have no request.
+        let has_replies = |phase: &PhaseResult| phase.latency.count > 0 && phase.batches > 0;
+        let mut phases = [&c.low, &c.high].into_iter().filter(|phase| phase.offered_rps > 0.0);
+        assert!(phases.all(has_replies), "{c:?}");
     }
     assert_eq!(network.tuned.as_deref(), Some("window 500 us"));
     print!("{}", table(std::slice::from_ref(&network)));

@@ -1,13 +1,13 @@
-//! The shape of REEF's evaluation on the MI50-like GPU, and Atoll beside it.
+//! The results of REEF's evaluation on the MI50-like GPU, and Atoll's.
 
 use std::path::Path;
 
 use bench::disb::{self, DisbOptions};
 use bench::preemption;
-use bench::report::{Report, table};
+use bench::report::{SimulationReport, table};
 use bench::scenario::Scenario;
 
-/// Every workload there is; REAL where its file is at hand.
+/// All workloads; REAL if its file is available.
 fn workloads() -> Vec<(&'static str, Scenario)> {
     let options = DisbOptions { gpu: "mi50".into(), seconds: 2.0, seed: 1, scaled: false };
     let named = |name: &'static str| (name, disb::workload(name, &options).unwrap());
@@ -16,19 +16,19 @@ fn workloads() -> Vec<(&'static str, Scenario)> {
     disb::WORKLOADS.into_iter().map(named).chain(real).collect()
 }
 
-fn compare(workload: &str, scenario: &Scenario) -> Vec<Report> {
+fn compare(workload: &str, scenario: &Scenario) -> Vec<SimulationReport> {
     let policies = runtime::policy::NAMES.map(str::to_string);
     let reports = disb::compare(workload, scenario, &policies).unwrap();
     print!("{}", table(&reports));
     reports
 }
 
-fn of<'a>(reports: &'a [Report], policy: &str) -> &'a Report {
+fn of<'a>(reports: &'a [SimulationReport], policy: &str) -> &'a SimulationReport {
     reports.iter().find(|report| report.policy == policy).unwrap()
 }
 
 #[test]
-fn the_papers_shape_holds_and_atoll_is_better() {
+fn results_match_the_paper_and_atoll_is_better() {
     let mut broken = Vec::new();
     for (workload, scenario) in workloads() {
         let reports = compare(workload, &scenario);
@@ -48,7 +48,7 @@ fn the_papers_shape_holds_and_atoll_is_better() {
         let (atoll, reef) = (of(&reports, "atoll"), of(&reports, "reef"));
         expect(atoll.rt_increase_pct <= reef.rt_increase_pct, "atoll costs no more than reef");
         expect(atoll.throughput_rps > reef.throughput_rps, "atoll does more than reef");
-        // On D real time hardly pauses, so REEF throws little away.
+        // On D real time has few gaps, so REEF discards little.
         let part = if workload == "D" { 8.0 } else { 10.0 };
         expect(atoll.be_redone_pct <= reef.be_redone_pct / part, "atoll redoes a tenth");
     }
@@ -56,7 +56,7 @@ fn the_papers_shape_holds_and_atoll_is_better() {
 }
 
 #[test]
-fn resets_are_flat_and_waits_grow_with_the_work() {
+fn reset_latency_is_constant_and_wait_latency_grows() {
     let points = preemption::by_shape().unwrap();
     for point in &points {
         println!("{point:?}");

@@ -1,18 +1,18 @@
-//! `atoll apply`: carries out a plan on this machine's GPUs, or says what it would do.
+//! `atoll apply`: applies a plan to this machine's GPUs, or prints what it would do.
 
 mod journal;
 mod servers;
 
 use std::path::{Path, PathBuf};
 
+use assembly::Failure;
 use planner::GpuKind;
 use planner::apply::{Change, Partition, changes, check_changes};
 
-use self::journal::{Done, Journal};
-use self::servers::{Launch, start_server, stop_server};
+use self::journal::{AppliedChange, Journal};
+use self::servers::{ServerLaunch, start_server, stop_server};
 use crate::args::ApplyArgs;
-use crate::failure::Failure;
-use crate::nvidia::{Machine, Tools};
+use crate::nvidia::{MachineState, NvidiaTools};
 use crate::plan_command::PlanFile;
 
 /// Runs the command.
@@ -28,23 +28,23 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
     let mig = list.iter().any(|change| matches!(change, Change::EnableMig { .. }));
     if mig && !args.allow_mig_changes {
         return Err(Failure::usage(
-            "this makes and removes MIG instances; look at --dry-run, then add --allow-mig-changes",
+            "this creates and destroys MIG instances; see --dry-run, then add --allow-mig-changes",
         ));
     }
     if args.model_repository.is_empty() {
         return Err(Failure::usage("name the --model-repository the servers load from"));
     }
-    let tools = Tools;
+    let tools = NvidiaTools;
     let machine = inspect(args, &tools, kind, &list)?;
     let mut journal = Journal::create(&state)?;
-    let mut hand = Hand { args, tools, machine, state: &state, port: args.first_port };
+    let mut executor = PlanExecutor { args, tools, machine, state: &state, port: args.first_port };
     for change in &list {
-        let done = journal.begin(change).and_then(|()| hand.carry_out(change));
+        let done = journal.begin(change).and_then(|()| executor.apply(change));
         match done {
             Ok(done) => journal.finish(done)?,
             Err(failure) => {
                 tracing::error!("{}; undoing what was done", failure.message());
-                take_back(&hand.tools, &state, journal)?;
+                undo_all(&executor.tools, &state, journal)?;
                 return Err(failure);
             }
         }
@@ -73,13 +73,13 @@ fn planned(args: &ApplyArgs) -> Result<(&'static GpuKind, Vec<Change>), Failure>
     Ok((kind, list))
 }
 
-/// The machine as it is, or why it must not be touched.
+/// The machine as it is, or why it must not be changed.
 fn inspect(
     args: &ApplyArgs,
-    tools: &Tools,
+    tools: &NvidiaTools,
     kind: &GpuKind,
     list: &[Change],
-) -> Result<Machine, Failure> {
+) -> Result<MachineState, Failure> {
     let machine = tools.inspect().map_err(Failure::failed)?;
     let used: Vec<u32> = (args.gpus.iter().copied())
         .filter(|gpu| {
@@ -97,17 +97,17 @@ fn inspect(
     Ok(machine)
 }
 
-/// What is done with the tools and their answers.
-struct Hand<'a> {
+/// Applies changes one after another.
+struct PlanExecutor<'a> {
     args: &'a ApplyArgs,
-    tools: Tools,
-    machine: Machine,
+    tools: NvidiaTools,
+    machine: MachineState,
     state: &'a Path,
     port: u16,
 }
 
-impl Hand<'_> {
-    fn carry_out(&mut self, change: &Change) -> Result<Done, Failure> {
+impl PlanExecutor<'_> {
+    fn apply(&mut self, change: &Change) -> Result<AppliedChange, Failure> {
         let change = change.clone();
         match &change {
             Change::EnableMig { gpu } => {
@@ -115,22 +115,26 @@ impl Hand<'_> {
                 if !was_on {
                     self.tools.enable_mig(*gpu).map_err(Failure::failed)?;
                 }
-                Ok(Done { untouched: was_on, ..Done::new(change) })
+                Ok(AppliedChange { untouched: was_on, ..AppliedChange::new(change) })
             }
             Change::CreateSlice { place, profile_id, start } => {
                 let made = self.tools.create_slice(place.gpu, *profile_id, *start);
                 let (instance, uuid) = made.map_err(Failure::failed)?;
                 self.machine.uuids.insert(place.to_string(), uuid.clone());
-                Ok(Done { instance: Some(instance), uuid: Some(uuid), ..Done::new(change) })
+                Ok(AppliedChange {
+                    instance: Some(instance),
+                    uuid: Some(uuid),
+                    ..AppliedChange::new(change)
+                })
             }
             Change::StartDaemon { place } => {
                 let uuid = self.machine.uuid_of(*place).map_err(Failure::failed)?;
                 let folder = mps_folder(self.state, &place.to_string());
                 self.tools.start_daemon(&uuid, &folder).map_err(Failure::failed)?;
-                Ok(Done { uuid: Some(uuid), ..Done::new(change) })
+                Ok(AppliedChange { uuid: Some(uuid), ..AppliedChange::new(change) })
             }
             Change::StartServer(spec) => {
-                let launch = Launch {
+                let launch = ServerLaunch {
                     args: self.args,
                     state: self.state,
                     folder: &mps_folder(self.state, &spec.place.to_string()),
@@ -140,19 +144,20 @@ impl Hand<'_> {
                 let pid = start_server(&launch, spec)?;
                 let port = self.port;
                 self.port = port.checked_add(3).ok_or_else(|| Failure::failed("no ports left"))?;
-                Ok(Done { pid: Some(pid), port: Some(port), ..Done::new(change) })
+                Ok(AppliedChange { pid: Some(pid), port: Some(port), ..AppliedChange::new(change) })
             }
         }
     }
 }
 
-/// Pipes and logs of a place's daemon. Unix sockets have short names, so the folder should too.
+/// Pipes and logs of the MPS daemon of a GPU or slice. A short name, because paths of Unix sockets
+/// are short.
 fn mps_folder(state: &Path, place: &str) -> PathBuf {
     state.join(format!("mps-{place}"))
 }
 
-/// Undoes what the journal has, from the end; what cannot be undone stays in it.
-fn take_back(tools: &Tools, state: &Path, mut journal: Journal) -> Result<(), Failure> {
+/// Undoes the changes in the journal, from the end; what cannot be undone stays in it.
+fn undo_all(tools: &NvidiaTools, state: &Path, mut journal: Journal) -> Result<(), Failure> {
     while let Some(done) = journal.last().cloned() {
         let undone = match &done.change {
             _ if done.untouched => Ok(()),
@@ -168,7 +173,9 @@ fn take_back(tools: &Tools, state: &Path, mut journal: Journal) -> Result<(), Fa
         };
         undone.map_err(|error| {
             let left = journal.path().display();
-            Failure::failed(format!("{error}; the rest is in {left}: mend it and use --undo"))
+            Failure::failed(format!(
+                "{error}; the remaining changes are in {left}: repair it and use --undo"
+            ))
         })?;
         tracing::info!("undone: {}", journal::line(&done.change));
         journal.forget_last()?;
@@ -184,12 +191,12 @@ fn undo(args: &ApplyArgs, state: &Path) -> Result<(), Failure> {
         }
         return Ok(());
     }
-    take_back(&Tools, state, journal)
+    undo_all(&NvidiaTools, state, journal)
 }
 
-/// Says what would be done. Where the tools are there, also whether the GPUs may be touched.
+/// Prints what would be done and, if the tools are installed, whether the GPUs may be changed.
 fn dry_run(args: &ApplyArgs, state: &Path, kind: &GpuKind, list: &[Change]) -> Result<(), Failure> {
-    let refused = inspect(args, &Tools, kind, list).err();
+    let refused = inspect(args, &NvidiaTools, kind, list).err();
     if args.json {
         let refused = refused.as_ref().map(Failure::message);
         let report = serde_json::json!({ "changes": list, "refused": refused });
@@ -255,6 +262,6 @@ fn report(args: &ApplyArgs, journal: &Journal) -> Result<(), Failure> {
             spec.percentage
         );
     }
-    println!("{} changes done; --undo takes them back", journal.done().len());
+    println!("{} changes applied; --undo reverts them", journal.done().len());
     Ok(())
 }

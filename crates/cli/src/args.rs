@@ -3,25 +3,25 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+use assembly::{DeviceArgs, value_parsers};
 use base::Bytes;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
-use crate::memory_arg;
-
-/// Serves neural networks: real-time models answer as if alone, best-effort models get the rest.
+/// Serves neural networks: real-time models reply as if alone, best-effort models use the remaining
+/// time.
 #[derive(Debug, Parser)]
 #[command(name = "atoll", version, max_term_width = 100)]
 #[command(after_help = "Examples:
-  atoll demo                                a served model under a mixed load, right now
+  atoll demo                                serve a model under a mixed load
   atoll serve --model-repository models     serve every model of a folder
-  atoll check model.onnx                    what runs where, shapes, memory
-  atoll run model.onnx --repeat 50          latency, and the slowest steps")]
+  atoll check model.onnx                    operators, shapes, memory
+  atoll run model.onnx --repeat 50          latency and the slowest steps")]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
 
-    /// What to log: error, warn, info, debug, trace, or per module
+    /// Log level: error, warn, info, debug, trace, or per module
     #[arg(long, global = true, env = "ATOLL_LOG", default_value = "info")]
     pub(crate) log: String,
 
@@ -34,27 +34,28 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Serve models over HTTP and gRPC (Open Inference Protocol v2)
     Serve(ServeArgs),
-    /// Serve the built-in digits model and put it under a mixed load
+    /// Serve the built-in digits model under a mixed load
     Demo(DemoArgs),
-    /// Say what a model needs and whether it runs here
+    /// Print what a model needs and whether it runs here
     Check(CheckArgs),
     /// Run a model on given or random inputs and time it
     Run(RunArgs),
-    /// Time a model on a GPU: every step in every variant, and the whole at several batch sizes
+    /// Time a model on a GPU: every variant of every step, and the whole model at several batch
+    /// sizes
     Profile(ProfileArgs),
-    /// Try everything a device promises, on this machine
+    /// Run the conformance tests of a device on this machine
     Conformance(ConformanceArgs),
     /// List the models of a repository and of the registry
     Models(ModelsArgs),
-    /// Run a scenario in virtual time, with checkers
+    /// Simulate a scenario in virtual time and check it
     Sim(crate::sim_command::SimArgs),
-    /// Run published experiments, every policy side by side
-    Bench(crate::bench_command::BenchArgs),
-    /// Plan services onto GPUs: slices, batches, processes, with a proof of how few GPUs there must be
+    /// Run benchmarks: policies, preemption, batching, memory, server, cluster
+    Bench(benchmarks::BenchArgs),
+    /// Plan services onto GPUs (slices, batches, processes), with a proof of how few GPUs suffice
     Plan(PlanArgs),
-    /// Carry out a plan on this machine: MIG slices, MPS daemons, servers; or take it back
+    /// Apply a plan to this machine (MIG slices, MPS daemons, servers), or undo it
     Apply(ApplyArgs),
-    /// Many machines as one server: scheduler, frontends, backends
+    /// Run a role of a cluster: scheduler, frontend or backend
     Cluster(crate::cluster_args::ClusterArgs),
     /// Print a completion script for a shell
     Completions {
@@ -63,73 +64,7 @@ pub(crate) enum Command {
     },
 }
 
-/// Where models run.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct DeviceArgs {
-    /// Device: cpu, or cuda:N for the N-th GPU. A server takes several, as cuda:0,cuda:1, and parts of a GPU, as cuda:0/2
-    #[arg(long, env = "ATOLL_DEVICE", default_value = "cpu")]
-    pub(crate) device: String,
-
-    #[command(flatten)]
-    pub(crate) settings: DeviceSettings,
-}
-
-/// How a device is used.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct DeviceSettings {
-    /// What a GPU stores numbers in; sums are single precision in any case
-    #[arg(long, env = "ATOLL_PRECISION", value_enum, default_value_t)]
-    pub(crate) precision: PrecisionArg,
-
-    /// Folder for compiled GPU kernels and tuned choices [default: atoll in the user's cache folder]
-    #[arg(long, env = "ATOLL_KERNEL_CACHE", value_name = "FOLDER")]
-    pub(crate) kernel_cache: Option<PathBuf>,
-
-    /// CUDA toolkit with NVRTC and its headers; looked for in the usual places when not given
-    #[arg(long, env = "ATOLL_CUDA_TOOLKIT", value_name = "FOLDER")]
-    pub(crate) cuda_toolkit: Option<PathBuf>,
-
-    /// Best-effort steps a GPU is given as one launch: more run faster, and leave a little later
-    #[arg(long, env = "ATOLL_CHAIN", value_name = "STEPS", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub(crate) best_effort_chain: u16,
-
-    /// Multiprocessors of a GPU to which best effort is held while it goes on beside real time, in eights; 0 for all of them
-    #[arg(long, alias = "corner", env = "ATOLL_BEST_EFFORT_SMS", value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u32).range(0..=64))]
-    pub(crate) best_effort_sms: u32,
-
-    /// Threads a CPU queue computes with; 0 for all cores divided by the queues, and all of them for real time
-    #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]
-    pub(crate) threads: usize,
-
-    /// CPU queues that run best-effort requests side by side; real time has one of its own
-    #[arg(long, env = "ATOLL_CPU_QUEUES", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
-    pub(crate) cpu_queues: u16,
-}
-
-/// What a GPU stores numbers in.
-#[derive(Clone, Copy, Debug, Default, clap::ValueEnum)]
-pub(crate) enum PrecisionArg {
-    /// Half precision, on tensor cores
-    #[default]
-    F16,
-    /// Brain float
-    Bf16,
-    /// Single precision, without tensor cores
-    F32,
-}
-
-impl PrecisionArg {
-    /// As on the command line.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            PrecisionArg::F16 => "f16",
-            PrecisionArg::Bf16 => "bf16",
-            PrecisionArg::F32 => "f32",
-        }
-    }
-}
-
-/// Where the server listens.
+/// Addresses to listen on.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ListenArgs {
     /// Address to listen on
@@ -152,11 +87,11 @@ pub(crate) struct ListenArgs {
 /// When models are loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ModelControlMode {
-    /// All at start, and none afterwards
+    /// All at start, none later
     None,
-    /// All at start; changes of the folder are followed
+    /// All at start; follow changes of the folder
     Poll,
-    /// Those named by --load-model at start, others when asked to over the API
+    /// Those named by --load-model at start, others on request over the API
     Explicit,
 }
 
@@ -165,7 +100,7 @@ pub(crate) enum ModelControlMode {
   atoll serve --model-repository models
   atoll serve --model-repository resnet50.onnx --threads 4
   atoll serve --model-repository models --model-control-mode explicit --load-model resnet50
-  atoll serve --data-dir /var/lib/atoll            only what is registered over POST /register
+  atoll serve --data-dir /var/lib/atoll            only models registered over POST /register
 
 A repository is a folder of NAME.onnx files or of NAME/VERSION/model.onnx trees with an optional
 atoll.toml or config.pbtxt, or a single .onnx file.")]
@@ -174,11 +109,12 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "ATOLL_MODEL_REPOSITORY", value_delimiter = ':')]
     pub(crate) model_repository: Vec<PathBuf>,
 
-    /// Folder of the registry that POST /register writes to [default: atoll in the user's data folder]
+    /// Folder of the registry, to which POST /register writes [default: atoll in the user's data
+    /// folder]
     #[arg(long, env = "ATOLL_DATA_DIR")]
     pub(crate) data_dir: Option<PathBuf>,
 
-    /// When models are loaded. Without it: all at start, and others when asked to over the API
+    /// When models are loaded [default: all at start, others on request over the API]
     #[arg(long, env = "ATOLL_MODEL_CONTROL_MODE", value_enum)]
     pub(crate) model_control_mode: Option<ModelControlMode>,
 
@@ -186,8 +122,13 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "ATOLL_LOAD_MODEL", value_delimiter = ',')]
     pub(crate) load_model: Vec<String>,
 
-    /// Seconds between two looks at the folder with --model-control-mode=poll
-    #[arg(long, env = "ATOLL_REPOSITORY_POLL_SECS", default_value_t = 15, value_parser = clap::value_parser!(u64).range(1..))]
+    /// Seconds between two polls of the folder with --model-control-mode=poll
+    #[arg(
+        long,
+        env = "ATOLL_REPOSITORY_POLL_SECS",
+        default_value_t = 15,
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
     pub(crate) repository_poll_secs: u64,
 
     #[command(flatten)]
@@ -196,33 +137,49 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
 
-    /// Seconds running requests may take to finish after SIGTERM or Ctrl-C
+    /// Seconds that requests in flight may take to finish after SIGTERM or Ctrl-C
     #[arg(long, env = "ATOLL_EXIT_TIMEOUT_SECS", default_value_t = 30)]
     pub(crate) exit_timeout_secs: u64,
 
-    /// Largest request body in MiB, after decompression
-    #[arg(long, env = "ATOLL_MAX_BODY_MIB", default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=65536))]
+    /// Max size of a request body in MiB, after decompression
+    #[arg(
+        long,
+        env = "ATOLL_MAX_BODY_MIB",
+        default_value_t = 256,
+        value_parser = clap::value_parser!(u64).range(1..=65536)
+    )]
     pub(crate) max_body_mib: u64,
 
-    /// Requests that may be under way at once
-    #[arg(long, env = "ATOLL_MAX_REQUESTS", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Max requests in flight
+    #[arg(
+        long,
+        env = "ATOLL_MAX_REQUESTS",
+        default_value_t = 16384,
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
     pub(crate) max_requests: u32,
 
-    /// GPU memory for the weights of models, such as 8GiB, of each device. Models beyond it are kept on the host and brought when they are
-    /// asked for [default: what is free, less a tenth]
-    #[arg(long, env = "ATOLL_GPU_MEMORY", value_name = "SIZE", value_parser = memory_arg::parse)]
+    /// GPU memory for weights on each device, such as 8GiB. Further models stay on the host and are
+    /// loaded when requested [default: what is free, less a tenth]
+    #[arg(
+        long,
+        env = "ATOLL_GPU_MEMORY",
+        value_name = "SIZE",
+        value_parser = value_parsers::memory
+    )]
     pub(crate) gpu_memory: Option<Bytes>,
 
-    /// How real time and best effort share the device: atoll, atoll_alone, reef_n, sequential, free_streams,
-    /// priority_streams or rt_only
+    /// Policy by which real time and best effort share the device: atoll, atoll_alone, reef_n,
+    /// sequential, free_streams, priority_streams or rt_only
     #[arg(long, env = "ATOLL_POLICY", default_value = "atoll")]
     pub(crate) policy: String,
 
-    /// All roles of a cluster in this one process: the same code, state in memory
+    /// Run all roles of a cluster in this process, with the store in memory
     #[arg(long, env = "ATOLL_SERVE_CLUSTER")]
     pub(crate) cluster: bool,
 
-    /// Query to keep, with --cluster: a TOML or JSON file, under its own name; may be given several times
+    /// Query to store, with --cluster: a TOML or JSON file; its name is the query's; may be given
+    /// several times
     #[arg(
         long,
         env = "ATOLL_QUERY",
@@ -232,35 +189,46 @@ pub(crate) struct ServeArgs {
     )]
     pub(crate) query: Vec<PathBuf>,
 
-    /// Share of time in percent that best effort keeps under saturating real-time load
-    #[arg(long, env = "ATOLL_BEST_EFFORT_SHARE", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=90))]
+    /// Best-effort share: percent of device time that best effort keeps under saturating real time
+    #[arg(
+        long,
+        env = "ATOLL_BEST_EFFORT_SHARE",
+        default_value_t = 0,
+        value_parser = clap::value_parser!(u32).range(0..=90)
+    )]
     pub(crate) best_effort_share: u32,
 
-    /// How much longer, in percent, real time may take so that best effort goes on beside it; 0 makes all of it leave
-    #[arg(long, alias = "bearable", env = "ATOLL_MAX_RT_SLOWDOWN", value_name = "PERCENT", default_value_t = 1.0, value_parser = max_rt_slowdown)]
+    /// Max slowdown of real time, in percent, for best effort that co-runs; 0 preempts all best
+    /// effort
+    #[arg(
+        long,
+        alias = "bearable",
+        env = "ATOLL_MAX_RT_SLOWDOWN",
+        value_name = "PERCENT",
+        default_value_t = 1.0,
+        value_parser = value_parsers::max_rt_slowdown
+    )]
     pub(crate) max_rt_slowdown: f64,
 
-    /// Let real time leave for real time of a higher priority whose deadline that helps; what may have to leave runs in a
-    /// slightly slower form
+    /// Let real time of a higher priority preempt real time if that helps its deadline; preemptible
+    /// real time runs slightly slower
     #[arg(long, env = "ATOLL_PREEMPT_REAL_TIME")]
     pub(crate) preempt_real_time: bool,
 
-    /// Batches of a real-time model that may run side by side where the device has streams for it
-    #[arg(long, env = "ATOLL_REAL_TIME_LANES", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
-    pub(crate) real_time_lanes: u32,
+    /// Batches of a real-time model that may run at the same time, if the device has queues for
+    /// them
+    #[arg(
+        long,
+        alias = "real-time-lanes",
+        env = "ATOLL_CONCURRENT_RT_BATCHES",
+        default_value_t = 2,
+        value_parser = clap::value_parser!(u32).range(1..=16)
+    )]
+    pub(crate) concurrent_rt_batches: u32,
 
-    /// Stop when standard input ends, for those who start a server that must not outlive them
+    /// Stop when standard input ends, for parents that the server must not outlive
     #[arg(long, hide = true)]
     pub(crate) until_input_ends: bool,
-}
-
-/// Reads a share that real time may lose.
-pub(crate) fn max_rt_slowdown(text: &str) -> Result<f64, String> {
-    let percent: f64 = text.parse().map_err(|_| "a number of percent".to_string())?;
-    match (0.0..=100.0).contains(&percent) {
-        true => Ok(percent),
-        false => Err("0 to 100 percent".to_string()),
-    }
 }
 
 #[derive(Clone, Debug, Args)]
@@ -269,11 +237,15 @@ pub(crate) fn max_rt_slowdown(text: &str) -> Result<f64, String> {
   atoll demo --seconds 5          load for five seconds, then exit
   atoll demo --seconds 5 --json   the same, for machines")]
 pub(crate) struct DemoArgs {
-    /// Seconds of load; exits afterwards. Without it: 5 seconds, then serves until stopped
-    #[arg(long, env = "ATOLL_DEMO_SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    /// Seconds of load, then exit [default: 5 seconds, then serve until stopped]
+    #[arg(
+        long,
+        env = "ATOLL_DEMO_SECONDS",
+        value_parser = clap::value_parser!(u64).range(1..=3600)
+    )]
     pub(crate) seconds: Option<u64>,
 
-    /// Print the outcome as JSON
+    /// Print the report as JSON
     #[arg(long)]
     pub(crate) json: bool,
 
@@ -289,21 +261,23 @@ pub(crate) struct DemoArgs {
   atoll profile model.onnx --device cuda:0
   atoll profile model.onnx --device cuda:0 --batches 1,8,32 --bind sequence=128 --json
   atoll profile model.onnx --device cuda:0 --classes
-  atoll profile model.onnx --grid --batches 1,4,16 --processes 1,2 --slices 1,2,7 --output profiles.csv
+  atoll profile model.onnx --grid --batches 1,4,16 --processes 1,2 --slices 1,2,7 \\
+                --output profiles.csv
 
-The fastest variants are kept beside the compiled kernels; serve and run use them from then on.
-With --grid: every batch, number of processes and slice, measured with all processes at work at once, as
-the table that atoll plan reads. On a GPU a slice is a share of its threads and needs a running MPS daemon
-(nvidia-cuda-mps-control -d); on the CPU it is a share of the cores, as threads.")]
+The fastest variants are stored with the compiled kernels; serve and run use them from then on.
+--grid measures every combination of batch, processes and slice, with all processes running at the
+same time, as the table that atoll plan reads. On a GPU a slice is a share of its threads and
+needs a running MPS daemon (nvidia-cuda-mps-control -d); on the CPU it is a share of the cores, as
+threads.")]
 pub(crate) struct ProfileArgs {
     /// The ONNX file
     pub(crate) model: PathBuf,
 
-    /// Batch sizes, that is sizes of the first dimension of the first input
+    /// Batch sizes: sizes of the first dimension of the first input
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32])]
     pub(crate) batches: Vec<usize>,
 
-    /// Size of another symbolic dimension; 1 unless given
+    /// Size of another symbolic dimension [default: 1]
     #[arg(long, value_name = "SYMBOL=SIZE")]
     pub(crate) bind: Vec<String>,
 
@@ -311,31 +285,43 @@ pub(crate) struct ProfileArgs {
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(10..=100_000))]
     pub(crate) replays: u32,
 
-    /// Only compare real time with best effort, with the variants in use: what being able to leave costs
+    /// Only compare real time with best effort, with the selected variants: the cost of preemptible
+    /// kernels
     #[arg(long, conflicts_with = "grid")]
     pub(crate) classes: bool,
 
-    /// Measure batch x processes x slice in processes of their own, for atoll plan
+    /// Measure all combinations of batch, processes and slice, in separate processes, for atoll
+    /// plan
     #[arg(long)]
     pub(crate) grid: bool,
 
-    /// Processes side by side, with --grid
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 3, 4, 5], value_parser = clap::value_parser!(u32).range(1..=64))]
+    /// Numbers of concurrent processes, with --grid
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_values_t = [1, 2, 3, 4, 5],
+        value_parser = clap::value_parser!(u32).range(1..=64)
+    )]
     pub(crate) processes: Vec<u32>,
 
-    /// Slices in compute slices, with --grid
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 3, 4, 7], value_parser = clap::value_parser!(u8).range(1..=7))]
+    /// Slice sizes in compute slices, with --grid
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_values_t = [1, 2, 3, 4, 7],
+        value_parser = clap::value_parser!(u8).range(1..=7)
+    )]
     pub(crate) slices: Vec<u8>,
 
     /// Compute slices of the whole device, with --grid
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u8).range(1..=7))]
     pub(crate) compute_slices: u8,
 
-    /// Seconds each point is measured for, with --grid
+    /// Seconds of each measurement, with --grid
     #[arg(long, default_value_t = 1.0)]
     pub(crate) seconds: f64,
 
-    /// Seconds a process may take until it is ready, with --grid
+    /// Max seconds until a process is ready, with --grid
     #[arg(long, default_value_t = 300)]
     pub(crate) start_timeout_secs: u64,
 
@@ -347,7 +333,7 @@ pub(crate) struct ProfileArgs {
     #[arg(long, value_name = "FILE.csv")]
     pub(crate) output: Option<PathBuf>,
 
-    /// One process of the grid, at this batch
+    /// Run as one process of the grid, with this batch
     #[arg(long, hide = true)]
     pub(crate) grid_member: Option<usize>,
 
@@ -364,7 +350,7 @@ pub(crate) struct ProfileArgs {
   atoll conformance
   atoll conformance --device cuda:0 --json
 
-Exit code 0 when every promise was kept, 1 when one was not.")]
+Exit code 0 when every test passes, 1 otherwise.")]
 pub(crate) struct ConformanceArgs {
     /// Print as JSON
     #[arg(long)]
@@ -385,7 +371,7 @@ pub(crate) struct CheckArgs {
     /// The ONNX file
     pub(crate) model: PathBuf,
 
-    /// Size of a symbolic dimension, for the memory estimate; 1 unless given
+    /// Size of a symbolic dimension, for the memory estimate [default: 1]
     #[arg(long, value_name = "SYMBOL=SIZE")]
     pub(crate) bind: Vec<String>,
 
@@ -414,7 +400,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "NAME=FILE.npy")]
     pub(crate) input: Vec<String>,
 
-    /// Size of a symbolic dimension of random inputs; 1 unless given
+    /// Size of a symbolic dimension of random inputs [default: 1]
     #[arg(long, value_name = "SYMBOL=SIZE")]
     pub(crate) bind: Vec<String>,
 
@@ -426,7 +412,7 @@ pub(crate) struct RunArgs {
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) repeat: u32,
 
-    /// Runs before that
+    /// Untimed runs before them
     #[arg(long, default_value_t = 2)]
     pub(crate) warmup: u32,
 
@@ -434,7 +420,7 @@ pub(crate) struct RunArgs {
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// Run as best effort does, on a queue without priority whose work can be made to leave
+    /// Run as best effort: on a preemptible queue without priority
     #[arg(long)]
     pub(crate) best_effort: bool,
 
@@ -476,7 +462,7 @@ pub(crate) struct ModelsArgs {
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
   atoll plan --services services.toml --profiles profiles.csv --gpu a100-80gb
-  atoll plan --services services.toml --profiles profiles.csv --sharing time --headroom 0.15 --json
+  atoll plan --services services.toml --profiles profiles.csv --sharing time --headroom 0.15
   atoll plan --services services.toml --profiles profiles.csv --from current.json
   atoll plan --services services.toml --profiles profiles.csv --algorithm parvagpu
   atoll plan --services services.toml --profiles profiles.csv --explain resnet50
@@ -497,12 +483,17 @@ pub(crate) struct PlanArgs {
     #[arg(long, env = "ATOLL_PLAN_GPU", default_value = "a100-80gb")]
     pub(crate) gpu: String,
 
-    /// Whether services share a slice in turns
-    #[arg(long, env = "ATOLL_PLAN_SHARING", default_value = "none", value_parser = ["none", "time"])]
+    /// Whether services may share a slice by time
+    #[arg(
+        long,
+        env = "ATOLL_PLAN_SHARING",
+        default_value = "none",
+        value_parser = ["none", "time"]
+    )]
     pub(crate) sharing: String,
 
-    /// certified, parvagpu, parvagpu-single, parvagpu-unoptimized, squishy, mig-serving-like,
-    /// gpulet-like, igniter-like
+    /// Algorithm: certified, parvagpu, parvagpu-single, parvagpu-unoptimized, squishy,
+    /// mig-serving-like, gpulet-like, igniter-like
     #[arg(long, env = "ATOLL_PLAN_ALGORITHM", default_value = "certified")]
     pub(crate) algorithm: planner::Algorithm,
 
@@ -510,15 +501,15 @@ pub(crate) struct PlanArgs {
     #[arg(long, env = "ATOLL_PLAN_HEADROOM", default_value_t = 0.0, allow_negative_numbers = true)]
     pub(crate) headroom: f64,
 
-    /// Plan the rest where a service is faulty or infeasible
+    /// Plan the other services if one is faulty or infeasible
     #[arg(long)]
     pub(crate) keep_going: bool,
 
-    /// Today's plan, as --json wrote it: change little, and print the steps there
+    /// Current plan, as written by --json: change little, and print the steps
     #[arg(long, value_name = "CURRENT.json")]
     pub(crate) from: Option<PathBuf>,
 
-    /// Say why a service runs as it does
+    /// Explain how a service is served
     #[arg(long, value_name = "SERVICE")]
     pub(crate) explain: Option<String>,
 
@@ -526,11 +517,11 @@ pub(crate) struct PlanArgs {
     #[arg(long)]
     pub(crate) json: bool,
 
-    /// Write a picture of the plan
+    /// Write the plan as SVG
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) svg: Option<PathBuf>,
 
-    /// Print the nvidia-smi and MPS commands that would set it up; nothing is run
+    /// Print the nvidia-smi and MPS commands that would apply the plan; runs nothing
     #[arg(long)]
     pub(crate) commands: bool,
 
@@ -544,49 +535,55 @@ pub(crate) struct PlanArgs {
   atoll plan --services services.toml --profiles profiles.csv --json > plan.json
   atoll apply plan.json --model-repository models --dry-run
   atoll apply plan.json --model-repository models --gpus 0,1 --allow-mig-changes
-  atoll apply plan.json --model-repository models --partition mps       without MIG: shares of threads
-  atoll apply --undo                                                     take it all back
+  atoll apply plan.json --model-repository models --partition mps      without MIG: thread shares
+  atoll apply --undo                                                    undo everything
 
-A GPU with running work, with MIG devices or of another kind is refused before anything is done. When a
-change fails, those before it are undone. A model's batch is what its own settings say; the plan's is
-printed for comparison.")]
+A GPU with running work, with MIG devices or of another kind is refused before anything is changed.
+When a change fails, those before it are undone. A model's batch size is that of its own settings;
+the plan's is printed for comparison.")]
 pub(crate) struct ApplyArgs {
-    /// The plan, as atoll plan --json wrote it
+    /// The plan, as written by atoll plan --json
     pub(crate) plan: Option<PathBuf>,
 
     /// Folder of models that the servers load from; may be given several times
     #[arg(long, env = "ATOLL_MODEL_REPOSITORY", value_delimiter = ':')]
     pub(crate) model_repository: Vec<PathBuf>,
 
-    /// GPU kind of the plan, where it does not say
+    /// GPU kind of the plan, if it does not name one
     #[arg(long)]
     pub(crate) gpu: Option<String>,
 
-    /// Numbers of the machine's GPUs that the plan's GPUs become, in order
+    /// Numbers of this machine's GPUs that are used for the plan's GPUs, in order
     #[arg(long, value_delimiter = ',', default_values_t = [0])]
     pub(crate) gpus: Vec<u32>,
 
-    /// How slices are cut: MIG instances, or shares of a GPU's threads under MPS
-    #[arg(long, env = "ATOLL_APPLY_PARTITION", default_value = "mig", value_parser = ["mig", "mps"])]
+    /// How slices are made: MIG instances, or shares of a GPU's threads under MPS
+    #[arg(
+        long,
+        env = "ATOLL_APPLY_PARTITION",
+        default_value = "mig",
+        value_parser = ["mig", "mps"]
+    )]
     pub(crate) partition: String,
 
-    /// Folder for pipes, logs and the list of what was done; a short path, for pipes have short names
+    /// Folder for pipes, logs and the list of changes; a short path, because paths of pipes are
+    /// short
     #[arg(long, env = "ATOLL_APPLY_STATE", default_value = "/tmp/atoll-apply")]
     pub(crate) state: PathBuf,
 
-    /// Print what would be done, and do nothing
+    /// Print what would be done, and change nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
 
-    /// Yes, make and remove MIG instances
+    /// Allow creating and destroying MIG instances
     #[arg(long)]
     pub(crate) allow_mig_changes: bool,
 
-    /// Take back what an earlier call did
+    /// Undo what an earlier call did
     #[arg(long, conflicts_with = "plan")]
     pub(crate) undo: bool,
 
-    /// Device of the servers, as they see it in their place
+    /// Device of the servers, as each of them sees it
     #[arg(long, env = "ATOLL_DEVICE", default_value = "cuda:0")]
     pub(crate) device: String,
 
@@ -598,7 +595,7 @@ pub(crate) struct ApplyArgs {
     #[arg(long, default_value_t = 9000, value_parser = clap::value_parser!(u16).range(1024..))]
     pub(crate) first_port: u16,
 
-    /// Seconds a server may take until it is ready
+    /// Max seconds until a server is ready
     #[arg(long, default_value_t = 300)]
     pub(crate) start_timeout_secs: u64,
 

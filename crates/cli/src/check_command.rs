@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use assembly::{Failure, sample_inputs};
 use base::Bytes;
 use compiler::CompileError;
 use compiler::memory::peak_activation_bytes;
@@ -11,8 +12,6 @@ use model::{Dim, LaunchPlan, ValueId};
 use serde::Serialize;
 
 use crate::args::CheckArgs;
-use crate::failure::Failure;
-use crate::{binding, engine};
 
 /// What is known of a model without running it.
 #[derive(Debug, Serialize)]
@@ -23,9 +22,9 @@ struct CheckReport {
     inputs: Vec<TensorReport>,
     outputs: Vec<TensorReport>,
     weight_bytes: u64,
-    /// Peak of all values alive at once; absent when a shape is known only while running.
+    /// Peak of all live values; absent if a shape is known only at run time.
     activation_bytes: Option<u64>,
-    /// Every symbolic dimension of the inputs and the size the estimate was made for.
+    /// Every symbolic dimension of the inputs, and the size that the estimate assumes.
     bindings: BTreeMap<String, usize>,
     operators: BTreeMap<String, usize>,
     steps: Vec<StepReport>,
@@ -48,16 +47,16 @@ struct StepReport {
 
 /// Runs the command. A model that does not run is a failure with exit code 1.
 pub(crate) fn run(args: &CheckArgs) -> Result<(), Failure> {
-    let device = engine::open_device(&args.device)?;
-    let bindings = binding::parse(&args.bind)?;
-    let plan = match engine::compile_file(&args.model) {
+    let device = assembly::open_device(&args.device)?;
+    let bindings = sample_inputs::parse_bindings(&args.bind)?;
+    let plan = match assembly::compile_file(&args.model) {
         Ok(plan) => plan,
         Err(CompileError::Import(ImportError::Unsupported(nodes))) => {
             return refuse(args, nodes.iter().map(ToString::to_string).collect());
         }
         Err(err) => return Err(Failure::failed(format!("{}: {err}", args.model.display()))),
     };
-    binding::check_known(&plan, &bindings)?;
+    sample_inputs::check_known(&plan, &bindings)?;
     let unsupported = device.unsupported_steps(&plan);
     let report = report(args, &device.info().description, &plan, bindings, &unsupported);
     if args.json {
@@ -71,7 +70,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<(), Failure> {
     Err(Failure::failed(format!("{} steps cannot run on {}", unsupported.len(), report.device)))
 }
 
-/// The answer for a model that cannot even be imported.
+/// Reports a model that cannot be imported.
 fn refuse(args: &CheckArgs, unsupported: Vec<String>) -> Result<(), Failure> {
     if args.json {
         let report = serde_json::json!({
@@ -90,10 +89,10 @@ fn report(
     args: &CheckArgs,
     device: &str,
     plan: &LaunchPlan,
-    bindings: binding::Bindings,
+    bindings: sample_inputs::Bindings,
     unsupported: &[DeviceError],
 ) -> CheckReport {
-    let bound: BTreeMap<String, usize> = binding::symbols(plan)
+    let bound: BTreeMap<String, usize> = sample_inputs::symbols(plan)
         .into_iter()
         .map(|symbol| (symbol.to_string(), bindings.get(symbol).copied().unwrap_or(1)))
         .collect();

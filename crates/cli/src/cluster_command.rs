@@ -1,20 +1,22 @@
-//! `atoll cluster`: puts the roles together, each in a process of its own or all in one.
+//! `atoll cluster`: runs the roles, each in a process of its own or all in one.
 
-use std::collections::HashMap;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::{InferenceService, RegisterRequest, ServerMetadata};
-use base::{MonotonicClock, Nanos};
-use cluster::backend::{BackendAgent, Host, HostFuture, ModelCatalog, PoolBatch};
+use assembly::backend::{
+    BackendParts, REQUEST_TIMEOUT, RunningBackend, address_text, clock, retry_until_reached,
+    server_metadata,
+};
+use assembly::{Failure, device_group, tokio_runtime};
+use base::Nanos;
 use cluster::frontend::{Frontend, FrontendSettings};
 use cluster::model_store::bucket::BucketStore;
-use cluster::model_store::{FileStore, ModelRecords, ModelStore, ModelStoreError, digest};
+use cluster::model_store::{FileStore, ModelRecords, ModelStore};
 use cluster::query::spec::QuerySpec;
-use cluster::record::{BackendRecord, FrontendRecord, Keys, ModelRecord};
+use cluster::record::{FrontendRecord, Keys};
 use cluster::scaling::driver::Scaling;
 use cluster::scaling::kubernetes::KubernetesTarget;
 use cluster::scaling::scaler::ScalingSettings;
@@ -23,14 +25,9 @@ use cluster::scheduler::agent::SchedulerAgent;
 use cluster::scheduler::placement::PlacementSettings;
 use cluster::snapshot::ClusterSnapshot;
 use cluster::status::{Status, render};
-use cluster::store::{self, Store, StoreError};
-use model::repository::Repository;
+use cluster::store::{self, Store};
 use runtime::{DeviceGroup, NodeOptions};
-use server::node::EXTENSIONS;
-use server::{
-    LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry, RunningServer, Server,
-    ServerOptions,
-};
+use server::ServerOptions;
 use tokio::sync::watch;
 
 use crate::args::ServeArgs;
@@ -38,17 +35,9 @@ use crate::cluster_args::{
     BackendArgs, FrontendArgs, ModelStoreArgs, PlanningArgs, Role, ScalingArgs, SchedulerArgs,
     StatusArgs, StoreArgs, TopArgs,
 };
-use crate::devices;
-use crate::failure::Failure;
-use crate::loader::load_file;
-use crate::serve_command::{
-    Stop, address_text, bind, listen, node_options, tokio_runtime, user_data_folder,
-};
-
-/// Pause before an unreachable store is tried again at the start.
-const RETRY: Duration = Duration::from_millis(500);
-/// Time after which a request without a deadline is given up.
-pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(300);
+use crate::listen::{bind, listen};
+use crate::serve_command::{node_options, user_data_folder};
+use crate::shutdown_signal::ShutdownSignal;
 
 /// Runs the role until a signal stops it.
 pub(crate) fn run(role: &Role) -> Result<(), Failure> {
@@ -62,14 +51,10 @@ pub(crate) fn run(role: &Role) -> Result<(), Failure> {
     }
 }
 
-pub(crate) fn clock() -> Arc<MonotonicClock> {
-    Arc::new(MonotonicClock::new())
-}
-
 fn open_store(args: &StoreArgs) -> Result<Arc<dyn Store>, Failure> {
     if args.store == "memory" {
         return Err(Failure::usage(
-            "the memory store lives in one process; use atoll serve --cluster, or --store etcd://HOST:PORT",
+            "the memory store is for one process: use atoll serve --cluster, or --store etcd://...",
         ));
     }
     store::open(&args.store, clock()).map_err(Failure::usage)
@@ -86,23 +71,6 @@ fn name_of(args: &StoreArgs, role: &str) -> Result<String, Failure> {
     {
         true => Ok(name),
         false => Err(Failure::usage("--name and --cluster are made of letters, digits, _ . and -")),
-    }
-}
-
-/// Tries until the store can be reached; what it refuses is an error.
-async fn reach<T, F>(what: impl Fn() -> F) -> Result<T, Failure>
-where
-    F: Future<Output = Result<T, StoreError>>,
-{
-    loop {
-        match what().await {
-            Ok(value) => return Ok(value),
-            Err(StoreError::Unreachable(why)) => {
-                tracing::warn!(why, "waiting for the store");
-                tokio::time::sleep(RETRY).await;
-            }
-            Err(error) => return Err(Failure::failed(error)),
-        }
     }
 }
 
@@ -124,7 +92,7 @@ fn planning(args: &PlanningArgs, lease: Duration) -> Result<SchedulerSettings, F
             copies: usize::from(args.copies),
             spread: !args.compact,
             packer: args.packer,
-            pooled: !args.apart,
+            pooled: !args.no_backend_pools,
         },
     })
 }
@@ -149,7 +117,7 @@ fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
 }
 
 async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
-    let stop = Stop::new()?;
+    let stop = ShutdownSignal::new()?;
     let lease = Duration::from_millis(args.store.lease_ms);
     let agent = SchedulerAgent {
         store: open_store(&args.store)?,
@@ -174,14 +142,6 @@ async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
     }
 }
 
-pub(crate) fn server_metadata() -> ServerMetadata {
-    ServerMetadata {
-        name: "atoll".to_string(),
-        version: env!("CARGO_PKG_VERSION").to_string(),
-        extensions: EXTENSIONS.map(str::to_string).to_vec(),
-    }
-}
-
 fn open_files(args: &ModelStoreArgs) -> Result<Option<ModelStore>, Failure> {
     let Some(place) = args.model_store.as_deref() else { return Ok(None) };
     if !place.contains("://") {
@@ -203,7 +163,7 @@ fn open_folder(folder: &Path) -> Result<ModelStore, Failure> {
 }
 
 async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
-    let stop = Stop::new()?;
+    let stop = ShutdownSignal::new()?;
     let (store, keys) = (open_store(&args.store)?, Keys::new(&args.store.cluster));
     let settings = FrontendSettings {
         name: name_of(&args.store, "frontend")?,
@@ -214,9 +174,11 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
         files: open_files(&args.models)?,
     };
     let name = settings.name.clone();
-    keep_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;
-    let service =
-        reach(|| Frontend::start(store.clone(), keys.clone(), clock(), settings.clone())).await?;
+    store_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;
+    let service = retry_until_reached(|| {
+        Frontend::start(store.clone(), keys.clone(), clock(), settings.clone())
+    })
+    .await?;
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let server = listen(&args.listen, body, Arc::new(service.clone())).await?;
     let record = FrontendRecord {
@@ -237,11 +199,11 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
     if let Some(membership) = Arc::into_inner(membership) {
         membership.leave().await;
     }
-    given_up(done)
+    check_finished(done)
 }
 
-/// Keeps the queries of files under the files' names.
-async fn keep_queries(records: &ModelRecords, files: &[PathBuf]) -> Result<(), Failure> {
+/// Stores the queries of `files` under the files' names.
+async fn store_queries(library: &ModelRecords, files: &[PathBuf]) -> Result<(), Failure> {
     for path in files {
         let fail = |why: String| Failure::usage(format!("--query {}: {why}", path.display()));
         let name = path.file_stem().and_then(|name| name.to_str()).unwrap_or_default();
@@ -251,252 +213,21 @@ async fn keep_queries(records: &ModelRecords, files: &[PathBuf]) -> Result<(), F
         let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
         let query = QuerySpec::read(&text).and_then(QuerySpec::check);
         let query = query.map_err(|error| fail(error.to_string()))?.spec;
-        reach(|| records.put_query(name, &query)).await?;
-        tracing::info!(query = name, "query kept");
+        retry_until_reached(|| library.put_query(name, &query)).await?;
+        tracing::info!(query = name, "query stored");
     }
     Ok(())
 }
 
-fn given_up(done: bool) -> Result<(), Failure> {
+fn check_finished(done: bool) -> Result<(), Failure> {
     match done {
         true => Ok(()),
-        false => Err(Failure::failed("some requests did not finish in time and were given up")),
+        false => Err(Failure::failed("some requests did not finish in time and were cancelled")),
     }
-}
-
-/// Models by their content, from repositories and from the store of all machines.
-struct ClusterLoader {
-    device_group: Arc<DeviceGroup>,
-    catalog: ModelCatalog,
-    files: Option<ModelStore>,
-    repositories: HashMap<String, PathBuf>,
-    /// Where a store's network is waited for.
-    threads: tokio::runtime::Handle,
-}
-
-impl ClusterLoader {
-    /// The file with a model's content. Loads run on threads of their own, so this may wait.
-    fn file(&self, record: &ModelRecord) -> Result<PathBuf, LoadError> {
-        if let Some(path) = self.repositories.get(&record.digest) {
-            return Ok(path.clone());
-        }
-        let files = self.files.as_ref().ok_or_else(|| {
-            LoadError::NotFound(format!(
-                "no --model-repository of this backend has {}, and it has no --model-store",
-                record.digest
-            ))
-        })?;
-        let fetched = self.threads.block_on(files.fetch(&record.digest, record.bytes));
-        fetched.map_err(|error| match error {
-            ModelStoreError::Missing(why) => LoadError::NotFound(format!(
-                "no --model-repository of this backend has it, and {why}"
-            )),
-            ModelStoreError::Damaged(why) => LoadError::Invalid(why),
-            ModelStoreError::Unavailable(why) => LoadError::Unavailable(why),
-        })
-    }
-}
-
-impl ModelLoader for ClusterLoader {
-    fn load(&self, name: &str, _: Option<u64>) -> Result<LoadedModel, LoadError> {
-        let unknown = || LoadError::NotFound(format!("the cluster has no model '{name}'"));
-        let record = self.catalog.find(name).ok_or_else(unknown)?;
-        let path = self.file(&record)?;
-        let bytes = std::fs::read(&path).map_err(|err| LoadError::Internal(err.to_string()))?;
-        if digest(&bytes) != record.digest {
-            if let Some(files) = &self.files {
-                files.discard(&record.digest);
-            }
-            let message = format!("{} is not what was registered any more", path.display());
-            return Err(LoadError::Invalid(message));
-        }
-        drop(bytes);
-        let placed = load_file(&self.device_group, &path)?;
-        Ok(LoadedModel { placed, config: record.config, version: record.version })
-    }
-
-    fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {
-        let models = self.catalog.all().into_iter();
-        Ok(models.map(|(name, m)| RepositoryEntry { name, version: m.version }).collect())
-    }
-
-    fn register(&self, _: RegisterRequest) -> Result<u64, LoadError> {
-        Err(LoadError::Unavailable("register models at a frontend of the cluster".to_string()))
-    }
-}
-
-/// A node as the backend's agent sees it.
-struct NodeHost(LocalNode);
-
-impl Host for NodeHost {
-    fn load<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()> {
-        Box::pin(async move { self.0.load_model(model).await.map(|_| ()) })
-    }
-
-    fn unload<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()> {
-        Box::pin(self.0.unload_model(model))
-    }
-
-    fn set_pool_batch(&self, model: &str, batch: Option<PoolBatch>) {
-        let turn = batch
-            .map(|batch| runtime::batching::StaggeredBatch { batch: batch.max, least: batch.min });
-        self.0.set_turn(model, turn);
-    }
-
-    fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>> {
-        Box::pin(self.0.marks(model))
-    }
-
-    fn service(&self) -> Arc<dyn InferenceService> {
-        Arc::new(self.0.clone())
-    }
-}
-
-/// A repository's model that is to be one of the cluster's.
-struct Found {
-    name: String,
-    version: u64,
-    digest: String,
-    bytes: u64,
-    path: PathBuf,
-    config: model::ModelConfig,
-}
-
-/// The newest version of every model in `repositories`; one that cannot be read is reported and left out.
-fn find_models(repositories: &[PathBuf]) -> Result<Vec<Found>, Failure> {
-    let mut newest: HashMap<String, Found> = HashMap::new();
-    for path in repositories {
-        let repository = Repository::open(path).map_err(Failure::usage)?;
-        for entry in repository.list().map_err(Failure::usage)? {
-            if newest.get(&entry.name).is_some_and(|found| found.version >= entry.version) {
-                continue;
-            }
-            let read = std::fs::read(&entry.path).map_err(|err| err.to_string());
-            let config = entry.config().map_err(|err| err.to_string());
-            match (read, config) {
-                (Ok(bytes), Ok(config)) => {
-                    let found = Found {
-                        name: entry.name.clone(),
-                        version: entry.version,
-                        digest: digest(&bytes),
-                        bytes: bytes.len() as u64,
-                        path: entry.path,
-                        config,
-                    };
-                    newest.insert(entry.name, found);
-                }
-                (Err(why), _) | (_, Err(why)) => {
-                    tracing::warn!(model = entry.name, why, "model left out");
-                }
-            }
-        }
-    }
-    Ok(newest.into_values().collect())
-}
-
-/// What a backend needs beyond its flags.
-pub(crate) struct BackendParts<'a> {
-    pub(crate) store: Arc<dyn Store>,
-    pub(crate) keys: Keys,
-    pub(crate) name: String,
-    pub(crate) lease: Duration,
-    pub(crate) repositories: &'a [PathBuf],
-    pub(crate) files: Option<ModelStore>,
-    pub(crate) device_group: Arc<DeviceGroup>,
-    pub(crate) listen: ServerOptions,
-    pub(crate) advertise: Option<String>,
-    pub(crate) kind: Option<String>,
-    pub(crate) memory_mib: Option<u64>,
-}
-
-/// A backend at work.
-pub(crate) struct RunningBackend {
-    pub(crate) server: RunningServer,
-    stop: watch::Sender<bool>,
-    work: tokio::task::JoinHandle<Result<(), StoreError>>,
-}
-
-impl RunningBackend {
-    pub(crate) async fn start(parts: BackendParts<'_>) -> Result<RunningBackend, Failure> {
-        let models = find_models(parts.repositories)?;
-        let catalog = ModelCatalog::default();
-        let loader = Arc::new(ClusterLoader {
-            device_group: parts.device_group.clone(),
-            catalog: catalog.clone(),
-            files: parts.files,
-            repositories: models.iter().map(|m| (m.digest.clone(), m.path.clone())).collect(),
-            threads: tokio::runtime::Handle::current(),
-        });
-        let device_group = parts.device_group;
-        let info = device_group.nodes()[0].device().info().clone();
-        let node = LocalNode::new(device_group.clone(), loader);
-        node.forbid_control();
-        node.set_started();
-        let server = Server::start(parts.listen, Arc::new(node.clone())).await;
-        let server = server.map_err(Failure::failed)?;
-        let records = ModelRecords::new(parts.store.clone(), parts.keys.clone());
-        for m in &models {
-            reach(|| records.publish(&m.name, m.version, &m.digest, m.bytes, &m.config)).await?;
-        }
-        let reachable = |address: Option<SocketAddr>| match (&parts.advertise, address) {
-            (Some(host), Some(address)) => format!("{host}:{}", address.port()),
-            (_, address) => address_text(address),
-        };
-        let gpu = info.name.starts_with("cuda");
-        let kind = parts.kind.unwrap_or_else(|| match gpu {
-            true => info.description.replace(|c: char| !c.is_ascii_alphanumeric(), "-"),
-            false => info.name.clone(),
-        });
-        // Weights come and go within each device's budget, so a plan may count on all of them.
-        let budgets: u64 = device_group.nodes().iter().map(|node| node.budget().0).sum();
-        let default_mib = if gpu { budgets >> 20 } else { 0 };
-        let record = BackendRecord {
-            grpc: reachable(server.grpc_addr),
-            http: reachable(server.http_addr),
-            device: kind.replace('/', "-"),
-            memory_bytes: parts.memory_mib.unwrap_or(default_mib) << 20,
-        };
-        tracing::info!(
-            name = parts.name,
-            http = record.http,
-            grpc = record.grpc,
-            metrics = address_text(server.metrics_addr),
-            device = devices::describe(&device_group),
-            "ready"
-        );
-        let agent = BackendAgent {
-            store: parts.store,
-            keys: parts.keys,
-            name: parts.name,
-            lease: parts.lease,
-            record,
-            host: Arc::new(NodeHost(node)),
-            catalog,
-            clock: clock(),
-        };
-        let (stop, stopped) = watch::channel(false);
-        let work = tokio::spawn(join(agent, stopped));
-        Ok(RunningBackend { server, stop, work })
-    }
-
-    /// Leaves the cluster, then finishes what is under way.
-    pub(crate) async fn shutdown(self, limit: Duration) -> bool {
-        let _ = self.stop.send(true);
-        let _ = tokio::time::timeout(Duration::from_secs(2), self.work).await;
-        self.server.shutdown(limit).await
-    }
-}
-
-async fn join(agent: BackendAgent, stopped: watch::Receiver<bool>) -> Result<(), StoreError> {
-    let result = agent.run(stopped).await;
-    if let Err(error) = &result {
-        tracing::error!(%error, "the backend cannot follow the plan");
-    }
-    result
 }
 
 async fn backend(args: &BackendArgs) -> Result<(), Failure> {
-    let stop = Stop::new()?;
+    let stop = ShutdownSignal::new()?;
     if args.model_repository.is_empty() && args.models.model_store.is_none() {
         return Err(Failure::usage("name a --model-repository or a --model-store"));
     }
@@ -514,7 +245,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         lease: Duration::from_millis(args.store.lease_ms),
         repositories: &args.model_repository,
         files: open_files(&args.models)?,
-        device_group: devices::open_device_group(&args.device, args.gpu_memory, &options)?,
+        device_group: device_group::open_device_group(&args.device, args.gpu_memory, &options)?,
         listen: ServerOptions {
             http: address(args.http_port),
             grpc: address(args.grpc_port),
@@ -529,28 +260,28 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
     .await?;
     stop.wait().await;
     tracing::info!(in_flight = running.server.in_flight(), "stopping");
-    given_up(running.shutdown(Duration::from_secs(args.exit_timeout_secs)).await)
+    check_finished(running.shutdown(Duration::from_secs(args.exit_timeout_secs)).await)
 }
 
 /// `atoll serve --cluster`: scheduler, frontend and backend in this process, state in memory.
 pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
     if args.model_control_mode.is_some() || !args.load_model.is_empty() {
         return Err(Failure::usage(
-            "--cluster loads what the plan says; load and unload over the API instead of --load-model",
+            "--cluster loads what the plan assigns; use the API instead of --load-model",
         ));
     }
     if args.model_repository.is_empty() && args.data_dir.is_none() {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
     let device_group =
-        devices::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
+        device_group::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
     tokio_runtime()?.block_on(all_roles(args, device_group))
 }
 
 async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(), Failure> {
-    let stop = Stop::new()?;
+    let stop = ShutdownSignal::new()?;
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
-    // First of all: the backend takes any free port, which must not be one of these.
+    // First, because the backend takes any free port, which must not be one of these.
     let bound = bind(&args.listen, body).await?;
     let store = store::open("memory", clock()).map_err(Failure::failed)?;
     let (keys, lease) = (Keys::new("default"), Duration::from_secs(5));
@@ -588,7 +319,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         memory_mib: None,
     })
     .await?;
-    keep_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;
+    store_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;
     let settings = FrontendSettings {
         name: "frontend".to_string(),
         lease,
@@ -609,10 +340,10 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
     stop.wait().await;
     let limit = Duration::from_secs(args.exit_timeout_secs);
     let done = server.shutdown(limit).await;
-    given_up(backend.server.shutdown(limit).await && done)
+    check_finished(backend.server.shutdown(limit).await && done)
 }
 
-async fn look(store: &dyn Store, keys: &Keys) -> Result<Status, Failure> {
+async fn read_status(store: &dyn Store, keys: &Keys) -> Result<Status, Failure> {
     let listing = store.list(keys.all()).await.map_err(Failure::failed)?;
     let short =
         |entry: store::Entry| Some((entry.key.strip_prefix(keys.all())?.to_string(), entry.value));
@@ -622,33 +353,33 @@ async fn look(store: &dyn Store, keys: &Keys) -> Result<Status, Failure> {
 
 async fn status(args: &StatusArgs) -> Result<(), Failure> {
     let store = open_store(&args.store)?;
-    let status = look(&*store, &Keys::new(&args.store.cluster)).await?;
+    let status = read_status(&*store, &Keys::new(&args.store.cluster)).await?;
     match args.json {
         true => println!("{}", serde_json::to_string_pretty(&status).map_err(Failure::failed)?),
         false => print!("{}", render(&status)),
     }
     match status.leader {
         Some(_) => Ok(()),
-        None => Err(Failure::failed("nobody leads the cluster")),
+        None => Err(Failure::failed("the cluster has no leader")),
     }
 }
 
 async fn top(args: &TopArgs) -> Result<(), Failure> {
-    let stop = Stop::new()?;
+    let stop = ShutdownSignal::new()?;
     let store = open_store(&args.store)?;
     let keys = Keys::new(&args.store.cluster);
     let show = async {
         loop {
-            let text = match (look(&*store, &keys).await, args.json) {
+            let text = match (read_status(&*store, &keys).await, args.json) {
                 (Ok(status), true) => {
                     format!("{}\n", serde_json::to_string(&status).map_err(Failure::failed)?)
                 }
-                // Clears the screen and goes to its top.
+                // Clears the screen.
                 (Ok(status), false) => format!("\x1b[2J\x1b[H{}", render(&status)),
                 (Err(_), _) => "the store cannot be reached\n".to_string(),
             };
             let mut out = std::io::stdout();
-            // A reader that went away ends it.
+            // Ends when the reader is gone.
             if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
                 return Ok(());
             }

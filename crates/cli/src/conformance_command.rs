@@ -1,11 +1,10 @@
-//! `atoll conformance`: the suite every device passes, on the device at hand.
+//! `atoll conformance`: the tests that every device passes, on this machine's device.
 
+use assembly::Failure;
 use device::conformance::{self, Verdict};
 use serde::Serialize;
 
 use crate::args::ConformanceArgs;
-use crate::engine;
-use crate::failure::Failure;
 
 #[derive(Debug, Serialize)]
 struct ConformanceReport {
@@ -25,11 +24,11 @@ struct CaseReport {
 
 /// Runs the command.
 pub(crate) fn run(args: &ConformanceArgs) -> Result<(), Failure> {
-    let device = engine::open_device(&args.device)?;
+    let device = assembly::open_device(&args.device)?;
     let mut report = conformance::run(&*device);
     if args.device.device.starts_with("cuda") {
         let swapping =
-            engine::open_gpu_with(&args.device, |options| options.weights_on_demand = true)?;
+            assembly::open_gpu_with(&args.device, |options| options.weights_on_demand = true)?;
         report.cases.extend(conformance::run_residency(&swapping).cases);
         report.cases.extend(swapping.conformance_cases());
     }
@@ -48,7 +47,11 @@ pub(crate) fn run(args: &ConformanceArgs) -> Result<(), Failure> {
     } else {
         println!("{}\n{report}", device.info().description);
     }
-    if failed == 0 { Ok(()) } else { Err(Failure::failed(format!("{failed} promises not kept"))) }
+    if failed == 0 {
+        Ok(())
+    } else {
+        Err(Failure::failed(format!("{failed} conformance tests failed")))
+    }
 }
 
 fn case(case: &conformance::Case) -> CaseReport {

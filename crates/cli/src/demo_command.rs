@@ -9,6 +9,10 @@ use api::proto::infer_parameter::ParameterChoice;
 use api::proto::model_infer_request::InferInputTensor;
 use api::proto::{InferParameter, ModelInferRequest, ModelInferResponse};
 use api::{InferenceService, RegisterRequest};
+use assembly::{
+    Failure, backend::address_text, demo_model::DIGITS_ONNX, device_group::device_group_on,
+    tokio_runtime,
+};
 use base::{Histogram, Nanos};
 use device::{Device, DeviceError};
 use model::ModelConfig;
@@ -19,38 +23,35 @@ use server::{LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry};
 use tonic::transport::Channel;
 
 use crate::args::DemoArgs;
-use crate::devices::device_group_on;
-use crate::failure::Failure;
-use crate::serve_command::{Stop, listen, tokio_runtime};
-use crate::{engine, serve_command};
+use crate::listen::listen;
+use crate::shutdown_signal::ShutdownSignal;
 
 const MODEL: &str = "digits";
-pub(crate) const DIGITS_ONNX: &[u8] = include_bytes!("../../../assets/digits.onnx");
 const SAMPLES_JSON: &str = include_str!("../../../assets/digits_samples.json");
 const IMAGE_ELEMENTS: usize = 64;
 
-/// Seconds of load when nobody says how many.
+/// Default seconds of load.
 const DEFAULT_SECONDS: u64 = 5;
-/// Real-time requests come at this distance, whatever happens to them.
+/// Period of real-time requests, independent of replies.
 const REAL_TIME_PERIOD: Duration = Duration::from_millis(5);
-/// Images in one best-effort request: enough work that somebody has to leave.
+/// Images of one best-effort request: enough work to be preempted.
 const BEST_EFFORT_BATCH: usize = 2048;
 const BEST_EFFORT_CLIENTS: usize = 2;
 
 /// Held-out images of scikit-learn's digits set.
 #[derive(Debug, Deserialize)]
-struct Samples {
+struct DigitSamples {
     scale: f32,
-    samples: Vec<Sample>,
+    samples: Vec<DigitSample>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Sample {
+struct DigitSample {
     label: usize,
     pixels: Vec<f32>,
 }
 
-/// What came of the load.
+/// The report of the demo.
 #[derive(Debug, Serialize)]
 struct DemoReport {
     device: String,
@@ -60,7 +61,8 @@ struct DemoReport {
     be: ClassReport,
     preemptions: u64,
     correct: u64,
-    answered: u64,
+    #[serde(rename = "answered")]
+    replies: u64,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -75,12 +77,12 @@ struct ClassReport {
 
 /// Runs the command.
 pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
-    let device = engine::open_device(&args.device)?;
+    let device = assembly::open_device(&args.device)?;
     tokio_runtime()?.block_on(demo(args, device))
 }
 
 async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
-    let stop = Stop::new()?;
+    let stop = ShutdownSignal::new()?;
     let description = device.info().description.clone();
     let device_group = device_group_on(device, NodeOptions::default())?;
     let loader = Arc::new(BuiltInLoader { device_group: device_group.clone() });
@@ -92,18 +94,15 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
     let seconds = args.seconds.unwrap_or(DEFAULT_SECONDS);
     if !args.json {
         println!("serving '{MODEL}' on {description}");
-        println!(
-            "  REST    http://{}/v2/models/{MODEL}",
-            serve_command::address_text(server.http_addr)
-        );
+        println!("  REST    http://{}/v2/models/{MODEL}", address_text(server.http_addr));
         println!("  gRPC    {grpc}");
-        println!("  metrics http://{}/metrics", serve_command::address_text(server.metrics_addr));
+        println!("  metrics http://{}/metrics", address_text(server.metrics_addr));
         println!("load for {seconds} s: real time alone, then beside best effort ...");
     }
-    let load = Load::new(&format!("http://{grpc}"))?;
+    let load = DemoClients::new(&format!("http://{grpc}"))?;
     let outcome = tokio::select! {
         outcome = load.run(Duration::from_secs(seconds)) => outcome?,
-        () = Stop::new()?.wait() => return finish(server).await,
+        () = ShutdownSignal::new()?.wait() => return finish(server).await,
     };
     let preemptions = preemptions(&service);
     let report = DemoReport { device: description, preemptions, ..outcome };
@@ -131,7 +130,7 @@ fn preemptions(service: &LocalNode) -> u64 {
     samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum::<f64>() as u64
 }
 
-/// Serves the one model that is built in.
+/// Serves the built-in model.
 struct BuiltInLoader {
     device_group: Arc<DeviceGroup>,
 }
@@ -141,7 +140,7 @@ impl ModelLoader for BuiltInLoader {
         if name != MODEL {
             return Err(LoadError::NotFound(format!("the demo has one model, '{MODEL}'")));
         }
-        let plan = engine::compile_bytes(DIGITS_ONNX)
+        let plan = assembly::compile_bytes(DIGITS_ONNX)
             .map_err(|err| LoadError::Internal(err.to_string()))?;
         let placed = self
             .device_group
@@ -168,25 +167,25 @@ impl ModelLoader for BuiltInLoader {
 
 type Client = GrpcInferenceServiceClient<Channel>;
 
-/// Clients of both classes, each with a connection of its own as clients on other machines would have.
-struct Load {
+/// Clients of both classes; each has a connection of its own, as on other machines.
+struct DemoClients {
     address: String,
-    samples: Arc<Samples>,
+    samples: Arc<DigitSamples>,
 }
 
-/// What one kind of client saw.
+/// Results of one kind of client.
 #[derive(Default)]
-struct Seen {
+struct ClientStats {
     latency: Histogram,
     images: u64,
     correct: u64,
     errors: u64,
 }
 
-impl Load {
-    fn new(address: &str) -> Result<Load, Failure> {
-        let samples: Samples = serde_json::from_str(SAMPLES_JSON).map_err(Failure::failed)?;
-        Ok(Load { address: address.to_string(), samples: Arc::new(samples) })
+impl DemoClients {
+    fn new(address: &str) -> Result<DemoClients, Failure> {
+        let samples: DigitSamples = serde_json::from_str(SAMPLES_JSON).map_err(Failure::failed)?;
+        Ok(DemoClients { address: address.to_string(), samples: Arc::new(samples) })
     }
 
     async fn client(&self) -> Result<Client, Failure> {
@@ -203,7 +202,7 @@ impl Load {
         let mut best_effort = Vec::with_capacity(BEST_EFFORT_CLIENTS);
         for _ in 0..BEST_EFFORT_CLIENTS {
             let client = self.client().await?;
-            best_effort.push(tokio::spawn(ask_in_batches(
+            best_effort.push(tokio::spawn(send_batches(
                 client,
                 self.samples.clone(),
                 stop.clone(),
@@ -211,73 +210,77 @@ impl Load {
         }
         let beside = self.real_time(half).await?;
         stop.store(true, Ordering::Relaxed);
-        let mut rest = Seen::default();
+        let mut best_effort_stats = ClientStats::default();
         for client in best_effort {
-            rest.add(client.await.map_err(Failure::failed)?);
+            best_effort_stats.add(client.await.map_err(Failure::failed)?);
         }
-        let answered = alone.images + beside.images + rest.images;
+        let replies = alone.images + beside.images + best_effort_stats.images;
         Ok(DemoReport {
             device: String::new(),
             seconds: started.elapsed().as_secs_f64(),
             preemptions: 0,
-            correct: alone.correct + beside.correct + rest.correct,
-            answered,
+            correct: alone.correct + beside.correct + best_effort_stats.correct,
+            replies,
             rt_alone: alone.report(half),
             rt_beside_be: beside.report(half),
-            be: rest.report(half),
+            be: best_effort_stats.report(half),
         })
     }
 
-    /// One image at a time, at a fixed distance.
-    async fn real_time(&self, span: Duration) -> Result<Seen, Failure> {
+    /// One image per period.
+    async fn real_time(&self, span: Duration) -> Result<ClientStats, Failure> {
         let mut client = self.client().await?;
-        let mut seen = Seen::default();
+        let mut stats = ClientStats::default();
         let mut ticks = tokio::time::interval(REAL_TIME_PERIOD);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Skip);
         let end = Instant::now() + span;
         let mut next = 0;
         while Instant::now() < end {
             ticks.tick().await;
-            let asked = request(&self.samples, next, 1, Class::RealTime);
-            seen.ask(&mut client, asked, &self.samples, next, 1).await;
+            let message = request(&self.samples, next, 1, Class::RealTime);
+            stats.send(&mut client, message, &self.samples, next, 1).await;
             next += 1;
         }
-        Ok(seen)
+        Ok(stats)
     }
 }
 
-/// Large batches, the next one as soon as the last is answered.
-async fn ask_in_batches(mut client: Client, samples: Arc<Samples>, stop: Arc<AtomicBool>) -> Seen {
-    let mut seen = Seen::default();
-    // Made once: what a client does before it asks is no work of the server's.
-    let asked = request(&samples, 0, BEST_EFFORT_BATCH, Class::BestEffort);
+/// Large batches in a closed loop.
+async fn send_batches(
+    mut client: Client,
+    samples: Arc<DigitSamples>,
+    stop: Arc<AtomicBool>,
+) -> ClientStats {
+    let mut stats = ClientStats::default();
+    // Encoded once, because encoding is no work of the server.
+    let message = request(&samples, 0, BEST_EFFORT_BATCH, Class::BestEffort);
     while !stop.load(Ordering::Relaxed) {
-        seen.ask(&mut client, asked.clone(), &samples, 0, BEST_EFFORT_BATCH).await;
+        stats.send(&mut client, message.clone(), &samples, 0, BEST_EFFORT_BATCH).await;
     }
-    seen
+    stats
 }
 
-impl Seen {
-    async fn ask(
+impl ClientStats {
+    async fn send(
         &mut self,
         client: &mut Client,
         request: ModelInferRequest,
-        samples: &Samples,
+        samples: &DigitSamples,
         first: usize,
         count: usize,
     ) {
         let started = Instant::now();
         match client.model_infer(request).await {
-            Ok(answer) => {
+            Ok(reply) => {
                 self.latency.record(started.elapsed().into());
                 self.images += count as u64;
-                self.correct += correct(samples, first, count, answer.get_ref());
+                self.correct += correct(samples, first, count, reply.get_ref());
             }
             Err(_) => self.errors += 1,
         }
     }
 
-    fn add(&mut self, other: Seen) {
+    fn add(&mut self, other: ClientStats) {
         self.latency.merge(&other.latency);
         self.images += other.images;
         self.correct += other.correct;
@@ -297,7 +300,7 @@ impl Seen {
     }
 }
 
-fn request(samples: &Samples, first: usize, count: usize, class: Class) -> ModelInferRequest {
+fn request(samples: &DigitSamples, first: usize, count: usize, class: Class) -> ModelInferRequest {
     let chosen = samples.samples.iter().cycle().skip(first % samples.samples.len()).take(count);
     let pixels = chosen.flat_map(|sample| sample.pixels.iter().map(|pixel| pixel / samples.scale));
     let bytes: Vec<u8> = pixels.flat_map(f32::to_le_bytes).collect();
@@ -318,15 +321,15 @@ fn request(samples: &Samples, first: usize, count: usize, class: Class) -> Model
     }
 }
 
-/// How many of the answers name the right digit.
-fn correct(samples: &Samples, first: usize, count: usize, answer: &ModelInferResponse) -> u64 {
-    let Some(raw) = answer.raw_output_contents.first() else { return 0 };
+/// How many replies name the right digit.
+fn correct(samples: &DigitSamples, first: usize, count: usize, reply: &ModelInferResponse) -> u64 {
+    let Some(raw) = reply.raw_output_contents.first() else { return 0 };
     let scores: Vec<f32> = raw
         .chunks_exact(4)
         .map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
         .collect();
     let chosen = samples.samples.iter().cycle().skip(first % samples.samples.len()).take(count);
-    let is_right = |(row, sample): &(&[f32], &Sample)| {
+    let is_right = |(row, sample): &(&[f32], &DigitSample)| {
         let best = (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b]));
         best == Some(sample.label)
     };
@@ -341,7 +344,7 @@ fn print(report: &DemoReport) {
     );
     for (name, class) in [
         ("real time, alone", &report.rt_alone),
-        ("real time, beside the rest", &report.rt_beside_be),
+        ("real time, beside BE", &report.rt_beside_be),
         ("best effort, 2048 images", &report.be),
     ] {
         println!(
@@ -352,9 +355,9 @@ fn print(report: &DemoReport) {
     let errors = report.rt_alone.errors + report.rt_beside_be.errors + report.be.errors;
     println!();
     println!(
-        "{} preemptions: best effort left for real time; {:.2} % of {} images named right; {errors} errors",
+        "{} preemptions: {:.2} % of {} images recognised; {errors} errors",
         report.preemptions,
-        100.0 * report.correct as f64 / report.answered.max(1) as f64,
-        report.answered,
+        100.0 * report.correct as f64 / report.replies.max(1) as f64,
+        report.replies,
     );
 }

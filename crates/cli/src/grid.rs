@@ -1,7 +1,9 @@
-//! `atoll profile --grid`: batch x processes x slice, as the table that `atoll plan` reads.
+//! `atoll profile --grid`: measures batch x processes x slice, as the table that `atoll plan`
+//! reads.
 //!
-//! A point is measured with as many processes of this binary as it names. Each makes itself ready, says so, and waits;
-//! when all are ready they are let go at once, and each reports what it did in the given time.
+//! A point is measured with as many processes of this binary as it names. Each prepares itself,
+//! reports that it is ready, and waits; when all are ready they start at once, and each reports its
+//! results.
 
 mod member;
 mod table;
@@ -11,25 +13,25 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
+use assembly::{Failure, sample_inputs};
 use indicatif::{ProgressBar, ProgressStyle};
 
 pub(crate) use self::member::run_member;
 use self::member::{GO, MemberReport, READY};
-use self::table::{Point, Row, Table};
+use self::table::{GridPoint, GridRow, GridTable};
 use crate::args::ProfileArgs;
-use crate::failure::Failure;
-use crate::{engine, nvidia, profile_command};
+use crate::nvidia;
 
-/// Points of one grid.
+/// Max points of one grid.
 const POINTS_MAX: usize = 10_000;
-/// How long beyond the measured time a process may take to report.
-const REPORT_WITHIN: Duration = Duration::from_secs(60);
+/// How long after the measured time a process may take to report.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
 
 /// Runs the command.
 pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
     let points = points(args)?;
-    let shares = Shares::new(args)?;
+    let shares = SliceShares::new(args)?;
     let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} points, {eta} left");
     let bar = ProgressBar::new(points.len() as u64).with_style(style.map_err(Failure::failed)?);
     let name = match &args.name {
@@ -39,13 +41,13 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
             stem.to_string_lossy().into_owned()
         }
     };
-    let mut table = Table::new(&name).map_err(Failure::usage)?;
+    let mut table = GridTable::new(&name).map_err(Failure::usage)?;
     for point in points {
         let row = match measure(args, &shares, point) {
             Ok(row) => row,
             Err(failure) => {
                 tracing::warn!("{point}: {}", failure.message());
-                Row::failed(point, shares.percent(point.slice))
+                GridRow::failed(point, shares.percent(point.slice))
             }
         };
         table.push(&row);
@@ -66,7 +68,7 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
 }
 
 /// The points of the grid, in the table's order.
-fn points(args: &ProfileArgs) -> Result<Vec<Point>, Failure> {
+fn points(args: &ProfileArgs) -> Result<Vec<GridPoint>, Failure> {
     if !(0.01..=3600.0).contains(&args.seconds) {
         return Err(Failure::usage(format!("--seconds {} is not from 0.01 to 3600", args.seconds)));
     }
@@ -74,9 +76,9 @@ fn points(args: &ProfileArgs) -> Result<Vec<Point>, Failure> {
         let all = args.compute_slices;
         return Err(Failure::usage(format!("--slices {slice} is more than the device's {all}")));
     }
-    let plan = engine::compile_file(&args.model)
+    let plan = assembly::compile_file(&args.model)
         .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
-    let batches = match profile_command::batch_symbol(&plan) {
+    let batches = match sample_inputs::batch_symbol(&plan) {
         Some(_) => args.batches.clone(),
         None => {
             tracing::warn!("the model's batch is fixed; it is taken as one request");
@@ -93,7 +95,7 @@ fn points(args: &ProfileArgs) -> Result<Vec<Point>, Failure> {
     let mut points = Vec::with_capacity(all);
     for &slice in &args.slices {
         for &batch in &batches {
-            points.extend(args.processes.iter().map(|&processes| Point {
+            points.extend(args.processes.iter().map(|&processes| GridPoint {
                 slice,
                 batch,
                 processes,
@@ -103,57 +105,57 @@ fn points(args: &ProfileArgs) -> Result<Vec<Point>, Failure> {
     Ok(points)
 }
 
-/// What a slice is on this device.
-enum Shares {
-    /// Threads of so many cores.
+/// What a slice means on this device.
+enum SliceShares {
+    /// Threads for a share of the cores.
     Cores { cores: usize, of: u8 },
-    /// A percentage of the GPU's threads, through MPS; the GPU as nvidia-smi names it.
+    /// A percentage of the GPU's threads, through MPS; `gpu` as nvidia-smi names it.
     Gpu { gpu: String, of: u8, mps: bool },
 }
 
-impl Shares {
-    fn new(args: &ProfileArgs) -> Result<Shares, Failure> {
+impl SliceShares {
+    fn new(args: &ProfileArgs) -> Result<SliceShares, Failure> {
         let of = args.compute_slices;
         let Some(number) = args.device.device.strip_prefix("cuda:") else {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             tracing::info!("on the CPU a slice is its share of {cores} cores, as threads");
-            return Ok(Shares::Cores { cores, of });
+            return Ok(SliceShares::Cores { cores, of });
         };
         let alone = args.slices.iter().all(|slice| *slice == of) && args.processes == [1];
-        let mps = nvidia::daemon_answers();
+        let mps = nvidia::daemon_replies();
         if let Err(error) = &mps
             && !alone
         {
             return Err(Failure::usage(format!(
-                "shares of a GPU and processes side by side need an MPS daemon: {error}\n  start one with \
-                 'nvidia-cuda-mps-control -d', or measure --slices {of} --processes 1 without"
+                "shares of a GPU and concurrent processes need an MPS daemon: {error}\n  start one \
+                 with 'nvidia-cuda-mps-control -d', or use --slices {of} --processes 1"
             )));
         }
-        // The process sees the GPUs that it was given, in that order; nvidia-smi sees all of them.
+        // CUDA numbers the visible GPUs, nvidia-smi all of them.
         let visible = std::env::var("CUDA_VISIBLE_DEVICES").unwrap_or_default();
         let place: Option<usize> = number.parse().ok();
         let named = place.and_then(|place| visible.split(',').nth(place)).map(str::trim);
         let gpu = named.filter(|name| !name.is_empty()).unwrap_or(number).to_string();
         nvidia::memory_used_mib(&gpu).map_err(Failure::failed)?;
-        Ok(Shares::Gpu { gpu, of, mps: mps.is_ok() })
+        Ok(SliceShares::Gpu { gpu, of, mps: mps.is_ok() })
     }
 
     /// Share of the device in percent.
     fn percent(&self, slice: u8) -> u32 {
-        let (Shares::Cores { of, .. } | Shares::Gpu { of, .. }) = self;
+        let (SliceShares::Cores { of, .. } | SliceShares::Gpu { of, .. }) = self;
         100 * u32::from(slice) / u32::from(*of)
     }
 
-    fn set(&self, command: &mut Command, args: &ProfileArgs, point: Point) {
+    fn set(&self, command: &mut Command, args: &ProfileArgs, point: GridPoint) {
         match self {
-            Shares::Cores { cores, of } => {
+            SliceShares::Cores { cores, of } => {
                 let all = cores * usize::from(point.slice) / usize::from(*of);
                 let threads = (all / point.processes as usize).max(1);
                 command.arg("--threads").arg(threads.to_string());
             }
-            Shares::Gpu { mps, .. } => {
+            SliceShares::Gpu { mps, .. } => {
                 if *mps {
-                    // All processes of a slice share all of its threads.
+                    // All processes of a slice share its threads.
                     let percent = self.percent(point.slice).max(1).to_string();
                     command.env("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent);
                 }
@@ -162,18 +164,18 @@ impl Shares {
         }
     }
 
-    /// Memory in use before any process is there; on the CPU processes count their own.
+    /// Memory in use before the processes start; on the CPU processes report their own.
     fn memory_before(&self) -> Result<u64, Failure> {
         match self {
-            Shares::Cores { .. } => Ok(0),
-            Shares::Gpu { gpu, .. } => nvidia::memory_used_mib(gpu).map_err(Failure::failed),
+            SliceShares::Cores { .. } => Ok(0),
+            SliceShares::Gpu { gpu, .. } => nvidia::memory_used_mib(gpu).map_err(Failure::failed),
         }
     }
 
     fn memory_bytes(&self, before: u64, reports: &[MemberReport]) -> Result<u64, Failure> {
         match self {
-            Shares::Cores { .. } => Ok(reports.iter().map(|one| one.peak_bytes).sum()),
-            Shares::Gpu { gpu, .. } => {
+            SliceShares::Cores { .. } => Ok(reports.iter().map(|one| one.peak_bytes).sum()),
+            SliceShares::Gpu { gpu, .. } => {
                 let now = nvidia::memory_used_mib(gpu).map_err(Failure::failed)?;
                 Ok(now.saturating_sub(before) * MIB)
             }
@@ -182,13 +184,17 @@ impl Shares {
 }
 
 /// A process of a point.
-struct Member {
+struct GridProcess {
     child: Child,
     lines: Receiver<String>,
 }
 
-impl Member {
-    fn start(args: &ProfileArgs, shares: &Shares, point: Point) -> Result<Member, Failure> {
+impl GridProcess {
+    fn start(
+        args: &ProfileArgs,
+        shares: &SliceShares,
+        point: GridPoint,
+    ) -> Result<GridProcess, Failure> {
         let program = std::env::current_exe().map_err(Failure::failed)?;
         let mut command = Command::new(program);
         command.args(["--log", "warn", "profile"]).arg(&args.model);
@@ -217,14 +223,14 @@ impl Member {
                 }
             }
         });
-        Ok(Member { child, lines })
+        Ok(GridProcess { child, lines })
     }
 
     fn line(&mut self, within: Duration) -> Result<String, Failure> {
         match self.lines.recv_timeout(within) {
             Ok(line) => Ok(line),
             Err(_) => {
-                // Whether it ended or hangs: it is of no use any more. Its own words went to standard error.
+                // It ended or hangs. Its messages went to standard error.
                 let _ = self.child.kill();
                 Err(Failure::failed("a process ended or took too long"))
             }
@@ -238,35 +244,36 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for GridProcess {
     fn drop(&mut self) {
-        // Ended already, or no longer wanted.
+        // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-fn measure(args: &ProfileArgs, shares: &Shares, point: Point) -> Result<Row, Failure> {
+fn measure(args: &ProfileArgs, shares: &SliceShares, point: GridPoint) -> Result<GridRow, Failure> {
     let before = shares.memory_before()?;
-    let start = |_| Member::start(args, shares, point);
-    let mut members: Vec<Member> = (0..point.processes).map(start).collect::<Result<_, _>>()?;
+    let start = |_| GridProcess::start(args, shares, point);
+    let mut processes: Vec<GridProcess> =
+        (0..point.processes).map(start).collect::<Result<_, _>>()?;
     let ready_within = Duration::from_secs(args.start_timeout_secs);
-    for member in &mut members {
+    for member in &mut processes {
         let line = member.line(ready_within)?;
         if line != READY {
-            return Err(Failure::failed(format!("a process said '{line}' before it was ready")));
+            return Err(Failure::failed(format!("a process wrote '{line}' before it was ready")));
         }
     }
-    members.iter_mut().try_for_each(Member::go)?;
-    let within = Duration::from_secs_f64(args.seconds) + REPORT_WITHIN;
+    processes.iter_mut().try_for_each(GridProcess::go)?;
+    let within = Duration::from_secs_f64(args.seconds) + REPORT_TIMEOUT;
     let mut reports = Vec::new();
-    for member in &mut members {
+    for member in &mut processes {
         let line = member.line(within)?;
         let report: MemberReport = serde_json::from_str(&line).map_err(Failure::failed)?;
         reports.push(report);
     }
-    // The processes stay until they are told to go, so all of their memory is still there.
+    // The processes wait until they are killed, so their memory is still in use.
     let memory_bytes = shares.memory_bytes(before, &reports)?;
-    Row::measured(point, shares.percent(point.slice), &reports, memory_bytes)
+    GridRow::measured(point, shares.percent(point.slice), &reports, memory_bytes)
         .map_err(Failure::failed)
 }

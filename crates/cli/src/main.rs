@@ -1,56 +1,46 @@
-//! The `atoll` binary: puts the parts together, and nothing else.
+//! The `atoll` binary: parses arguments and runs commands.
 
 mod apply_command;
 mod args;
-mod batching_command;
-mod bench_command;
-mod big_model;
-mod binding;
 mod check_command;
 mod cluster_args;
 mod cluster_command;
 mod conformance_command;
 mod demo_command;
-mod devices;
-mod disb_command;
-mod engine;
-mod failure;
-mod frontend_bench;
+mod deprecated_env;
 mod grid;
-mod lane;
-mod loader;
-mod memory_arg;
+mod listen;
 mod models_command;
 mod npy;
 mod nvidia;
-mod padding_command;
 mod plan_command;
 mod popularity;
-mod preempt_command;
 mod profile_command;
 mod run_command;
 mod serve_command;
-mod server_bench;
+mod shutdown_signal;
 mod sim_command;
-mod soak;
-mod swap_command;
-mod testbed;
 
+use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser};
+use assembly::Failure;
+use benchmarks::ServeSettings;
+use clap::{CommandFactory, FromArgMatches};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::prelude::*;
 
 use crate::args::{Cli, Command};
-use crate::failure::Failure;
+use crate::deprecated_env::DeprecatedValues;
 
 fn main() -> ExitCode {
     cuda::tune_allocator();
-    end_quietly_without_a_reader();
-    let cli = Cli::parse();
-    let code = match start_logging(&cli).and_then(|()| run(cli.command)) {
+    exit_without_error_on_closed_stdout();
+    let deprecated = deprecated_env::read();
+    let cli = parse(std::env::args_os(), &deprecated).unwrap_or_else(|err| err.exit());
+    let started = start_logging(&cli).map(|()| deprecated_env::warn(&deprecated));
+    let code = match started.and_then(|()| run(cli.command)) {
         Ok(()) => 0,
         Err(failure) => failure.report(),
     };
@@ -58,13 +48,21 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Whoever reads the answer may have seen enough (`atoll plan ... | head`): what is printed after that is nobody's, and no defect.
-fn end_quietly_without_a_reader() {
+fn parse(
+    arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+    deprecated: &DeprecatedValues,
+) -> Result<Cli, clap::Error> {
+    let command = deprecated_env::apply(Cli::command(), deprecated);
+    Cli::from_arg_matches(&command.try_get_matches_from(arguments)?)
+}
+
+/// Exits without error when the reader of standard output is gone, as in `atoll plan ... | head`.
+fn exit_without_error_on_closed_stdout() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        let said = panic.payload_as_str().unwrap_or_default();
-        if said.starts_with("failed printing to stdout")
-            || said.starts_with("failed to write completion")
+        let message = panic.payload_as_str().unwrap_or_default();
+        if message.starts_with("failed printing to stdout")
+            || message.starts_with("failed to write completion")
         {
             std::process::exit(0);
         }
@@ -79,10 +77,11 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Profile(args) => profile_command::run(&args),
         Command::Conformance(args) => conformance_command::run(&args),
         Command::Models(args) => models_command::run(&args),
+        Command::Serve(args) if args.cluster => cluster_command::serve_all(&args),
         Command::Serve(args) => serve_command::run(&args),
         Command::Demo(args) => demo_command::run(&args),
         Command::Sim(args) => sim_command::run(&args),
-        Command::Bench(args) => bench_command::run(&args),
+        Command::Bench(args) => benchmarks::run(&args, parse_serve_arguments),
         Command::Plan(args) => plan_command::run(&args),
         Command::Apply(args) => apply_command::run(&args),
         Command::Cluster(args) => cluster_command::run(&args.role),
@@ -93,7 +92,20 @@ fn run(command: Command) -> Result<(), Failure> {
     }
 }
 
-/// Logs go to standard error, so that standard output stays the command's answer.
+/// Parses arguments of `atoll serve`, for the benchmark that compares a server with its engine.
+fn parse_serve_arguments(arguments: &[String]) -> Result<ServeSettings, Failure> {
+    let command = std::iter::once("atoll".to_string()).chain(arguments.iter().cloned());
+    match parse(command, &deprecated_env::read()).map_err(Failure::usage)?.command {
+        Command::Serve(args) if !args.cluster => Ok(ServeSettings {
+            node: serve_command::node_options(&args),
+            device: args.device,
+            gpu_memory: args.gpu_memory,
+        }),
+        _ => Err(Failure::usage("arguments after -- are those of one server, without --cluster")),
+    }
+}
+
+/// Logs to standard error, so that standard output has only the command's result.
 fn start_logging(cli: &Cli) -> Result<(), Failure> {
     let filter: Targets =
         cli.log.parse().map_err(|err| Failure::usage(format!("--log {}: {err}", cli.log)))?;
@@ -114,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn arguments_are_consistent() {
         Cli::command().debug_assert();
     }
 }

@@ -1,7 +1,8 @@
-//! `atoll models`: what is there to serve.
+//! `atoll models`: lists the models of repositories and of the registry.
 
 use std::path::Path;
 
+use assembly::Failure;
 use base::Bytes;
 use model::config::Class;
 use model::repository::Repository;
@@ -9,10 +10,9 @@ use model::store::Store;
 use serde::Serialize;
 
 use crate::args::ModelsArgs;
-use crate::failure::Failure;
 
 #[derive(Debug, Serialize)]
-struct Row {
+struct ModelRow {
     name: String,
     version: u64,
     source: &'static str,
@@ -46,11 +46,11 @@ pub(crate) fn run(args: &ModelsArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-fn repository_rows(path: &Path) -> Result<Vec<Row>, Failure> {
+fn repository_rows(path: &Path) -> Result<Vec<ModelRow>, Failure> {
     let entries = Repository::open(path).and_then(|r| r.list()).map_err(Failure::failed)?;
     let row = |entry: model::repository::RepositoryEntry| {
         let config = entry.config();
-        Row {
+        ModelRow {
             size_bytes: std::fs::metadata(&entry.path).map_or(0, |metadata| metadata.len()),
             source: "repository",
             class: config.as_ref().ok().map(|config| config.class),
@@ -63,10 +63,10 @@ fn repository_rows(path: &Path) -> Result<Vec<Row>, Failure> {
     Ok(entries.into_iter().map(row).collect())
 }
 
-fn registry_rows(folder: &Path) -> Result<Vec<Row>, Failure> {
+fn registry_rows(folder: &Path) -> Result<Vec<ModelRow>, Failure> {
     let store = open_existing(folder)?;
     let manifests = store.list().map_err(Failure::failed)?;
-    let row = |manifest: model::store::Manifest| Row {
+    let row = |manifest: model::store::Manifest| ModelRow {
         path: store.path_of(&manifest).display().to_string(),
         source: "registry",
         size_bytes: manifest.size_bytes,
@@ -78,7 +78,7 @@ fn registry_rows(folder: &Path) -> Result<Vec<Row>, Failure> {
     Ok(manifests.into_iter().map(row).collect())
 }
 
-/// Looking must not make an empty registry out of a misspelt path.
+/// Does not create a registry, so that a misspelt path is an error.
 fn open_existing(folder: &Path) -> Result<Store, Failure> {
     if !folder.join("registry.redb").is_file() {
         return Err(Failure::failed(format!("{} holds no registry", folder.display())));
@@ -97,7 +97,7 @@ fn remove(target: &str, folder: &Path) -> Result<(), Failure> {
     Err(Failure::failed(format!("{name} version {version} is not registered")))
 }
 
-fn print(rows: &[Row]) {
+fn print(rows: &[ModelRow]) {
     let width = rows.iter().map(|row| row.name.len()).max().unwrap_or(0).max(5);
     println!("{:<width$}  version  class  {:>10}  source", "model", "size");
     for row in rows {

@@ -1,4 +1,4 @@
-//! NumPy's `.npy` files, as far as tensors need them.
+//! Reads and writes NumPy's `.npy` files.
 
 use std::path::Path;
 
@@ -79,7 +79,7 @@ fn encode(tensor: &Tensor) -> Result<Vec<u8>, String> {
     let raw = tensor.raw().ok_or("strings have no .npy form")?;
     let dims: String = tensor.shape().iter().map(|dim| format!("{dim},")).collect();
     let mut header = format!("{{'descr': '{name}', 'fortran_order': False, 'shape': ({dims}), }}");
-    // The format wants the data to start at a multiple of 64.
+    // The format requires that data starts at a multiple of 64.
     let padding = 63 - (MAGIC.len() + 4 + header.len()) % 64;
     header.push_str(&" ".repeat(padding));
     header.push('\n');

@@ -1,4 +1,4 @@
-//! NVIDIA's tools: what is asked of them and how their answers read.
+//! NVIDIA's command line tools: runs them and parses their output.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -11,21 +11,21 @@ use planner::GpuKind;
 use planner::apply::SliceLocation;
 
 /// Resetting a GPU for MIG takes tens of seconds.
-const ANSWER_WITHIN: Duration = Duration::from_secs(180);
-/// How much less memory a tool may report than the GPU's name says.
+const TOOL_TIMEOUT: Duration = Duration::from_secs(180);
+/// Ratio of the memory that a tool reports to that in the GPU's name, at least.
 const MEMORY_SHARE: f64 = 0.85;
 
-/// The tools, looked for on PATH.
-pub(crate) struct Tools;
+/// The tools, found on PATH.
+pub(crate) struct NvidiaTools;
 
-/// A GPU as `nvidia-smi` has it.
+/// A GPU as `nvidia-smi` reports it.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Gpu {
+pub(crate) struct GpuInfo {
     pub(crate) index: u32,
     pub(crate) uuid: String,
     pub(crate) name: String,
     pub(crate) memory_mib: u64,
-    /// `Enabled`, `Disabled`, or `[N/A]` where there is no MIG.
+    /// `Enabled`, `Disabled`, or `[N/A]` without MIG.
     pub(crate) mig_mode: String,
     /// Identifiers of its MIG devices.
     pub(crate) mig_devices: Vec<String>,
@@ -33,22 +33,22 @@ pub(crate) struct Gpu {
 
 /// A process that computes on a GPU.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Running {
+pub(crate) struct GpuProcess {
     pub(crate) uuid: String,
     pub(crate) pid: String,
     pub(crate) name: String,
 }
 
-/// The machine before anything is done to it.
-pub(crate) struct Machine {
-    pub(crate) gpus: Vec<Gpu>,
-    pub(crate) running: Vec<Running>,
-    /// Identifiers of the slices made since, by place.
+/// The machine before anything is changed.
+pub(crate) struct MachineState {
+    pub(crate) gpus: Vec<GpuInfo>,
+    pub(crate) running: Vec<GpuProcess>,
+    /// Identifiers of the slices created since, by location.
     pub(crate) uuids: BTreeMap<String, String>,
 }
 
-impl Machine {
-    fn gpu(&self, index: u32) -> Option<&Gpu> {
+impl MachineState {
+    fn gpu(&self, index: u32) -> Option<&GpuInfo> {
         self.gpus.iter().find(|gpu| gpu.index == index)
     }
 
@@ -56,19 +56,19 @@ impl Machine {
         self.gpu(index).is_some_and(|gpu| gpu.mig_mode == "Enabled")
     }
 
-    /// Whether a GPU is of the plan's kind and nothing runs on it; why not, otherwise.
+    /// Whether a GPU is of the plan's kind and idle; otherwise why not.
     pub(crate) fn may_touch(&self, index: u32, kind: &GpuKind, mig: bool) -> Result<(), String> {
         let gpu = self.gpu(index).ok_or_else(|| format!("nvidia-smi knows no gpu {index}"))?;
-        let Gpu { name, memory_mib, .. } = gpu;
+        let GpuInfo { name, memory_mib, .. } = gpu;
         if !is_of_kind(gpu, kind) {
             let kind = kind.name;
             return Err(format!(
                 "gpu {index} is a {name} with {memory_mib} MiB; the plan is for {kind}"
             ));
         }
-        let here = |one: &&Running| one.uuid == gpu.uuid || gpu.mig_devices.contains(&one.uuid);
+        let here = |one: &&GpuProcess| one.uuid == gpu.uuid || gpu.mig_devices.contains(&one.uuid);
         if let Some(one) = self.running.iter().find(here) {
-            let Running { pid, name, .. } = one;
+            let GpuProcess { pid, name, .. } = one;
             return Err(format!("gpu {index} has running work: process {pid} ({name})"));
         }
         match gpu.mig_mode.as_str() {
@@ -90,18 +90,18 @@ impl Machine {
         Ok(())
     }
 
-    /// The identifier of a place that processes are started with.
-    pub(crate) fn uuid_of(&self, place: SliceLocation) -> Result<String, String> {
-        let found = match place.start {
-            Some(_) => self.uuids.get(&place.to_string()).cloned(),
-            None => self.gpu(place.gpu).map(|gpu| gpu.uuid.clone()),
+    /// The identifier of a GPU or slice, for starting processes on it.
+    pub(crate) fn uuid_of(&self, location: SliceLocation) -> Result<String, String> {
+        let found = match location.start {
+            Some(_) => self.uuids.get(&location.to_string()).cloned(),
+            None => self.gpu(location.gpu).map(|gpu| gpu.uuid.clone()),
         };
-        found.ok_or_else(|| format!("{place} has no identifier"))
+        found.ok_or_else(|| format!("{location} has no identifier"))
     }
 }
 
-/// Kinds are named like `a100-80gb`; tools say `NVIDIA A100-SXM4-80GB` and a little less memory.
-fn is_of_kind(gpu: &Gpu, kind: &GpuKind) -> bool {
+/// Kinds are named like `a100-80gb`; tools report `NVIDIA A100-SXM4-80GB` and a little less memory.
+fn is_of_kind(gpu: &GpuInfo, kind: &GpuKind) -> bool {
     let (family, memory) = kind.name.split_once('-').unwrap_or((kind.name, "0gb"));
     let memory_gb: f64 = memory.trim_end_matches("gb").parse().unwrap_or(0.0);
     let memory_mib = gpu.memory_mib as f64;
@@ -109,8 +109,8 @@ fn is_of_kind(gpu: &Gpu, kind: &GpuKind) -> bool {
         && (memory_gb * 1024.0 * MEMORY_SHARE..memory_gb * 1024.0 * 1.1).contains(&memory_mib)
 }
 
-impl Tools {
-    pub(crate) fn inspect(&self) -> Result<Machine, String> {
+impl NvidiaTools {
+    pub(crate) fn inspect(&self) -> Result<MachineState, String> {
         let query = "--query-gpu=index,uuid,name,memory.total,mig.mode.current";
         let mut gpus = parse_gpus(&smi(&[query, "--format=csv,noheader,nounits"])?)?;
         let listed = parse_list(&smi(&["-L"])?);
@@ -119,24 +119,24 @@ impl Tools {
         }
         let query = "--query-compute-apps=gpu_uuid,pid,process_name";
         let running = parse_running(&smi(&[query, "--format=csv,noheader"])?)?;
-        Ok(Machine { gpus, running, uuids: BTreeMap::new() })
+        Ok(MachineState { gpus, running, uuids: BTreeMap::new() })
     }
 
-    /// Turns MIG on, and makes sure that it is: some GPUs want a reset first.
+    /// Enables MIG and checks that it is enabled: some GPUs need a reset first.
     pub(crate) fn enable_mig(&self, gpu: u32) -> Result<(), String> {
         let index = gpu.to_string();
-        let said = smi(&["-i", &index, "-mig", "1"])?;
+        let output = smi(&["-i", &index, "-mig", "1"])?;
         let mode = smi(&["-i", &index, "--query-gpu=mig.mode.current", "--format=csv,noheader"])?;
         if mode.trim() == "Enabled" {
             return Ok(());
         }
-        // What is pending must not stay behind.
+        // Reverts the pending mode.
         let back = self.disable_mig(gpu).err();
         let back = back.map(|error| format!("; {error}")).unwrap_or_default();
         Err(format!(
-            "gpu {gpu}: MIG mode is '{}' after turning it on; nvidia-smi said: {}{back}",
+            "gpu {gpu}: MIG mode is '{}' after turning it on; nvidia-smi printed: {}{back}",
             mode.trim(),
-            said.trim()
+            output.trim()
         ))
     }
 
@@ -144,7 +144,8 @@ impl Tools {
         smi(&["-i", &gpu.to_string(), "-mig", "0"]).map(drop)
     }
 
-    /// Makes a GPU instance with its compute instance; gives its number and the identifier of the MIG device.
+    /// Creates a GPU instance with its compute instance; returns its number and the identifier of
+    /// the MIG device.
     pub(crate) fn create_slice(
         &self,
         gpu: u32,
@@ -153,9 +154,12 @@ impl Tools {
     ) -> Result<(u32, String), String> {
         let before = parse_list(&smi(&["-L"])?).remove(&gpu).unwrap_or_default();
         let (index, place) = (gpu.to_string(), format!("{profile_id}:{start}"));
-        let said = smi(&["mig", "-i", &index, "-cgi", &place, "-C"])?;
-        let instance = parse_created(&said).ok_or_else(|| {
-            format!("gpu {gpu}: cannot read what nvidia-smi said of {place}: {}", said.trim())
+        let output = smi(&["mig", "-i", &index, "-cgi", &place, "-C"])?;
+        let instance = parse_created(&output).ok_or_else(|| {
+            format!(
+                "gpu {gpu}: cannot read the output of nvidia-smi for {place}: {}",
+                output.trim()
+            )
         })?;
         let found = smi(&["-L"]).and_then(|list| {
             let after = parse_list(&list).remove(&gpu).unwrap_or_default();
@@ -180,7 +184,7 @@ impl Tools {
         smi(&["mig", "-i", &gpu, "-dgi", "-gi", &instance]).map(drop)
     }
 
-    /// Starts a daemon for one device, and asks it whether it lives.
+    /// Starts an MPS daemon for one device, and checks that it replies.
     pub(crate) fn start_daemon(&self, uuid: &str, folder: &Path) -> Result<(), String> {
         std::fs::create_dir_all(folder)
             .map_err(|error| format!("{}: {error}", folder.display()))?;
@@ -190,7 +194,7 @@ impl Tools {
         let mut command = Command::new(MPS);
         command.arg("-d").env("CUDA_VISIBLE_DEVICES", uuid);
         output(mps_folders(&mut command, folder), None)?;
-        if let Err(error) = self.ask_daemon(folder, "get_server_list") {
+        if let Err(error) = self.send_to_daemon(folder, "get_server_list") {
             let back = self.stop_daemon(folder).err();
             return Err(back.map_or(error.clone(), |back| format!("{error}; {back}")));
         }
@@ -198,8 +202,8 @@ impl Tools {
     }
 
     pub(crate) fn stop_daemon(&self, folder: &Path) -> Result<(), String> {
-        self.ask_daemon(folder, "quit")?;
-        // The daemon removes its pipe; where it could not, nobody listens on it any more.
+        self.send_to_daemon(folder, "quit")?;
+        // The daemon removes its pipe; if it could not, the pipe is unused.
         match std::fs::remove_file(folder.join("control")) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 Err(format!("{}: {error}", folder.display()))
@@ -208,7 +212,7 @@ impl Tools {
         }
     }
 
-    fn ask_daemon(&self, folder: &Path, what: &'static str) -> Result<(), String> {
+    fn send_to_daemon(&self, folder: &Path, what: &'static str) -> Result<(), String> {
         output(mps_folders(&mut Command::new(MPS), folder), Some(what)).map(drop)
     }
 }
@@ -219,22 +223,22 @@ fn mps_folders<'c>(command: &'c mut Command, folder: &Path) -> &'c mut Command {
     command.env("CUDA_MPS_PIPE_DIRECTORY", folder).env("CUDA_MPS_LOG_DIRECTORY", folder)
 }
 
-/// Whether an MPS daemon answers where this process's environment says it is; children inherit that.
-pub(crate) fn daemon_answers() -> Result<(), String> {
+/// Whether an MPS daemon replies where this process's environment names one; children inherit that.
+pub(crate) fn daemon_replies() -> Result<(), String> {
     output(&mut Command::new(MPS), Some("get_server_list")).map(drop)
 }
 
 /// Memory in use on a GPU, given by number or identifier.
 pub(crate) fn memory_used_mib(gpu: &str) -> Result<u64, String> {
-    let said = smi(&["-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"])?;
-    said.trim().parse().map_err(|_| format!("cannot read nvidia-smi's '{}'", said.trim()))
+    let output = smi(&["-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"])?;
+    output.trim().parse().map_err(|_| format!("cannot read nvidia-smi's '{}'", output.trim()))
 }
 
 fn smi(arguments: &[&str]) -> Result<String, String> {
     output(Command::new("nvidia-smi").args(arguments), None)
 }
 
-/// Runs a tool and gives what it said; not forever.
+/// Runs a tool with a timeout and returns its output.
 fn output(command: &mut Command, input: Option<&'static str>) -> Result<String, String> {
     let arguments: Vec<_> = command.get_args().map(|one| one.to_string_lossy()).collect();
     let name = command.get_program().to_string_lossy().into_owned();
@@ -245,28 +249,28 @@ fn output(command: &mut Command, input: Option<&'static str>) -> Result<String, 
     let (sender, receiver) = mpsc::sync_channel(1);
     std::thread::spawn(move || {
         if let (Some(text), Some(mut pipe)) = (input, child.stdin.take()) {
-            // A tool that does not read answers all the same.
+            // A tool that does not read its input still replies.
             let _ = writeln!(pipe, "{text}");
         }
         let _ = sender.send(child.wait_with_output());
     });
-    let answer = receiver.recv_timeout(ANSWER_WITHIN);
-    let answer = answer.map_err(|_| format!("'{what}' did not answer within {ANSWER_WITHIN:?}"))?;
-    let Output { status, stdout, stderr } = answer.map_err(|error| format!("{what}: {error}"))?;
+    let result = receiver.recv_timeout(TOOL_TIMEOUT);
+    let result = result.map_err(|_| format!("'{what}' did not end within {TOOL_TIMEOUT:?}"))?;
+    let Output { status, stdout, stderr } = result.map_err(|error| format!("{what}: {error}"))?;
     let text = String::from_utf8_lossy(&stdout).into_owned();
     if status.success() {
         return Ok(text);
     }
     let error = String::from_utf8_lossy(&stderr);
-    let said = [text.trim(), error.trim()].join(" ");
-    Err(format!("'{what}' failed ({status}): {}", said.trim()))
+    let output = [text.trim(), error.trim()].join(" ");
+    Err(format!("'{what}' failed ({status}): {}", output.trim()))
 }
 
-fn parse_gpus(text: &str) -> Result<Vec<Gpu>, String> {
+fn parse_gpus(text: &str) -> Result<Vec<GpuInfo>, String> {
     let gpu = |line: &str| {
         let cells: Vec<&str> = line.split(',').map(str::trim).collect();
         let [index, uuid, name, memory, mode] = cells[..] else { return None };
-        Some(Gpu {
+        Some(GpuInfo {
             index: index.parse().ok()?,
             uuid: uuid.to_string(),
             name: name.to_string(),
@@ -281,8 +285,8 @@ fn parse_gpus(text: &str) -> Result<Vec<Gpu>, String> {
         .collect()
 }
 
-/// MIG devices of each GPU in `nvidia-smi -L`: lines `GPU 0: NAME (UUID: GPU-...)`, and under each lines
-/// `  MIG 3g.40gb     Device  0: (UUID: MIG-...)`.
+/// MIG devices of each GPU in `nvidia-smi -L`: lines `GPU 0: NAME (UUID: GPU-...)`, and under each
+/// lines `  MIG 3g.40gb     Device  0: (UUID: MIG-...)`.
 fn parse_list(text: &str) -> BTreeMap<u32, Vec<String>> {
     let mut devices: BTreeMap<u32, Vec<String>> = BTreeMap::new();
     let mut now = None;
@@ -299,19 +303,19 @@ fn parse_list(text: &str) -> BTreeMap<u32, Vec<String>> {
     devices
 }
 
-fn parse_running(text: &str) -> Result<Vec<Running>, String> {
+fn parse_running(text: &str) -> Result<Vec<GpuProcess>, String> {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
     let running = |line: &str| {
         let mut cells = line.splitn(3, ',').map(|cell| cell.trim().to_string());
         let (Some(uuid), Some(pid), Some(name)) = (cells.next(), cells.next(), cells.next()) else {
             return Err(format!("cannot read nvidia-smi's line '{line}'"));
         };
-        Ok(Running { uuid, pid, name })
+        Ok(GpuProcess { uuid, pid, name })
     };
     lines.map(running).collect()
 }
 
-/// The number in `Successfully created GPU instance ID  1 on GPU  0 using profile MIG 3g.40gb (ID  9)`.
+/// The number in `Successfully created GPU instance ID  1 on GPU  0 using profile ...`.
 fn parse_created(text: &str) -> Option<u32> {
     let (_, rest) = text.split_once("created GPU instance ID")?;
     rest.split_whitespace().next()?.parse().ok()
@@ -322,19 +326,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_read() {
-        let text = "0, GPU-aa, NVIDIA A100-SXM4-80GB, 81920, Disabled\n1, GPU-bb, NVIDIA H200, 143771, [N/A]\n";
+    fn tool_output_is_parsed() {
+        let text = "0, GPU-aa, NVIDIA A100-SXM4-80GB, 81920, Disabled\n1, GPU-bb, NVIDIA H200, \
+            143771, [N/A]\n";
         let gpus = parse_gpus(text).unwrap();
         assert_eq!((gpus.len(), gpus[1].memory_mib), (2, 143_771));
         assert!(is_of_kind(&gpus[0], GpuKind::find("a100-80gb").unwrap()));
         assert!(!is_of_kind(&gpus[0], GpuKind::find("a100-40gb").unwrap()));
         assert!(is_of_kind(&gpus[1], GpuKind::find("h200-141gb").unwrap()));
         assert!(parse_gpus("No devices were found\n").unwrap_err().contains("No devices"));
-        let list = "GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aa)\n  MIG 3g.40gb     Device  0: (UUID: MIG-11)\n\
+        let list = "GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aa)\n  MIG 3g.40gb     Device  0: \
+            (UUID: MIG-11)\n\
                     GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-bb)\n";
         assert_eq!(parse_list(list), BTreeMap::from([(0, vec!["MIG-11".to_string()])]));
-        let created = "Successfully created GPU instance ID  2 on GPU  0 using profile MIG 3g.40gb (ID  9)\n\
-                       Successfully created compute instance ID  0 on GPU  0 GPU instance ID  2 using profile MIG 3g.40gb (ID  2)\n";
+        let created = "Successfully created GPU instance ID  2 on GPU  0 using profile MIG \
+            3g.40gb (ID  9)\n\
+                       Successfully created compute instance ID  0 on GPU  0 GPU instance ID  2 \
+                       using profile MIG 3g.40gb (ID  2)\n";
         assert_eq!(parse_created(created), Some(2));
         assert_eq!(parse_created("Unable to create a GPU instance"), None);
     }

@@ -1,10 +1,11 @@
-//! `atoll plan`: how few GPUs, in which slices, and how to get there.
+//! `atoll plan`: the fewest GPUs, their slices, and the steps from the current plan.
 
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use assembly::{Failure, read_file, write_file};
 use base::MonotonicClock;
 use indicatif::ProgressBar;
 use planner::plan::GpuFile;
@@ -17,18 +18,17 @@ use planner::{
 use serde::{Deserialize, Serialize};
 
 use crate::args::PlanArgs;
-use crate::failure::Failure;
 
-/// Faults that are named one by one.
+/// Max faults that a message lists.
 const FAULTS_MAX: usize = 10;
 
-/// Exit code of a command ended by Ctrl-C, as shells have it.
+/// Exit code after Ctrl-C, as in shells.
 const INTERRUPTED: i32 = 130;
 
-/// Names that a message lists.
+/// Max names that a message lists.
 const NAMED_MAX: usize = 12;
 
-/// The services file. A key that is not known is more likely a slip than meant to be ignored.
+/// The services file. An unknown key is refused, because it is likely a typing error.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ServicesFile {
@@ -70,8 +70,8 @@ pub(crate) struct PlanFile {
     pub(crate) plan: Vec<GpuFile>,
 }
 
-/// A plan with all that is said about it.
-struct Outcome {
+/// A plan and what is reported about it.
+struct PlanOutcome {
     problem: Problem,
     faults: Vec<PlanError>,
     answer: PlannerOutput,
@@ -81,7 +81,7 @@ struct Outcome {
 /// Runs the command.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let outcome = solve(args)?;
-    let Outcome { problem, answer, .. } = &outcome;
+    let PlanOutcome { problem, answer, .. } = &outcome;
     let plan = &answer.solution.plan;
     if !matches!(args.algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike) {
         let violations = check(problem, plan);
@@ -90,10 +90,10 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
         }
     }
     if let Some(path) = &args.svg {
-        write(path, &render::svg(problem, plan))?;
+        write_file(path, &render::svg(problem, plan))?;
     }
     if let Some(path) = &args.mig_parted {
-        write(path, &render::mig_parted(problem, plan))?;
+        write_file(path, &render::mig_parted(problem, plan))?;
     }
     if args.json {
         return print_json(&outcome);
@@ -101,7 +101,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     print_text(args, &outcome)
 }
 
-fn solve(args: &PlanArgs) -> Result<Outcome, Failure> {
+fn solve(args: &PlanArgs) -> Result<PlanOutcome, Failure> {
     let (problem, faults) = problem(args)?;
     let stop = stop_on_interrupt();
     let bar = match std::io::stderr().is_terminal() && !args.json {
@@ -126,15 +126,16 @@ fn solve(args: &PlanArgs) -> Result<Outcome, Failure> {
         }
     };
     bar.finish_and_clear();
-    Ok(Outcome { problem, faults, answer, steps })
+    Ok(PlanOutcome { problem, faults, answer, steps })
 }
 
 fn services(path: &Path) -> Result<Vec<Service>, Failure> {
-    let file: ServicesFile = toml::from_str(&read(path)?)
+    let file: ServicesFile = toml::from_str(&read_file(path)?)
         .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
     if file.service.is_empty() {
         return Err(Failure::failed(format!(
-            "{}: there are no services to plan; each is a [[service]] table with name, model, rate and slo_ms",
+            "{}: there are no services to plan; each is a [[service]] table with name, model, \
+             rate and slo_ms",
             path.display()
         )));
     }
@@ -152,13 +153,13 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
     }
     let gpu = GpuKind::find(&args.gpu).map_err(Failure::usage)?;
     let services = services(&args.services)?;
-    let text = read(&args.profiles)?;
+    let text = read_file(&args.profiles)?;
     let named = |error: String| Failure::failed(format!("{}: {error}", args.profiles.display()));
     let profiles = match args.profiles.extension().is_some_and(|name| name == "json") {
         true => serde_json::from_str(&text).map_err(|error| named(error.to_string()))?,
         false => Profiles::from_csv(&text).map_err(|error| named(error.to_string()))?,
     };
-    // Squishy packing is nothing but sharing.
+    // Squishy packing always shares.
     let shares = args.sharing == "time" || args.algorithm == Algorithm::Squishy;
     let rules = PlanRules {
         sharing: if shares { Sharing::Time } else { Sharing::None },
@@ -181,7 +182,7 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
         return Err(Failure::failed(lines.join("\n  ")));
     }
     let (rest, faults) = problem.without_faults().map_err(Failure::failed)?;
-    faults.iter().for_each(|fault| tracing::warn!("left out: {fault}"));
+    faults.iter().for_each(|fault| tracing::warn!(%fault, "service skipped"));
     Ok((rest, faults))
 }
 
@@ -190,7 +191,7 @@ fn from_current(
     path: &Path,
     control: &mut SearchControl<'_>,
 ) -> Result<(PlannerOutput, Vec<TransitionStep>), Failure> {
-    let file: PlanFile = serde_json::from_str(&read(path)?).map_err(|error| {
+    let file: PlanFile = serde_json::from_str(&read_file(path)?).map_err(|error| {
         let path = path.display();
         Failure::failed(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
     })?;
@@ -209,8 +210,8 @@ fn from_current(
     Ok((PlannerOutput { gpus, solution }, steps))
 }
 
-fn print_json(outcome: &Outcome) -> Result<(), Failure> {
-    let Outcome { problem, faults, answer, steps } = outcome;
+fn print_json(outcome: &PlanOutcome) -> Result<(), Failure> {
+    let PlanOutcome { problem, faults, answer, steps } = outcome;
     let lines = steps.as_ref().map(|steps| render::steps(problem, steps)).unwrap_or_default();
     let file = PlanFile {
         gpu_kind: problem.gpu.name.to_string(),
@@ -227,8 +228,8 @@ fn print_json(outcome: &Outcome) -> Result<(), Failure> {
     Ok(())
 }
 
-fn print_text(args: &PlanArgs, outcome: &Outcome) -> Result<(), Failure> {
-    let Outcome { problem, answer, steps, .. } = outcome;
+fn print_text(args: &PlanArgs, outcome: &PlanOutcome) -> Result<(), Failure> {
+    let PlanOutcome { problem, answer, steps, .. } = outcome;
     let solution = &answer.solution;
     if let Some(name) = &args.explain {
         let found = problem.services.iter().position(|service| service.name == *name);
@@ -258,7 +259,7 @@ fn print_text(args: &PlanArgs, outcome: &Outcome) -> Result<(), Failure> {
     Ok(())
 }
 
-/// That a service is not in the plan, and which are.
+/// Message that a service is not in the plan, and which are.
 fn unknown(name: &str, problem: &Problem) -> String {
     let few: Vec<&str> =
         problem.services.iter().take(NAMED_MAX).map(|service| service.name.as_str()).collect();
@@ -269,8 +270,8 @@ fn unknown(name: &str, problem: &Problem) -> String {
     format!("no service '{name}' is planned; there are {}{more}", few.join(", "))
 }
 
-/// Set by Ctrl-C; the planner then ends with the best it has, and a second Ctrl-C ends it at once. Without a handler the
-/// search runs to its end.
+/// Set by Ctrl-C; the planner then returns the best plan so far, and a second Ctrl-C exits at once.
+/// Without a handler the search runs to its end.
 fn stop_on_interrupt() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
@@ -287,14 +288,4 @@ fn stop_on_interrupt() -> Arc<AtomicBool> {
         }
     });
     stop
-}
-
-fn read(path: &Path) -> Result<String, Failure> {
-    std::fs::read_to_string(path)
-        .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))
-}
-
-fn write(path: &Path, text: &str) -> Result<(), Failure> {
-    std::fs::write(path, text)
-        .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))
 }

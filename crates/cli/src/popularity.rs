@@ -1,15 +1,15 @@
-//! How much models are asked for, kept from one run of the server to the next: what was asked for most has its weights on the device
-//! first.
+//! Request counts of models, saved across runs of the server: models with the most requests are
+//! loaded first.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// The most models that are remembered.
-const MODELS_MOST: usize = 100_000;
+/// Max models that are saved.
+const MODELS_MAX: usize = 100_000;
 
-/// Counts by model, as they are on disk.
+/// Counts by model, as in the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Popularity {
     inferences: BTreeMap<String, u64>,
@@ -21,7 +21,7 @@ impl Popularity {
         folder.join("popularity.json")
     }
 
-    /// What `path` holds; nothing when there is none, or one that cannot be read, which is said.
+    /// Reads the file; empty if there is none, or if it cannot be read, which is logged.
     pub(crate) fn read(path: &Path) -> Popularity {
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
@@ -37,19 +37,19 @@ impl Popularity {
         })
     }
 
-    /// Models, most asked for first.
+    /// Models, those with the most requests first.
     pub(crate) fn order(&self) -> Vec<String> {
         let mut models: Vec<(&String, &u64)> = self.inferences.iter().collect();
         models.sort_by(|a, b| b.1.cmp(a.1).then(a.0.cmp(b.0)));
         models.into_iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// These counts of a run added to half of what was known before it, so that old favourites fade.
+    /// Adds the counts of a run to half of the old ones, so that old counts fade.
     pub(crate) fn after(&self, counts: impl IntoIterator<Item = (String, u64)>) -> Popularity {
         let mut inferences: BTreeMap<String, u64> =
             self.inferences.iter().map(|(name, count)| (name.clone(), count / 2)).collect();
         for (name, count) in counts {
-            if inferences.len() < MODELS_MOST || inferences.contains_key(&name) {
+            if inferences.len() < MODELS_MAX || inferences.contains_key(&name) {
                 *inferences.entry(name).or_default() += count;
             }
         }
@@ -57,7 +57,7 @@ impl Popularity {
         Popularity { inferences }
     }
 
-    /// Replaces the file as a whole.
+    /// Replaces the file atomically.
     pub(crate) fn write(&self, path: &Path) -> std::io::Result<()> {
         let text = serde_json::to_string_pretty(self)? + "\n";
         let fresh = path.with_extension("json.new");
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_asked_for_most_comes_first_and_fades() {
+    fn models_with_most_requests_come_first_and_old_counts_fade() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = Popularity::path(folder.path());
         assert_eq!(Popularity::read(&path), Popularity::default(), "none yet");

@@ -1,19 +1,22 @@
-//! `atoll profile`: how long a model's steps take on a GPU, in every variant, and which to take.
+//! `atoll profile`: times every variant of a model's steps on a GPU, and selects the fastest.
 
+use assembly::{
+    Failure,
+    sample_inputs::{self, Bindings},
+};
 use cuda::{ClassTiming, CudaDevice, PlanProfile, ProfileOptions, StepProfile};
 use indicatif::{ProgressBar, ProgressStyle};
 use model::{Dim, LaunchPlan};
 use serde::Serialize;
 
 use crate::args::ProfileArgs;
-use crate::binding::{self, Bindings};
-use crate::engine;
-use crate::failure::Failure;
 
-/// Bytes a second and operations a second that bound a step, measured on an H200 (see `crates/compiler/kernels/README.md`).
-const H200: Limits = Limits { bytes_per_us: 4.3e6, flops_per_us: 790e6, launch_us: 1.6 };
+/// Bytes and operations per microsecond that bound a step, measured on an H200 (see
+/// `crates/compiler/kernels/README.md`).
+const H200: RooflineLimits =
+    RooflineLimits { bytes_per_us: 4.3e6, flops_per_us: 790e6, launch_us: 1.6 };
 
-struct Limits {
+struct RooflineLimits {
     bytes_per_us: f64,
     flops_per_us: f64,
     launch_us: f64,
@@ -28,7 +31,7 @@ struct ProfileReport {
     plans: Vec<PlanReport>,
 }
 
-/// With `--classes`.
+/// The report of `--classes`.
 #[derive(Debug, Serialize)]
 struct ClassesReport {
     model: String,
@@ -49,7 +52,7 @@ struct PlanReport {
     latency_us: LatencyReport,
     /// The same graph without dependent launches.
     plain_latency_us: LatencyReport,
-    /// Real time and best effort in turns, with nothing to leave for.
+    /// Real time and best effort alternately, without preemption.
     classes: ClassReport,
     weight_bytes: u64,
     run_bytes: u64,
@@ -68,7 +71,7 @@ struct ClassReport {
     real_time_us: LatencyReport,
     best_effort_us: LatencyReport,
     best_effort_chains_us: LatencyReport,
-    /// Medians: what the kernels of best effort cost, and what they cost in the chains they are launched in.
+    /// Ratios of medians: best-effort kernels in one graph, and in the chains they are launched in.
     ratio: f64,
     chains_ratio: f64,
 }
@@ -104,12 +107,12 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
     if args.grid {
         return crate::grid::run(args);
     }
-    let device = engine::open_gpu(&args.device)?;
-    let bindings = binding::parse(&args.bind)?;
-    let plan = engine::compile_file(&args.model)
+    let device = assembly::open_gpu(&args.device)?;
+    let bindings = sample_inputs::parse_bindings(&args.bind)?;
+    let plan = assembly::compile_file(&args.model)
         .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
-    binding::check_known(&plan, &bindings)?;
-    let batch_symbol = batch_symbol(&plan);
+    sample_inputs::check_known(&plan, &bindings)?;
+    let batch_symbol = sample_inputs::batch_symbol(&plan);
     let batches = if batch_symbol.is_some() { args.batches.clone() } else { vec![1] };
     let sizes = batches.into_iter().map(|batch| {
         (batch, sizes_for(&plan, &bindings, batch_symbol.as_deref().map(|symbol| (symbol, batch))))
@@ -140,7 +143,7 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A size for every symbol: the batch's, what the user bound, or one.
+/// A size for every symbol: the batch, the user's binding, or 1.
 fn sizes_for(
     plan: &LaunchPlan,
     bindings: &Bindings,
@@ -166,7 +169,8 @@ fn compare_classes(
         let classes = class_report(timing.map_err(Failure::failed)?);
         if !args.json {
             println!(
-                "batch {batch:>3}: real time {:.1} us, best effort {:.1} us ({:+.1} %), in chains {:.1} us ({:+.1} %)",
+                "batch {batch:>3}: real time {:.1} us, best effort {:.1} us ({:+.1} %), \
+                 in chains {:.1} us ({:+.1} %)",
                 classes.real_time_us.p50,
                 classes.best_effort_us.p50,
                 (classes.ratio - 1.0) * 100.0,
@@ -202,15 +206,6 @@ fn profile(
     let profiled = device.profile(plan, sizes, options, &progress).map_err(Failure::failed);
     bar.finish_and_clear();
     profiled
-}
-
-/// The symbol of the first input's first dimension.
-pub(crate) fn batch_symbol(plan: &LaunchPlan) -> Option<String> {
-    let shape = plan.value(*plan.inputs.first()?).shape.as_ref()?;
-    match shape.first()? {
-        Dim::Symbol(name) => Some(name.clone()),
-        _ => None,
-    }
 }
 
 /// The symbols of the inputs' dimensions.
@@ -293,7 +288,8 @@ fn print(report: &ProfileReport) {
     for plan in &report.plans {
         let LatencyReport { p50, p99 } = plan.latency_us;
         println!(
-            "batch {:>3}: median {p50:.1} us, p99 {p99:.1} us, best effort {:+.1} %; {} steps, weights {:.1} MB, a run {:.1} MB",
+            "batch {:>3}: median {p50:.1} us, p99 {p99:.1} us, best effort {:+.1} %; {} steps, \
+             weights {:.1} MB, a run {:.1} MB",
             plan.batch,
             (plan.classes.chains_ratio - 1.0) * 100.0,
             plan.steps.len(),

@@ -1,10 +1,11 @@
-//! `atoll run`: one model, timed from outside and step by step.
+//! `atoll run`: runs and times one model, as a whole and step by step.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
+use assembly::{Failure, TaskRunner, sample_inputs};
 use base::{Histogram, Nanos, Random};
 use device::{Device, Outcome, Program};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -13,11 +14,9 @@ use model::{LaunchPlan, Tensor};
 use serde::Serialize;
 
 use crate::args::RunArgs;
-use crate::failure::Failure;
-use crate::lane::Lane;
-use crate::{binding, engine, npy};
+use crate::npy;
 
-/// What one invocation found out.
+/// The report of a run.
 #[derive(Debug, Serialize)]
 struct RunReport {
     model: String,
@@ -55,19 +54,19 @@ struct StepReport {
 
 /// Runs the command.
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
-    let device = engine::open_device(&args.device)?;
-    let bindings = binding::parse(&args.bind)?;
-    let plan = engine::compile_file(&args.model)
+    let device = assembly::open_device(&args.device)?;
+    let bindings = sample_inputs::parse_bindings(&args.bind)?;
+    let plan = assembly::compile_file(&args.model)
         .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
     let plan = Arc::new(plan);
-    binding::check_known(&plan, &bindings)?;
+    sample_inputs::check_known(&plan, &bindings)?;
     let inputs = inputs(&plan, args, &bindings)?;
-    let bench = Bench::open(device.as_ref(), plan.clone(), inputs, args.best_effort)?;
-    let measured = bench.measure(args)?;
+    let runner = ModelRunner::open(device.as_ref(), plan.clone(), inputs, args.best_effort)?;
+    let measured = runner.measure(args)?;
     if let Some(folder) = &args.save {
         save(folder, &plan, &measured.outputs)?;
     }
-    let report = report(args, &device.info().description, &plan, &bench.inputs, measured);
+    let report = report(args, &device.info().description, &plan, &runner.inputs, measured);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
     } else {
@@ -76,11 +75,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Given tensors where there are some, random ones elsewhere; in the plan's order.
+/// The given tensors, and random ones for the other inputs, in the plan's order.
 fn inputs(
     plan: &LaunchPlan,
     args: &RunArgs,
-    bindings: &binding::Bindings,
+    bindings: &sample_inputs::Bindings,
 ) -> Result<Vec<Tensor>, Failure> {
     let mut given: BTreeMap<&str, Tensor> = BTreeMap::new();
     for argument in &args.input {
@@ -95,7 +94,7 @@ fn inputs(
         let info = plan.value(*id);
         inputs.push(match given.remove(info.name.as_str()) {
             Some(tensor) => tensor,
-            None => binding::random_input(info, bindings, &mut random)?,
+            None => sample_inputs::random_input(info, bindings, &mut random)?,
         });
     }
     match given.keys().next() {
@@ -111,36 +110,36 @@ fn inputs(
     }
 }
 
-/// Runs that time steps.
+/// Max runs in which steps are timed.
 const STEP_RUNS_MAX: u32 = 20;
 
-/// A loaded model with a queue and inputs of its own.
-pub(crate) struct Bench {
+/// A loaded model with a queue and inputs.
+pub(crate) struct ModelRunner {
     program: Arc<dyn Program>,
-    lane: Lane,
+    task_runner: TaskRunner,
     inputs: Vec<Tensor>,
 }
 
-struct Measured {
+struct RunMeasurements {
     latency: Histogram,
-    /// Every step's time in every run.
+    /// Time of every step in every run.
     step_times: Vec<Vec<Nanos>>,
     outputs: Vec<Tensor>,
 }
 
-impl Bench {
+impl ModelRunner {
     /// Loads `plan` onto a device.
     pub(crate) fn open(
         device: &dyn Device,
         plan: Arc<LaunchPlan>,
         inputs: Vec<Tensor>,
         best_effort: bool,
-    ) -> Result<Bench, Failure> {
+    ) -> Result<ModelRunner, Failure> {
         let program = device.load(plan).map_err(Failure::failed)?;
-        Ok(Bench { program, lane: Lane::open(device, best_effort)?, inputs })
+        Ok(ModelRunner { program, task_runner: TaskRunner::open(device, best_effort)?, inputs })
     }
 
-    fn measure(&self, args: &RunArgs) -> Result<Measured, Failure> {
+    fn measure(&self, args: &RunArgs) -> Result<RunMeasurements, Failure> {
         for _ in 0..args.warmup {
             self.run_once(false)?;
         }
@@ -156,15 +155,15 @@ impl Bench {
             bar.inc(1);
         }
         bar.finish_and_clear();
-        // Apart from the others: reading clocks between steps costs time, on a GPU even the graph.
+        // In separate runs: timing steps costs time, and on a GPU it prevents the graph.
         let mut step_times = Vec::new();
         for _ in 0..args.repeat.min(STEP_RUNS_MAX) {
             step_times.push(self.run_once(true)?.1);
         }
-        Ok(Measured { latency, step_times, outputs })
+        Ok(RunMeasurements { latency, step_times, outputs })
     }
 
-    /// One run: its time, its steps' times where they are to be recorded, and its outputs.
+    /// One run: its time, the times of its steps if recorded, and its outputs.
     pub(crate) fn run_once(
         &self,
         record: bool,
@@ -174,7 +173,7 @@ impl Bench {
         if record {
             task.record_step_times();
         }
-        let completion = self.lane.run(task)?;
+        let completion = self.task_runner.run(task)?;
         match completion.outcome {
             Outcome::Done => {}
             Outcome::Preempted => return Err(Failure::failed("the run was interrupted")),
@@ -201,7 +200,7 @@ fn report(
     device: &str,
     plan: &LaunchPlan,
     inputs: &[Tensor],
-    measured: Measured,
+    measured: RunMeasurements,
 ) -> RunReport {
     let us = |nanos: Nanos| nanos.0 as f64 / 1e3;
     let tensors = |ids: &[model::ValueId], tensors: &[Tensor]| {
@@ -212,7 +211,7 @@ fn report(
         };
         ids.iter().zip(tensors).map(one).collect()
     };
-    // A device may run other steps than the plan's; `atoll profile` shows those.
+    // A device may run other steps than the plan's; `atoll profile` shows them.
     let same = measured.step_times.iter().all(|times| times.len() == plan.steps.len());
     let timed = if same { plan.steps.len() } else { 0 };
     let medians: Vec<f64> = (0..timed).map(|step| us(median(&measured.step_times, step))).collect();

@@ -1,29 +1,22 @@
-//! `atoll serve`: models on a device behind REST, gRPC and metrics.
+//! `atoll serve`: serves models on devices over REST and gRPC, with metrics.
 
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use api::InferenceService;
+use assembly::{DiskLoader, Failure, backend::address_text, device_group, tokio_runtime};
 use model::repository::Repository;
 use model::store::Store;
 use runtime::{DeviceGroup, NodeOptions};
-use server::{BoundServer, LocalNode, RunningServer, Server, ServerOptions};
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::oneshot;
+use server::LocalNode;
 
-use crate::args::{ListenArgs, ModelControlMode, ServeArgs};
-use crate::devices;
-use crate::failure::Failure;
-use crate::loader::DiskLoader;
+use crate::args::{ModelControlMode, ServeArgs};
+use crate::listen::listen;
 use crate::popularity::Popularity;
+use crate::shutdown_signal::ShutdownSignal;
 
 /// Runs the command until a signal stops it.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
-    if args.cluster {
-        return crate::cluster_command::serve_all(args);
-    }
     let repositories = args
         .model_repository
         .iter()
@@ -34,12 +27,12 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
     let device_group =
-        devices::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
+        device_group::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
     let loader = Arc::new(DiskLoader::new(device_group.clone(), repositories, registry));
     tokio_runtime()?.block_on(serve(args, device_group, loader))
 }
 
-/// What `args` say of each device's node.
+/// Options of each device's node.
 pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
     NodeOptions {
         policy: args.policy.clone(),
@@ -47,18 +40,14 @@ pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
         best_effort_share_percent: args.best_effort_share,
         max_rt_slowdown_percent: args.max_rt_slowdown,
         preempt_real_time: args.preempt_real_time,
-        concurrent_rt_batches: args.real_time_lanes as usize,
+        concurrent_rt_batches: args.concurrent_rt_batches as usize,
         ..NodeOptions::default()
     }
 }
 
-/// A runtime for sockets; the models' own threads belong to the device.
-pub(crate) fn tokio_runtime() -> Result<tokio::runtime::Runtime, Failure> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failure::failed)
-}
-
-/// The registry of the folder that was named, or of the user's own data folder. A folder that was
-/// named must work; without one, the server runs and says when asked why nothing can be registered.
+/// Opens the registry in the given folder or, without one, in the user's data folder. A given
+/// folder must work; otherwise the server runs without registry and reports why when a model is
+/// registered.
 fn open_registry(named: Option<&Path>) -> Result<Result<Store, String>, Failure> {
     if let Some(folder) = named {
         return Store::open(folder)
@@ -87,36 +76,15 @@ pub(crate) fn user_data_folder() -> Option<PathBuf> {
     Some(base.join("atoll"))
 }
 
-/// Listens where `args` say.
-pub(crate) async fn listen(
-    args: &ListenArgs,
-    max_body_bytes: usize,
-    service: Arc<dyn InferenceService>,
-) -> Result<RunningServer, Failure> {
-    bind(args, max_body_bytes).await?.serve(service).await.map_err(Failure::failed)
-}
-
-/// Takes the addresses in `args` for a service that is still to come.
-pub(crate) async fn bind(args: &ListenArgs, max_body_bytes: usize) -> Result<BoundServer, Failure> {
-    let address = |port| Some(SocketAddr::new(args.host, port));
-    let options = ServerOptions {
-        http: address(args.http_port),
-        grpc: address(args.grpc_port),
-        metrics: address(args.metrics_port),
-        max_body_bytes,
-        ..ServerOptions::default()
-    };
-    Server::bind(options).await.map_err(Failure::failed)
-}
-
 async fn serve(
     args: &ServeArgs,
     device_group: Arc<DeviceGroup>,
     loader: Arc<DiskLoader>,
 ) -> Result<(), Failure> {
     let started = Instant::now();
-    // The signals are taken over before anything can be seen from outside.
-    let stop = if args.until_input_ends { Stop::with_input()? } else { Stop::new()? };
+    // Before anything is visible from outside, so that no signal is missed.
+    let stop =
+        if args.until_input_ends { ShutdownSignal::with_input()? } else { ShutdownSignal::new()? };
     let service = LocalNode::new(device_group.clone(), loader.clone());
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
@@ -130,7 +98,7 @@ async fn serve(
         http = address_text(server.http_addr),
         grpc = address_text(server.grpc_addr),
         metrics = address_text(server.metrics_addr),
-        device = devices::describe(&device_group),
+        device = device_group::describe(&device_group),
         policy = args.policy,
         started_ms = started.elapsed().as_millis() as u64,
         "ready"
@@ -139,54 +107,50 @@ async fn serve(
         let period = Duration::from_secs(args.repository_poll_secs);
         tokio::spawn(follow_changes(service.clone(), loader, period));
     }
-    stop_keeping(stop, &service, popularity).await;
+    wait_and_save(stop, &service, popularity).await;
     tracing::info!(in_flight = server.in_flight(), "stopping");
     if server.shutdown(Duration::from_secs(args.exit_timeout_secs)).await {
         return Ok(());
     }
-    Err(Failure::failed("some requests did not finish in time and were given up"))
+    Err(Failure::failed("some requests did not finish in time and were cancelled"))
 }
 
-/// Where popularity is kept, and what it was when the server started.
-type Kept = Option<(PathBuf, Popularity)>;
+/// The file of request counts, and its content when the server started.
+type PopularityFile = Option<(PathBuf, Popularity)>;
 
-/// Seconds between two times that popularity is written down.
-const KEEP_EVERY: Duration = Duration::from_secs(60);
+/// Interval in which request counts are saved.
+const SAVE_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Brings the weights of what was asked for most to the device.
-fn preload(args: &ServeArgs, service: &LocalNode) -> Kept {
+/// Loads the weights of the models with the most requests to the device.
+fn preload(args: &ServeArgs, service: &LocalNode) -> PopularityFile {
     let folder = args.data_dir.clone().or_else(user_data_folder).filter(|path| path.is_dir());
-    let kept = folder.map(|folder| {
+    let saved = folder.map(|folder| {
         let path = Popularity::path(&folder);
         let known = Popularity::read(&path);
         (path, known)
     });
-    service.preload(&kept.as_ref().map(|(_, known)| known.order()).unwrap_or_default());
-    kept
+    service.preload(&saved.as_ref().map(|(_, known)| known.order()).unwrap_or_default());
+    saved
 }
 
-/// Waits for the signal to stop, and writes down now and then what is asked for.
-async fn stop_keeping(stop: Stop, service: &LocalNode, kept: Kept) {
-    let keep = || {
-        if let Some((path, known)) = &kept
+/// Waits for the shutdown signal, and saves request counts periodically.
+async fn wait_and_save(stop: ShutdownSignal, service: &LocalNode, saved: PopularityFile) {
+    let save = || {
+        if let Some((path, known)) = &saved
             && let Err(err) = known.after(service.inference_counts()).write(path)
         {
             tracing::warn!("{}: {err}", path.display());
         }
     };
     let mut stopped = std::pin::pin!(stop.wait());
-    while tokio::time::timeout(KEEP_EVERY, &mut stopped).await.is_err() {
-        keep();
+    while tokio::time::timeout(SAVE_INTERVAL, &mut stopped).await.is_err() {
+        save();
     }
-    keep();
+    save();
 }
 
-pub(crate) fn address_text(address: Option<SocketAddr>) -> String {
-    address.map_or("off".to_string(), |address| address.to_string())
-}
-
-/// Loads what is to be there at the start. A model that fails is reported and left out, as its
-/// neighbours must not suffer for it; one that was named on the command line must load.
+/// Loads the models of the start. One that fails is logged and skipped, so that the others are
+/// served; one named on the command line must load.
 async fn load_models(args: &ServeArgs, service: &LocalNode) -> Result<(), Failure> {
     let explicit = args.model_control_mode == Some(ModelControlMode::Explicit);
     let all = if args.load_model.is_empty() {
@@ -197,7 +161,7 @@ async fn load_models(args: &ServeArgs, service: &LocalNode) -> Result<(), Failur
     if all {
         let failed = service.load_all().await.map_err(Failure::failed)?;
         if !failed.is_empty() {
-            tracing::warn!(count = failed.len(), "some models were not loaded");
+            tracing::warn!(count = failed.len(), "models not loaded");
         }
         return Ok(());
     }
@@ -207,13 +171,13 @@ async fn load_models(args: &ServeArgs, service: &LocalNode) -> Result<(), Failur
     Ok(())
 }
 
-/// Loads what appeared or changed in the repositories and unloads what went.
+/// Loads models that appeared or changed in the repositories, and unloads those that were removed.
 async fn follow_changes(service: LocalNode, loader: Arc<DiskLoader>, period: Duration) {
     let mut known = loader.fingerprints();
     loop {
         tokio::time::sleep(period).await;
-        let looked = loader.clone();
-        let Ok(now) = tokio::task::spawn_blocking(move || looked.fingerprints()).await else {
+        let polled = loader.clone();
+        let Ok(now) = tokio::task::spawn_blocking(move || polled.fingerprints()).await else {
             continue;
         };
         for (name, versions) in &now {
@@ -229,53 +193,5 @@ async fn follow_changes(service: LocalNode, loader: Arc<DiskLoader>, period: Dur
             }
         }
         known = now;
-    }
-}
-
-/// SIGTERM and Ctrl-C, and the end of standard input for those who want it.
-pub(crate) struct Stop {
-    terminate: tokio::signal::unix::Signal,
-    interrupt: tokio::signal::unix::Signal,
-    input: Option<oneshot::Receiver<()>>,
-}
-
-impl Stop {
-    /// Takes the signals over.
-    pub(crate) fn new() -> Result<Stop, Failure> {
-        let take = |kind| signal(kind).map_err(Failure::failed);
-        Ok(Stop {
-            terminate: take(SignalKind::terminate())?,
-            interrupt: take(SignalKind::interrupt())?,
-            input: None,
-        })
-    }
-
-    /// The same, or when standard input ends.
-    pub(crate) fn with_input() -> Result<Stop, Failure> {
-        let (sender, ended) = oneshot::channel::<()>();
-        let read_to_the_end = move || {
-            // An error is an end as well, and the sender goes with the thread.
-            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
-            drop(sender);
-        };
-        let thread = std::thread::Builder::new().name("input".to_string());
-        thread.spawn(read_to_the_end).map_err(Failure::failed)?;
-        Ok(Stop { input: Some(ended), ..Stop::new()? })
-    }
-
-    /// Returns when one of them came.
-    pub(crate) async fn wait(mut self) {
-        let input = async {
-            match self.input.take() {
-                // Fires with an error when the thread drops its end, which is the message.
-                Some(ended) => drop(ended.await),
-                None => std::future::pending().await,
-            }
-        };
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-            () = input => {}
-        }
     }
 }

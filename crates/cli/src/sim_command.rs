@@ -1,25 +1,24 @@
-//! `atoll sim`: a scenario in virtual time, with checkers.
+//! `atoll sim`: simulates a scenario in virtual time and checks it.
 
 use std::path::PathBuf;
 
+use assembly::{Failure, write_file};
 use base::Nanos;
-use bench::cluster_sim::scenario::{self as device_group, ClusterScenario};
-use bench::report::{Report, table};
+use bench::cluster_sim::scenario::{self as cluster_scenario, ClusterScenario};
+use bench::report::{SimulationReport, table};
 use bench::scenario::Scenario;
 use bench::simulation::{self, Simulation, SimulationOptions};
 use bench::timeline;
 use clap::Args;
-
-use crate::failure::Failure;
 
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
   atoll sim scenarios/two_classes.toml
   atoll sim scenarios/two_classes.toml --policy reef --seed 7 --json
   atoll sim scenarios/faults.toml --timeline out.svg --from-ms 10 --to-ms 30
-  atoll sim scenarios/cluster-100.toml             the scheduler of a cluster over 100 simulated GPUs
+  atoll sim scenarios/cluster-100.toml       the scheduler of a cluster over 100 simulated GPUs
 
-Exit code 1 when a checker finds a broken promise.")]
+Exit code 1 when the checker finds a violation.")]
 pub(crate) struct SimArgs {
     /// The scenario, a TOML file
     pub(crate) scenario: PathBuf,
@@ -57,7 +56,7 @@ pub(crate) struct SimArgs {
 pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
     let text = std::fs::read_to_string(&args.scenario).unwrap_or_default();
     if ClusterScenario::is_one(&text) {
-        return run_device_group(args);
+        return run_cluster(args);
     }
     let mut scenario = Scenario::read(&args.scenario).map_err(Failure::usage)?;
     scenario.seed = args.seed.unwrap_or(scenario.seed);
@@ -68,53 +67,48 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
         check: true,
         trace: args.trace.is_some(),
         spans: args.timeline.is_some(),
-        planted: None,
+        planted_bug: None,
     };
     let alone = SimulationOptions::default();
     let alone = simulation::run(&scenario.real_time_alone(), alone).map_err(Failure::usage)?;
-    let world = Simulation::new(&scenario, options).map_err(Failure::usage)?;
-    let (outcome, gpu, real_time) = world.finish_with_gpu();
-    let report = Report::new(&scenario.name, &scenario.policy, &outcome, &alone);
+    let simulation = Simulation::new(&scenario, options).map_err(Failure::usage)?;
+    let (outcome, gpu, real_time) = simulation.finish_with_gpu();
+    let report = SimulationReport::new(&scenario.name, &scenario.policy, &outcome, &alone);
     if let Some(path) = &args.trace {
-        write(path, &outcome.trace)?;
+        write_file(path, &outcome.trace)?;
     }
     if let Some(path) = &args.timeline {
         let at = |ms: f64| Nanos((ms * 1e6) as u64);
-        write(path, &timeline::svg(&gpu, &real_time, at(args.from_ms)..at(args.to_ms)))?;
+        write_file(path, &timeline::svg(&gpu, &real_time, at(args.from_ms)..at(args.to_ms)))?;
     }
     if args.json {
-        let answer = serde_json::json!({ "report": report, "violations": outcome.violations });
-        println!("{answer:#}");
+        let result = serde_json::json!({ "report": report, "violations": outcome.violations });
+        println!("{result:#}");
     } else {
         print!("{}", table(&[report]));
-        outcome.violations.iter().for_each(|violation| println!("broken promise at {violation}"));
+        outcome.violations.iter().for_each(|violation| println!("violation at {violation}"));
     }
     match outcome.violations.len() {
         0 => Ok(()),
-        count => Err(Failure::failed(format!("{count} promises were broken"))),
+        count => Err(Failure::failed(format!("{count} violations"))),
     }
 }
 
-/// A cluster's scenario: the real scheduler over simulated GPUs.
-fn run_device_group(args: &SimArgs) -> Result<(), Failure> {
+/// A cluster scenario: the real scheduler over simulated GPUs.
+fn run_cluster(args: &SimArgs) -> Result<(), Failure> {
     if args.policy.is_some() || args.trace.is_some() || args.timeline.is_some() {
         let message = "--policy, --trace and --timeline are of scenarios of one GPU";
         return Err(Failure::usage(message));
     }
     let mut scenario = ClusterScenario::read(&args.scenario).map_err(Failure::usage)?;
     scenario.seed = args.seed.unwrap_or(scenario.seed);
-    let report = device_group::run(&scenario).map_err(Failure::usage)?;
+    let report = cluster_scenario::run(&scenario).map_err(Failure::usage)?;
     match args.json {
         true => println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?),
-        false => print!("{}", device_group::text(&report)),
+        false => print!("{}", cluster_scenario::text(&report)),
     }
     match report.violations.first() {
         None => Ok(()),
         Some(violation) => Err(Failure::failed(violation)),
     }
-}
-
-/// Writes a file a user asked for.
-pub(crate) fn write(path: &std::path::Path, text: &str) -> Result<(), Failure> {
-    std::fs::write(path, text).map_err(|err| Failure::failed(format!("{}: {err}", path.display())))
 }

@@ -1,4 +1,4 @@
-//! `atoll apply` against tools that record what they are asked and answer as the real ones do; the servers are real.
+//! `atoll apply` with fake NVIDIA tools that record their calls, and with real servers.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -6,25 +6,25 @@ use std::process::{Command, Output};
 const PLAN: &str = r#"{
   "gpu_kind": "a100-80gb", "gpus": 1, "lower_bound": 1, "seconds": 0.0,
   "plan": [{ "slices": [
-    { "start": 0, "size": 4, "profile": "4g.40gb",
-      "services": [{ "name": "numbers", "model": "digits", "batch": 1, "processes": 2, "rate": 10.0 }] },
-    { "start": 4, "size": 3, "profile": "3g.40gb", "cycle_ms": 20.0,
-      "services": [{ "name": "more", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 },
-                   { "name": "other", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 }] }
+    { "start": 0, "size": 4, "profile": "4g.40gb", "services": [
+      { "name": "numbers", "model": "digits", "batch": 1, "processes": 2, "rate": 10.0 }] },
+    { "start": 4, "size": 3, "profile": "3g.40gb", "cycle_ms": 20.0, "services": [
+      { "name": "more", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 },
+      { "name": "other", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 }] }
   ] }]
 }"#;
 
 /// A machine of its own for each test.
-struct Bench {
+struct TestMachine {
     root: tempfile::TempDir,
 }
 
-impl Bench {
-    fn new() -> Bench {
+impl TestMachine {
+    fn new() -> TestMachine {
         let root = tempfile::tempdir().unwrap();
         std::fs::create_dir(root.path().join("fake")).unwrap();
         std::fs::write(root.path().join("plan.json"), PLAN).unwrap();
-        Bench { root }
+        TestMachine { root }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -68,22 +68,22 @@ impl Bench {
     }
 }
 
-fn said(output: &Output) -> String {
+fn output_text(output: &Output) -> String {
     let both = [&output.stdout[..], &output.stderr[..]].concat();
     String::from_utf8_lossy(&both).into_owned()
 }
 
-/// Ports of this process: three a server, apart from those of the other tests and from those that connections get.
+/// Ports of this test: three per server, apart from those of other tests and from ephemeral ports.
 fn ports(test: u16) -> u16 {
     10_000 + (std::process::id() % 500) as u16 * 40 + test * 12
 }
 
 #[test]
-fn a_plan_is_carried_out_and_taken_back() {
-    let bench = Bench::new();
+fn a_plan_is_applied_and_undone() {
+    let bench = TestMachine::new();
     let port = ports(0);
     let output = bench.apply(port, &["--allow-mig-changes"]).output().unwrap();
-    assert!(output.status.success(), "{}", said(&output));
+    assert!(output.status.success(), "{}", output_text(&output));
     assert_eq!(
         bench.changes(),
         [
@@ -94,7 +94,7 @@ fn a_plan_is_carried_out_and_taken_back() {
             "mps -d MIG-0-2",
         ]
     );
-    let text = said(&output);
+    let text = output_text(&output);
     assert_eq!(text.matches("numbers at http").count(), 2, "{text}");
     assert!(text.contains("more, other at http") && text.contains("50 % of the threads"), "{text}");
     let journal = std::fs::read_to_string(bench.path("state/applied.json")).unwrap();
@@ -111,10 +111,14 @@ fn a_plan_is_carried_out_and_taken_back() {
     }
 
     let again = bench.apply(port, &["--allow-mig-changes"]).output().unwrap();
-    assert!(!again.status.success() && said(&again).contains("MIG devices"), "{}", said(&again));
+    assert!(
+        !again.status.success() && output_text(&again).contains("MIG devices"),
+        "{}",
+        output_text(&again)
+    );
 
     let undone = bench.command().arg("--undo").output().unwrap();
-    assert!(undone.status.success(), "{}", said(&undone));
+    assert!(undone.status.success(), "{}", output_text(&undone));
     assert_eq!(
         bench.changes()[5..],
         [
@@ -135,26 +139,26 @@ fn a_plan_is_carried_out_and_taken_back() {
 
 #[test]
 fn a_dry_run_and_a_missing_consent_change_nothing() {
-    let bench = Bench::new();
+    let bench = TestMachine::new();
     let dry = bench.apply(9000, &["--dry-run"]).output().unwrap();
-    let text = said(&dry);
+    let text = output_text(&dry);
     assert!(dry.status.success() && text.contains("nvidia-smi mig -i 0 -cgi 9:4 -C"), "{text}");
     assert!(
         text.contains("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50") && text.contains("nothing was done")
     );
     let bare = bench.apply(9000, &[]).output().unwrap();
     assert_eq!(bare.status.code(), Some(2));
-    assert!(said(&bare).contains("--allow-mig-changes"), "{}", said(&bare));
+    assert!(output_text(&bare).contains("--allow-mig-changes"), "{}", output_text(&bare));
     assert_eq!(bench.changes(), Vec::<String>::new());
 }
 
 #[test]
 fn a_gpu_with_running_work_or_of_another_kind_is_refused() {
-    let bench = Bench::new();
+    let bench = TestMachine::new();
     let refused = |more: &[&str], apps: &str| {
         let output = bench.apply(9000, more).env("FAKE_APPS", apps).output().unwrap();
-        assert!(!output.status.success(), "{}", said(&output));
-        said(&output)
+        assert!(!output.status.success(), "{}", output_text(&output));
+        output_text(&output)
     };
     let app = "GPU-00000000-aaaa-bbbb-cccc-dddddddddddd, 4711, python3";
     let allow = "--allow-mig-changes";
@@ -163,10 +167,10 @@ fn a_gpu_with_running_work_or_of_another_kind_is_refused() {
     assert!(refused(&[allow, "--gpus", "7"], "").contains("no gpu 7"));
     assert!(refused(&[allow, "--gpu", "h100-80gb"], "").contains("plan is for h100-80gb"));
     assert_eq!(bench.changes(), Vec::<String>::new());
-    // Work on the other GPU is nobody's concern here.
+    // Work on the other GPU does not matter.
     let other = "GPU-00000001-aaaa-bbbb-cccc-dddddddddddd, 4711, python3";
     let dry = bench.apply(9000, &["--dry-run"]).env("FAKE_APPS", other).output().unwrap();
-    assert!(said(&dry).contains("nothing was done"), "{}", said(&dry));
+    assert!(output_text(&dry).contains("nothing was done"), "{}", output_text(&dry));
 }
 
 #[test]
@@ -177,11 +181,15 @@ fn what_was_done_before_a_failure_is_undone() {
         ("ATOLL_THREADS", "not-a-number", "the server of numbers ended"),
     ];
     for (test, (name, value, message)) in fails.into_iter().enumerate() {
-        let bench = Bench::new();
+        let bench = TestMachine::new();
         let port = ports(1 + test as u16 % 2);
         let mut command = bench.apply(port, &["--allow-mig-changes"]);
         let output = command.env(name, value).output().unwrap();
-        assert!(!output.status.success() && said(&output).contains(message), "{}", said(&output));
+        assert!(
+            !output.status.success() && output_text(&output).contains(message),
+            "{}",
+            output_text(&output)
+        );
         let left = |gpu: &str| std::fs::read_dir(bench.path(gpu)).map_or(0, Iterator::count);
         assert_eq!(left("fake/gpu0"), 0, "{name}");
         assert!(!bench.path("fake/mig0").exists(), "{name}");
@@ -193,13 +201,13 @@ fn what_was_done_before_a_failure_is_undone() {
 
 #[test]
 fn without_mig_a_slice_is_a_share_of_threads() {
-    let bench = Bench::new();
+    let bench = TestMachine::new();
     let output = bench.apply(ports(0) + 24, &["--partition", "mps"]).output().unwrap();
-    assert!(output.status.success(), "{}", said(&output));
-    let text = said(&output);
+    assert!(output.status.success(), "{}", output_text(&output));
+    let text = output_text(&output);
     assert!(text.contains("28 % of the threads") && text.contains("42 % of the threads"), "{text}");
     assert_eq!(bench.changes(), ["mps -d GPU-00000000-aaaa-bbbb-cccc-dddddddddddd"]);
     let undone = bench.command().arg("--undo").output().unwrap();
-    assert!(undone.status.success(), "{}", said(&undone));
+    assert!(undone.status.success(), "{}", output_text(&undone));
     assert_eq!(bench.changes().last().unwrap(), "mps quit");
 }

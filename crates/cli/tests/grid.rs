@@ -1,4 +1,4 @@
-//! `atoll profile --grid` with real processes on the CPU, and the planner that reads what it writes.
+//! `atoll profile --grid` with real processes on the CPU, and the planner with its table.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -13,7 +13,7 @@ fn profile(more: &[&str]) -> Output {
     command.output().unwrap()
 }
 
-fn said(output: &Output) -> String {
+fn output_text(output: &Output) -> String {
     let both = [&output.stdout[..], &output.stderr[..]].concat();
     String::from_utf8_lossy(&both).into_owned()
 }
@@ -25,7 +25,7 @@ fn the_planner_plans_from_a_measured_grid() {
     let table = file("profiles.csv");
     let grid = ["--batches", "1,4", "--processes", "1,3", "--slices", "1,3,7", "--seconds", "0.03"];
     let output = profile(&[&grid[..], &["--output", &table]].concat());
-    assert!(output.status.success(), "{}", said(&output));
+    assert!(output.status.success(), "{}", output_text(&output));
     let text = std::fs::read_to_string(&table).unwrap();
     let profiles = planner::Profiles::from_csv(&text).unwrap();
     let points = profiles.points("digits").unwrap();
@@ -39,8 +39,9 @@ fn the_planner_plans_from_a_measured_grid() {
     assert_eq!(found, expected, "{text}");
     for one in points {
         assert!(one.throughput > 0.0 && one.latency_ms > 0.0, "{one:?}");
-        // The batches of one process do not overlap, so their times add up to no more than the time there was. Of
-        // several nothing follows: each has its own time, and the mean is over the batches of all.
+        // The batches of one process do not overlap, so their times sum up to at most the measured
+        // time. With several processes this does not hold: each has its own time, and the mean is
+        // over all batches.
         let busy = one.throughput * one.latency_ms / 1e3 / f64::from(one.batch);
         assert!(one.processes > 1 || busy < 1.01, "{one:?}");
         assert!(one.memory_mib.is_some_and(|mib| mib > u64::from(one.processes)), "{one:?}");
@@ -53,7 +54,7 @@ fn the_planner_plans_from_a_measured_grid() {
         .args(["plan", "--services", &services, "--profiles", &table, "--json"])
         .output()
         .unwrap();
-    assert!(plan.status.success(), "{}", said(&plan));
+    assert!(plan.status.success(), "{}", output_text(&plan));
     let plan: serde_json::Value = serde_json::from_slice(&plan.stdout).unwrap();
     assert_eq!((plan["gpus"].as_u64(), plan["lower_bound"].as_u64()), (Some(1), Some(1)));
     let share = &plan["plan"][0]["slices"][0]["services"][0];
@@ -67,7 +68,7 @@ fn the_planner_plans_from_a_measured_grid() {
 fn points_that_do_not_run_are_marked_and_none_at_all_is_an_error() {
     let output =
         profile(&["--processes", "1", "--slices", "7", "--bind", "nothing=3", "--seconds", "0.01"]);
-    let text = said(&output);
+    let text = output_text(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(text.contains("no point could be measured") && text.contains("'nothing'"), "{text}");
 }
@@ -86,12 +87,12 @@ fn shares_of_a_gpu_are_refused_without_a_daemon() {
         .args(["--grid", "--device", "cuda:0"])
         .output()
         .unwrap();
-    let text = said(&output);
+    let text = output_text(&output);
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(
         text.contains("need an MPS daemon") && text.contains("nvidia-cuda-mps-control -d"),
         "{text}"
     );
     let bad = profile(&["--slices", "7", "--compute-slices", "4"]);
-    assert!(said(&bad).contains("more than the device's 4"), "{}", said(&bad));
+    assert!(output_text(&bad).contains("more than the device's 4"), "{}", output_text(&bad));
 }

@@ -1,8 +1,8 @@
 //! ONNX's own node tests on the CPU device: every operator's reference inputs and outputs.
 //!
-//! The data comes with the `onnx` package (1.22.0). The test looks for it in `ATOLL_ONNX_NODE_TESTS`
-//! and in virtual environments of the workspace. The verdict on each test is committed beside this
-//! file; `ATOLL_BLESS=1` rewrites it.
+//! The data comes with the `onnx` package (1.22.0). The test looks for it in
+//! `ATOLL_ONNX_NODE_TESTS` and in virtual environments of the workspace. The verdict on each test
+//! is committed beside this file; `ATOLL_BLESS=1` rewrites it.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -44,9 +44,9 @@ impl fmt::Display for Verdict {
 }
 
 /// Completions, one by one.
-struct Channel(SyncSender<Completion>);
+struct ChannelSink(SyncSender<Completion>);
 
-impl CompletionSink for Channel {
+impl CompletionSink for ChannelSink {
     fn complete(&self, completion: Completion) {
         let _ = self.0.send(completion);
     }
@@ -62,19 +62,19 @@ impl graph::Evaluator for CpuEvaluator {
 }
 
 /// The device with one queue.
-struct Bench {
+struct TestDevice {
     device: CpuDevice,
     queue: Box<dyn Queue>,
     completions: Receiver<Completion>,
 }
 
-impl Bench {
-    fn new() -> Bench {
+impl TestDevice {
+    fn new() -> TestDevice {
         let device = CpuDevice::new(CpuOptions::default());
         let (sender, completions) = sync_channel(1);
         let options = QueueOptions { id: 0, capacity: 1, high_priority: false, preemptible: true };
-        let queue = device.open_queue(options, Arc::new(Channel(sender))).expect("a queue");
-        Bench { device, queue, completions }
+        let queue = device.open_queue(options, Arc::new(ChannelSink(sender))).expect("a queue");
+        TestDevice { device, queue, completions }
     }
 
     /// The verdict on the test in `folder`.
@@ -217,7 +217,7 @@ fn committed() -> BTreeMap<String, String> {
 
 /// Every test's verdict, by name.
 fn judge_all(folder: &Path) -> BTreeMap<String, Verdict> {
-    let bench = Bench::new();
+    let bench = TestDevice::new();
     let only = std::env::var("ATOLL_ONNX_ONLY").unwrap_or_default();
     let mut names: Vec<String> = std::fs::read_dir(folder)
         .expect("the folder of tests")

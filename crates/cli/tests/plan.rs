@@ -1,4 +1,4 @@
-//! `atoll plan` by its binary: what a newcomer gets wrong is named, with what would help.
+//! `atoll plan` by its binary: typical mistakes are named, with a remedy.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -36,7 +36,7 @@ impl Folder {
             .unwrap()
     }
 
-    /// The exit code and what is said about it.
+    /// The exit code and the message.
     fn refused(&self, services: &str, more: &[&str]) -> (i32, String) {
         let output = self.plan(services, more);
         (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
@@ -55,14 +55,17 @@ fn a_plan_says_how_good_it_is() {
 fn slips_in_the_services_file_are_named() {
     let folder = Folder::new();
     folder.write("table.toml", &SERVICES.replace("[[service]]", "[[services]]"));
-    let (code, said) = folder.refused("table.toml", &[]);
-    assert!(code == 1 && said.contains("unknown field `services`"), "{said}");
+    let (code, message) = folder.refused("table.toml", &[]);
+    assert!(code == 1 && message.contains("unknown field `services`"), "{message}");
     folder.write("key.toml", &SERVICES.replace("rate = 90", "rate = 90\nslo = 5"));
-    let (code, said) = folder.refused("key.toml", &[]);
-    assert!(code == 1 && said.contains("unknown field `slo`"), "{said}");
+    let (code, message) = folder.refused("key.toml", &[]);
+    assert!(code == 1 && message.contains("unknown field `slo`"), "{message}");
     folder.write("empty.toml", "");
-    let (code, said) = folder.refused("empty.toml", &[]);
-    assert!(code == 1 && said.contains("empty.toml") && said.contains("[[service]]"), "{said}");
+    let (code, message) = folder.refused("empty.toml", &[]);
+    assert!(
+        code == 1 && message.contains("empty.toml") && message.contains("[[service]]"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -70,33 +73,39 @@ fn every_faulty_service_is_named_and_the_others_can_be_planned() {
     let folder = Folder::new();
     let faulty = SERVICES.replace("slo_ms = 200", "slo_ms = 1");
     folder.write("one.toml", &faulty);
-    let (code, said) = folder.refused("one.toml", &[]);
-    assert!(code == 1 && said.contains("nearest") && said.contains("--keep-going"), "{said}");
+    let (code, message) = folder.refused("one.toml", &[]);
+    assert!(
+        code == 1 && message.contains("nearest") && message.contains("--keep-going"),
+        "{message}"
+    );
     assert!(folder.plan("one.toml", &["--keep-going"]).status.success());
-    let (_, said) = folder.refused("one.toml", &["--keep-going", "--explain", "a"]);
-    assert!(said.contains("no service 'a' is planned; there are b"), "{said}");
+    let (_, message) = folder.refused("one.toml", &["--keep-going", "--explain", "a"]);
+    assert!(message.contains("no service 'a' is planned; there are b"), "{message}");
     folder.write(
         "all.toml",
         &faulty.replace("model = \"net\"\nrate = 90", "model = \"x\"\nrate = 90"),
     );
-    let (code, said) = folder.refused("all.toml", &["--keep-going"]);
-    assert!(code == 1 && said.contains("service 'a'") && said.contains("there are net"), "{said}");
-    assert!(!said.contains("--keep-going"), "{said}");
+    let (code, message) = folder.refused("all.toml", &["--keep-going"]);
+    assert!(
+        code == 1 && message.contains("service 'a'") && message.contains("there are net"),
+        "{message}"
+    );
+    assert!(!message.contains("--keep-going"), "{message}");
 }
 
 #[test]
 fn a_current_plan_must_be_one_and_of_the_same_gpu() {
     let folder = Folder::new();
-    let (code, said) = folder.refused("services.toml", &["--from", "services.toml"]);
-    assert!(code == 1 && said.contains("is not a plan"), "{said}");
+    let (code, message) = folder.refused("services.toml", &["--from", "services.toml"]);
+    assert!(code == 1 && message.contains("is not a plan"), "{message}");
     let current = folder.plan("services.toml", &["--json"]).stdout;
     folder.write("current.json", &String::from_utf8(current).unwrap());
     let from = ["--from", "current.json"];
     assert!(folder.plan("services.toml", &from).status.success());
     let other = ["--from", "current.json", "--gpu", "h100-80gb"];
-    let (code, said) = folder.refused("services.toml", &other);
-    assert!(code == 2 && said.contains("a100-80gb"), "{said}");
+    let (code, message) = folder.refused("services.toml", &other);
+    assert!(code == 2 && message.contains("a100-80gb"), "{message}");
     let greedy = ["--from", "current.json", "--algorithm", "parvagpu"];
-    let (code, said) = folder.refused("services.toml", &greedy);
-    assert!(code == 2 && said.contains("--algorithm"), "{said}");
+    let (code, message) = folder.refused("services.toml", &greedy);
+    assert!(code == 2 && message.contains("--algorithm"), "{message}");
 }

@@ -18,57 +18,57 @@ fn bench(model: &Path, more: &[&str]) -> Command {
     command
 }
 
-fn said(output: &Output) -> String {
+fn output_text(output: &Output) -> String {
     let both = [&output.stdout[..], &output.stderr[..]].concat();
     String::from_utf8_lossy(&both).into_owned()
 }
 
 #[test]
-fn engine_and_server_are_measured_in_turns() {
+fn engine_and_server_are_measured_alternately() {
     let short = ["--seconds", "0.5", "--rounds", "3", "--warm-secs", "0", "--json"];
     let output = bench(&model(), &short).output().unwrap();
-    assert!(output.status.success(), "{}", said(&output));
+    assert!(output.status.success(), "{}", output_text(&output));
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["inputs"], serde_json::json!(["FP32[1, 1, 8, 8]"]));
     let rounds = report["rounds"].as_array().unwrap();
     assert_eq!(rounds.len(), 3);
-    // A machine that stands still may answer nothing in one round, but not in all of them.
-    let mut answered = [0u32; 3];
+    // A machine that stalls may reply nothing in one round, but not in all of them.
+    let mut replied = [0u32; 3];
     for round in rounds {
         let servers = round["servers"].as_array().unwrap();
-        for (one, answered) in servers.iter().chain([&round["engine"]]).zip(&mut answered) {
+        for (one, replied) in servers.iter().chain([&round["engine"]]).zip(&mut replied) {
             assert_eq!(one["wrong"], 0, "{one}");
             assert!(one["mean_batch"].as_f64().is_none_or(|batch| batch >= 1.0), "{one}");
             let checked = one["checked"].as_u64().unwrap();
-            *answered += u32::from(one["rps"].as_f64().unwrap() > 0.0 && checked > 0);
+            *replied += u32::from(one["rps"].as_f64().unwrap() > 0.0 && checked > 0);
         }
-        // Ten numbers came back for 64, whatever describes them.
+        // Ten numbers are the reply to 64, plus their description.
         let bytes = |wire: usize, field: &str| servers[wire][field].as_u64().unwrap();
         for wire in [0, 1] {
             assert!((256..1024).contains(&bytes(wire, "request_bytes")), "{round}");
             assert!((40..1024).contains(&bytes(wire, "answer_bytes")), "{round}");
         }
     }
-    assert!(answered.iter().all(|rounds| *rounds > 0), "{report}");
+    assert!(replied.iter().all(|rounds| *rounds > 0), "{report}");
     let names: Vec<_> =
         report["summaries"].as_array().unwrap().iter().map(|s| &s["name"]).collect();
     assert_eq!(names, ["engine", "gRPC", "REST"]);
 }
 
 #[test]
-fn what_cannot_be_measured_is_said() {
+fn impossible_measurements_are_refused() {
     let missing = bench(Path::new("missing.onnx"), &[]).output().unwrap();
-    assert_eq!(missing.status.code(), Some(2), "{}", said(&missing));
-    assert!(said(&missing).contains("missing.onnx"), "{}", said(&missing));
+    assert_eq!(missing.status.code(), Some(2), "{}", output_text(&missing));
+    assert!(output_text(&missing).contains("missing.onnx"), "{}", output_text(&missing));
     let cluster = bench(&model(), &["--", "--cluster"]).output().unwrap();
-    assert!(said(&cluster).contains("without --cluster"), "{}", said(&cluster));
-    // A server that does not start is no hang: its own words come back.
+    assert!(output_text(&cluster).contains("without --cluster"), "{}", output_text(&cluster));
+    // A server that does not start is no hang: its error is reported.
     let fails = bench(&model(), &["--", "--http-port", "99999"]).output().unwrap();
-    assert_eq!(fails.status.code(), Some(2), "{}", said(&fails));
+    assert_eq!(fails.status.code(), Some(2), "{}", output_text(&fails));
 }
 
 #[test]
-fn the_server_ends_with_who_started_it() {
+fn the_server_ends_with_its_parent() {
     let long = ["--seconds", "60", "--warm-secs", "0", "--protocols", "grpc"];
     let mut owner =
         bench(&model(), &long).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -80,7 +80,7 @@ fn the_server_ends_with_who_started_it() {
         assert!(Instant::now() < until, "no server was started");
         std::thread::sleep(Duration::from_millis(10));
     };
-    // Killed, it can clean nothing up.
+    // After a kill it cannot clean up.
     owner.kill().unwrap();
     owner.wait().unwrap();
     while is_alive(child) {

@@ -1,4 +1,4 @@
-//! A cluster's day in a file: GPUs, sessions, steps in load and faults, planned by the real scheduler.
+//! A cluster scenario: GPUs, sessions, changes of load and faults, planned by the real scheduler.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -17,7 +17,7 @@ use cluster::snapshot::ClusterSnapshot;
 use runtime::batching::BatchProfile;
 use serde::{Deserialize, Serialize};
 
-use super::{ClusterSession, ClusterSim, Source, Target};
+use super::{ClusterSession, ClusterSim, QuerySource, RouteTarget};
 use crate::scenario::ScenarioError;
 
 /// Sessions of one kind.
@@ -28,15 +28,15 @@ pub struct SessionGroup {
     pub name: String,
     /// How many.
     pub count: usize,
-    /// Milliseconds each request adds to a batch.
+    /// Milliseconds that each request adds to a batch.
     pub alpha_ms: f64,
     /// Milliseconds of a batch apart from its requests.
     pub beta_ms: f64,
     /// The largest batch.
     pub batch_max: u32,
-    /// Objective in milliseconds.
+    /// SLO in milliseconds.
     pub slo_ms: u64,
-    /// Requests a second of all of them together.
+    /// Requests per second of all of them together.
     pub rate: f64,
     /// Rates follow a Zipf distribution with this exponent; 0 for equal ones.
     #[serde(default)]
@@ -49,17 +49,17 @@ pub struct SessionGroup {
 pub struct LoadStep {
     /// When, in seconds.
     pub at_s: u64,
-    /// The sessions, by the name of their kind; all when empty.
+    /// Name of the sessions; all if empty.
     #[serde(default)]
     pub name: String,
-    /// Rates become this multiple of the file's.
+    /// Factor on the rates of the file.
     pub factor: f64,
 }
 
-/// Machines that are lost for a time.
+/// GPUs that are lost for a time.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Loss {
+pub struct GpuLoss {
     /// When, in seconds.
     pub at_s: u64,
     /// How many.
@@ -68,7 +68,7 @@ pub struct Loss {
     pub for_s: u64,
 }
 
-/// The whole of it.
+/// A cluster scenario.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ClusterScenario {
@@ -76,39 +76,39 @@ pub struct ClusterScenario {
     pub name: String,
     /// `cluster`.
     pub kind: String,
-    /// GPUs there are.
+    /// Number of GPUs.
     pub gpus: usize,
-    /// Seconds of load, after the first plan has settled.
+    /// Seconds of load, after the first plan is in effect.
     pub seconds: u64,
     /// Seed of everything random.
     pub seed: u64,
     /// Capacity beyond the observed load.
     pub headroom: f64,
-    /// Seconds between two plans.
+    /// Seconds of a plan epoch.
     pub epoch_s: u64,
-    /// Least seconds between two plans because of load.
+    /// Min seconds between two plans because of load.
     pub spacing_s: u64,
-    /// Milliseconds until a lost machine is missed.
+    /// Milliseconds until a lost machine's lease expires.
     pub lease_ms: u64,
     /// Milliseconds that loading a model takes.
     pub load_ms: u64,
     /// `squishy` or `certified`.
     pub packer: String,
-    /// Whether machines of one session share its requests turn by turn.
+    /// Whether machines of one session form a backend pool.
     pub pooled: bool,
-    /// Frontends, each of which knows only what it sent itself.
+    /// Number of frontends; each knows only its own requests.
     pub frontends: usize,
     /// Sessions.
     pub sessions: Vec<SessionGroup>,
     /// Changes of load.
     pub steps: Vec<LoadStep>,
-    /// Losses.
-    pub losses: Vec<Loss>,
-    /// Amplitude of a day's wave in load, and its length in seconds; none when 0.
+    /// Lost GPUs.
+    pub losses: Vec<GpuLoss>,
+    /// Amplitude of a wave in load, as a share; 0 for none.
     pub wave: f64,
-    /// Length of the wave.
+    /// Length of the wave in seconds.
     pub wave_s: f64,
-    /// The most percent of requests that may go wrong.
+    /// Max percent of requests that may miss their SLO.
     pub bad_percent_max: f64,
 }
 
@@ -138,14 +138,14 @@ impl Default for ClusterScenario {
     }
 }
 
-/// What a run came to.
+/// The report of a scenario.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ClusterReport {
     /// The scenario.
     pub name: String,
     /// Requests.
     pub requests: u64,
-    /// Requests not answered in time, or not at all.
+    /// Requests without reply in time.
     pub bad: u64,
     /// The same in percent.
     pub bad_percent: f64,
@@ -153,21 +153,21 @@ pub struct ClusterReport {
     pub used: Vec<usize>,
     /// Requests in thousands and bad ones in percent, by second.
     pub seconds: Vec<(f64, f64)>,
-    /// Seconds from the first step in load until a plan with more GPUs was in force.
+    /// Seconds from the first increase of load until a plan with more GPUs was in effect.
     pub reaction_s: Option<f64>,
-    /// Plans made.
+    /// Number of plans.
     pub plans: u64,
-    /// Loads of models.
+    /// Number of model loads.
     pub moves: u64,
-    /// The longest a decision with a new plan took on this machine, in milliseconds.
+    /// Max milliseconds of a decision with a new plan on this machine.
     pub plan_ms_max: f64,
-    /// The longest it took to turn written routes into a table, in milliseconds.
+    /// Max milliseconds of applying routes.
     pub table_ms_max: f64,
-    /// Bytes of all routes and assignments as written.
+    /// Bytes of all routes and assignments.
     pub record_bytes: usize,
-    /// GPUs in the last plan, and the bound at that moment.
+    /// GPUs of the last plan, and its bound.
     pub gpus_last: (usize, f64),
-    /// Broken promises; empty when there are none.
+    /// Violations; empty if there are none.
     pub violations: Vec<String>,
 }
 
@@ -180,7 +180,7 @@ impl ClusterScenario {
         toml::from_str(&text).map_err(|err| ScenarioError::Parse(name, err))
     }
 
-    /// Whether a TOML text is one of these.
+    /// Whether a TOML text is a cluster scenario.
     pub fn is_one(text: &str) -> bool {
         let kind = text.parse::<toml::Table>().ok().and_then(|table| table.get("kind").cloned());
         kind.and_then(|kind| kind.as_str().map(|kind| kind == "cluster")).unwrap_or(false)
@@ -199,18 +199,18 @@ impl ClusterScenario {
     }
 }
 
-struct Simulation<'a> {
+struct ScenarioRun<'a> {
     scenario: &'a ClusterScenario,
-    fleet: ClusterSim,
+    cluster: ClusterSim,
     view: ClusterSnapshot,
     core: Core,
     meters: Vec<Rates>,
     base: Vec<(usize, f64)>,
-    /// When a machine will be missed, or be back.
+    /// When a lost machine's lease expires (`false`) or it is back (`true`).
     events: Vec<(Nanos, bool, usize)>,
-    /// Loads under way: when done, machine, model.
+    /// Loads in flight: GPU and session, and when they end.
     loading: BTreeMap<(usize, usize), Nanos>,
-    /// What was last written under a key.
+    /// The latest value of each key.
     written: BTreeMap<String, Vec<u8>>,
     report: ClusterReport,
     random: Random,
@@ -229,21 +229,21 @@ fn session_name(index: usize) -> String {
 /// Runs a scenario.
 pub fn run(scenario: &ClusterScenario) -> Result<ClusterReport, String> {
     let packer: Packer = scenario.packer.parse()?;
-    let mut world = Simulation::new(scenario, packer);
-    // The first plan's models are there before the load begins.
+    let mut run = ScenarioRun::new(scenario, packer);
+    // The models of the first plan are loaded before the load begins.
     for _ in 0..4 {
-        world.decide(Nanos::ZERO);
-        world.finish_loads(Nanos::MAX);
+        run.decide(Nanos::ZERO);
+        run.finish_loads(Nanos::MAX);
     }
-    world.decide(Nanos::ZERO);
+    run.decide(Nanos::ZERO);
     for second in 0..scenario.seconds {
-        world.second(second);
+        run.second(second);
     }
-    Ok(world.finish())
+    Ok(run.finish())
 }
 
-impl Simulation<'_> {
-    fn new(scenario: &ClusterScenario, packer: Packer) -> Simulation<'_> {
+impl ScenarioRun<'_> {
+    fn new(scenario: &ClusterScenario, packer: Packer) -> ScenarioRun<'_> {
         let base = scenario.rates();
         let (mut view, mut sessions, mut sources) =
             (ClusterSnapshot::default(), Vec::new(), Vec::new());
@@ -274,7 +274,11 @@ impl Simulation<'_> {
                 budget: Nanos::from_millis(group.slo_ms),
                 feeds: Vec::new(),
             });
-            sources.push(Source { rate: *rate, asks: vec![(index, 1)], poisson: true });
+            sources.push(QuerySource {
+                rate: *rate,
+                sessions_per_query: vec![(index, 1)],
+                poisson: true,
+            });
         }
         let settings = SchedulerSettings {
             epoch: Nanos::from_millis(scenario.epoch_s * 1000),
@@ -290,10 +294,10 @@ impl Simulation<'_> {
             ..SchedulerSettings::default()
         };
         let core = Core::resume(settings, Nanos::ZERO, &view);
-        let mut fleet = ClusterSim::new(sessions, scenario.gpus, sources, scenario.seed, false);
-        fleet.set_frontends(scenario.frontends);
-        let mut world = Simulation {
-            fleet,
+        let mut cluster = ClusterSim::new(sessions, scenario.gpus, sources, scenario.seed, false);
+        cluster.set_frontends(scenario.frontends);
+        let mut run = ScenarioRun {
+            cluster,
             core,
             meters: base.iter().map(|_| Rates::default()).collect(),
             events: Vec::new(),
@@ -309,10 +313,10 @@ impl Simulation<'_> {
         };
         let known =
             |rate: f64| ModelLoad { fast: rate, slow: rate, window: 2.0, ..Default::default() };
-        let loads = world.names.iter().zip(&world.base);
+        let loads = run.names.iter().zip(&run.base);
         let models = loads.map(|(name, (_, rate))| (name.clone(), known(*rate))).collect();
-        world.view.loads.insert("f".to_string(), LoadReport { models, ..LoadReport::default() });
-        world
+        run.view.loads.insert("f".to_string(), LoadReport { models, ..LoadReport::default() });
+        run
     }
 
     fn factor(&self, group: usize, second: u64) -> f64 {
@@ -327,15 +331,15 @@ impl Simulation<'_> {
     fn second(&mut self, second: u64) {
         for index in 0..self.base.len() {
             let (group, rate) = self.base[index];
-            self.fleet.set_rate(index, (rate * self.factor(group, second)).max(1e-6));
+            self.cluster.set_rate(index, (rate * self.factor(group, second)).max(1e-6));
         }
         for loss in self.scenario.losses.iter().filter(|loss| loss.at_s == second) {
             self.lose(loss, second);
         }
-        // The scheduler looks twice a second, as its agent does.
+        // The scheduler runs twice per second, as its agent does.
         for half in 0..2 {
             let now = Nanos::from_millis(second * 1000 + half * 500);
-            self.fleet.run_until(now);
+            self.cluster.run_until(now);
             self.turn_events(now);
             self.finish_loads(now);
             if half == 0 {
@@ -362,13 +366,13 @@ impl Simulation<'_> {
         }
     }
 
-    fn lose(&mut self, loss: &Loss, second: u64) {
+    fn lose(&mut self, loss: &GpuLoss, second: u64) {
         for _ in 0..loss.gpus {
             let gpu = self.random.below(self.scenario.gpus as u64) as usize;
             if !self.lost.insert(gpu) {
                 continue;
             }
-            self.fleet.lose(gpu);
+            self.cluster.lose(gpu);
             let at = Nanos::from_millis(second * 1000);
             self.events.push((at + Nanos::from_millis(self.scenario.lease_ms), false, gpu));
             self.events.push((at + Nanos::from_millis(loss.for_s * 1000), true, gpu));
@@ -395,7 +399,7 @@ impl Simulation<'_> {
 
     fn observe(&mut self, now: Nanos) {
         let Some(report) = self.view.loads.get_mut("f") else { return };
-        for (index, count) in self.fleet.arrived().iter().enumerate() {
+        for (index, count) in self.cluster.arrived().iter().enumerate() {
             let (fast, window, slow) = self.meters[index].tick(now, *count);
             if now.0 < 2_000_000_000 {
                 continue;
@@ -420,7 +424,7 @@ impl Simulation<'_> {
         self.apply(now, decision);
     }
 
-    /// Backends learn what to hold, frontends where to send; both only of what changed, as by a watch.
+    /// Applies what changed, as a watch would: assignments to backends, routes to frontends.
     fn apply(&mut self, now: Nanos, decision: Decision) {
         let changed: Vec<(String, Vec<u8>)> = decision
             .routes
@@ -435,20 +439,20 @@ impl Simulation<'_> {
             if let (Some(route), Some(session)) = (route, session) {
                 let targets = route.targets.iter();
                 let target = |t: &TargetRecord| {
-                    Some(Target {
+                    Some(RouteTarget {
                         gpu: index_of(&t.backend)?,
                         weight: t.weight,
                         least: t.min_batch as usize,
                     })
                 };
-                let targets: Vec<Target> = targets.filter_map(target).collect();
-                self.fleet.route(session, &targets);
+                let targets: Vec<RouteTarget> = targets.filter_map(target).collect();
+                self.cluster.route(session, &targets);
             }
         }
         let took_ms = started.elapsed().as_secs_f64() * 1e3;
         self.report.table_ms_max = self.report.table_ms_max.max(took_ms);
         self.written.extend(changed);
-        // Frontends know before a model goes: what is on its way then is sent elsewhere.
+        // Frontends learn routes before a model is unloaded, so that requests go elsewhere.
         for (name, assignment) in &decision.assignments {
             let value = encode(assignment).to_vec();
             if self.written.get(name) == Some(&value) {
@@ -482,12 +486,12 @@ impl Simulation<'_> {
         let mut held = Vec::new();
         for share in assignment.models.iter().filter(|share| ready(&share.model)) {
             let Some(session) = index_of(&share.model) else { continue };
-            let session_facts = &self.fleet.sessions[session];
+            let session_facts = &self.cluster.sessions[session];
             let alone = session_facts.profile.batch_for_objective(session_facts.budget);
             let batch = if share.rate > 0.0 { share.batch as usize } else { alone };
             held.push((session, batch.max(1)));
         }
-        self.fleet.hold(gpu, &held);
+        self.cluster.hold(gpu, &held);
     }
 
     fn finish_loads(&mut self, now: Nanos) {
@@ -511,24 +515,26 @@ impl Simulation<'_> {
     }
 
     fn finish(mut self) -> ClusterReport {
-        // What was asked in the last moments is still to be answered.
+        // Waits for the last replies.
         let end = Nanos::from_millis((self.scenario.seconds + 2) * 1000);
         for source in 0..self.base.len() {
-            self.fleet.set_rate(source, 1e-6);
+            self.cluster.set_rate(source, 1e-6);
         }
-        self.fleet.run_until(end);
-        let percent = |bad: u64, asked: u64| bad as f64 * 100.0 / asked.max(1) as f64;
+        self.cluster.run_until(end);
+        let percent = |bad: u64, sent_queries: u64| bad as f64 * 100.0 / sent_queries.max(1) as f64;
         let report = &mut self.report;
-        for tally in self.fleet.tallies().iter().take(self.scenario.seconds as usize) {
-            report.requests += tally.asked;
-            report.bad += tally.bad;
-            report.seconds.push((tally.asked as f64 / 1e3, percent(tally.bad, tally.asked)));
+        for counts in self.cluster.seconds().iter().take(self.scenario.seconds as usize) {
+            report.requests += counts.sent_queries;
+            report.bad += counts.bad;
+            report
+                .seconds
+                .push((counts.sent_queries as f64 / 1e3, percent(counts.bad, counts.sent_queries)));
         }
         report.bad_percent = percent(report.bad, report.requests);
         report.record_bytes = self.written.iter().map(|(key, value)| key.len() + value.len()).sum();
         if report.bad_percent > self.scenario.bad_percent_max {
             report.violations.push(format!(
-                "{:.3} % of requests went wrong, at most {} % may",
+                "{:.3} % of requests missed their SLO, at most {} % may",
                 report.bad_percent, self.scenario.bad_percent_max
             ));
         }
@@ -540,13 +546,14 @@ fn index_of(name: &str) -> Option<usize> {
     name.get(1..)?.parse().ok()
 }
 
-/// The report for a terminal.
+/// The report as text.
 pub fn text(report: &ClusterReport) -> String {
     let used = |f: fn(usize, usize) -> usize| report.used.iter().copied().reduce(f).unwrap_or(0);
     let worst = report.seconds.iter().map(|(_, bad)| *bad).fold(0.0, f64::max);
     format!(
         "{}: {} requests, {:.4} % bad (worst second {:.2} %), {} to {} GPUs, reaction {}\n\
-         {} plans, {} loads; longest plan {:.1} ms, table update {:.1} ms, records {:.1} MB; last plan {} GPUs, bound {:.2}\n",
+         {} plans, {} loads; longest plan {:.1} ms, table update {:.1} ms, records {:.1} MB; last \
+         plan {} GPUs, bound {:.2}\n",
         report.name,
         report.requests,
         report.bad_percent,
@@ -595,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_and_a_loss_are_mastered_and_runs_repeat() {
+    fn load_steps_and_losses_are_handled_and_runs_repeat() {
         let report = run(&scenario()).unwrap();
         assert!(report.violations.is_empty(), "{}", text(&report));
         assert!(report.reaction_s.is_some_and(|s| s <= 13.0), "{}", text(&report));

@@ -1,4 +1,4 @@
-//! Clients as threads: they ask at the very instant they are to, and never have more than one request outstanding.
+//! Clients as threads: each sends its requests on time and has at most one outstanding.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex, PoisonError, RwLock, RwLockReadGuard};
@@ -10,24 +10,25 @@ use model::Tensor;
 use model::config::Class;
 use runtime::{ModelKey, Node, Rejection, Reply, Request, Timing};
 
-use crate::arrival::Clockwork;
+use crate::arrival::ArrivalTimes;
 
-/// How long before its time a client stops sleeping and looks at the clock instead; longer than a sleep overshoots.
-const LOOK_BEFORE: Duration = Duration::from_micros(200);
+/// How long before a request is due a client stops sleeping and spins; longer than a sleep
+/// overshoots.
+const SPIN_BEFORE: Duration = Duration::from_micros(200);
 
-/// Answers a client keeps one by one; later ones are only counted.
-const ANSWERS_MOST: usize = 4_000_000;
+/// Replies that a client records one by one; it only counts later ones.
+const REPLIES_MAX: usize = 4_000_000;
 
-/// How a client waits for its answer.
+/// How a client waits for its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Waiting {
-    /// Looks without pause.
+pub(super) enum WaitMode {
+    /// Polls without pause.
     Spin,
     /// Sleeps until woken.
     Park,
 }
 
-/// Under which key a node knows a model, for all who ask for it: another copy may take its place.
+/// The node's key of a model, shared by its clients; churn replaces the model by another copy.
 #[derive(Clone)]
 pub(super) struct CurrentKey(Arc<RwLock<ModelKey>>);
 
@@ -36,20 +37,20 @@ impl CurrentKey {
         CurrentKey(Arc::new(RwLock::new(key)))
     }
 
-    /// The key, which stays the model's for as long as this is held: a request is submitted meanwhile.
-    pub(super) fn hold(&self) -> RwLockReadGuard<'_, ModelKey> {
+    /// The key. The model is not replaced while the guard is held, so a request can be submitted.
+    pub(super) fn read(&self) -> RwLockReadGuard<'_, ModelKey> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts `key` in its place; nobody submits with the former one, which is returned, from here on.
+    /// Replaces the key and returns the former one, which no client uses from now on.
     pub(super) fn replace(&self, key: ModelKey) -> ModelKey {
         std::mem::replace(&mut *self.0.write().unwrap_or_else(PoisonError::into_inner), key)
     }
 }
 
-/// A model as a client asks for it.
+/// The request that a client sends.
 #[derive(Clone)]
-pub(super) struct Target {
+pub(super) struct RequestSpec {
     pub(super) key: CurrentKey,
     pub(super) class: Class,
     pub(super) inputs: Vec<Tensor>,
@@ -57,71 +58,71 @@ pub(super) struct Target {
     pub(super) expected: Arc<Vec<Tensor>>,
 }
 
-/// One answer.
+/// A reply, with its times.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Answer {
-    /// When it was asked for, by the node's clock.
-    pub(super) asked: Nanos,
-    /// From the question to the answer.
+pub(super) struct TimedReply {
+    /// When the request was sent, by the node's clock.
+    pub(super) sent: Nanos,
+    /// From request to reply.
     pub(super) latency: Nanos,
-    /// When things happened to it in between.
+    /// Times of its stages inside the node.
     pub(super) timing: Timing,
 }
 
-impl Answer {
-    /// Where its time went.
+impl TimedReply {
+    /// The latency, divided into the stages of [`super::LatencyParts`].
     pub(super) fn parts(&self) -> [Nanos; 5] {
         let Timing { arrived, prepared, started, launched, busy, .. } = self.timing;
-        let answered = self.asked + self.latency;
-        let given_back = started + busy;
+        let replied_at = self.sent + self.latency;
+        let returned = started + busy;
         [
             prepared.since(arrived),
             started.since(prepared),
             launched.since(started),
-            given_back.since(launched),
-            answered.since(given_back),
+            returned.since(launched),
+            replied_at.since(returned),
         ]
     }
 }
 
-/// Who books what became of a client's requests.
-pub(super) trait Ledger: Default {
-    /// Goes on behind the warm-up, whose errors count, with a window that begins at `start`.
+/// Records what became of a client's requests.
+pub(super) trait ClientLog: Default {
+    /// Starts recording after the warm-up, whose errors still count.
     fn begin(warm: Self, start: Nanos, length: Nanos) -> Self;
-    /// An answer came, which is that of an undisturbed run or is not.
-    fn answered(&mut self, answer: Answer, right: bool);
-    /// There was no answer.
+    /// A reply came; `right` if it equals that of an undisturbed run.
+    fn replied(&mut self, reply: TimedReply, right: bool);
+    /// The request was refused or failed.
     fn refused(&mut self, why: &Rejection);
-    /// A question was asked late.
+    /// A request was sent late.
     fn late(&mut self);
-    /// A time was dropped.
+    /// A period was dropped.
     fn dropped(&mut self);
 }
 
-/// What became of a client's requests, each of them.
+/// Records every reply.
 #[derive(Debug, Default)]
-pub(super) struct Tally {
-    /// Answers to what was asked inside the window.
-    pub(super) answers: Vec<Answer>,
-    /// Asked because a time had passed while the client waited.
+pub(super) struct FullLog {
+    /// Replies to requests sent inside the window.
+    pub(super) replies: Vec<TimedReply>,
+    /// Requests sent late, because their period began while the client waited.
     pub(super) late: u64,
-    /// Times that were dropped: more than one had passed.
+    /// Periods dropped, because several began while the client waited.
     pub(super) dropped: u64,
     pub(super) errors: u64,
     pub(super) first_error: Option<String>,
-    /// Answers that differ from those of an undisturbed run.
+    /// Replies that differ from those of an undisturbed run.
     pub(super) wrong: u64,
 }
 
-impl Ledger for Tally {
-    fn begin(warm: Tally, _: Nanos, _: Nanos) -> Tally {
-        Tally { errors: warm.errors, first_error: warm.first_error, ..Tally::default() }
+impl ClientLog for FullLog {
+    fn begin(warm: FullLog, _: Nanos, _: Nanos) -> FullLog {
+        FullLog { errors: warm.errors, first_error: warm.first_error, ..FullLog::default() }
     }
 
-    fn answered(&mut self, answer: Answer, right: bool) {
+    fn replied(&mut self, reply: TimedReply, right: bool) {
         self.wrong += u64::from(!right);
-        if self.answers.len() < ANSWERS_MOST {
-            self.answers.push(answer);
+        if self.replies.len() < REPLIES_MAX {
+            self.replies.push(reply);
         }
     }
 
@@ -139,9 +140,9 @@ impl Ledger for Tally {
     }
 }
 
-/// When a cell begins and ends, agreed on by all of its threads.
-pub(super) struct Window {
-    /// Everybody is warm.
+/// Start and end of a cell, shared by all of its threads.
+pub(super) struct CellWindow {
+    /// All clients are warm.
     pub(super) warm: Barrier,
     /// The start is set.
     pub(super) set: Barrier,
@@ -150,9 +151,9 @@ pub(super) struct Window {
     pub(super) length: Nanos,
 }
 
-/// Where an answer arrives.
+/// Passes a reply to the client's thread.
 #[derive(Default)]
-struct Mailbox {
+struct ReplySlot {
     there: AtomicBool,
     reply: Mutex<Option<(Nanos, Reply)>>,
 }
@@ -161,76 +162,76 @@ struct Mailbox {
 pub(super) struct LiveClient<'a> {
     pub(super) node: &'a Node,
     pub(super) clock: Arc<dyn Clock>,
-    pub(super) target: Target,
-    pub(super) clockwork: Clockwork,
-    pub(super) waiting: Waiting,
+    pub(super) target: RequestSpec,
+    pub(super) arrivals: ArrivalTimes,
+    pub(super) waiting: WaitMode,
 }
 
 impl LiveClient<'_> {
-    /// Warms up in a closed loop, then asks as its arrivals say until the window ends.
-    pub(super) fn run<L: Ledger>(mut self, window: &Window) -> L {
-        let mailbox = Arc::new(Mailbox::default());
+    /// Warms up in a closed loop, then sends requests by its arrivals until the window ends.
+    pub(super) fn run<L: ClientLog>(mut self, window: &CellWindow) -> L {
+        let reply_slot = Arc::new(ReplySlot::default());
         let mut warm = L::default();
         while self.clock.now() < window.warm_until {
-            self.ask(&mailbox, &mut warm);
+            self.send_request(&reply_slot, &mut warm);
         }
         window.warm.wait();
         window.set.wait();
         let start = Nanos(window.start.load(Ordering::Acquire));
         let end = start + window.length;
-        let mut tally = L::begin(warm, start, window.length);
-        if self.clockwork.is_closed() {
+        let mut log = L::begin(warm, start, window.length);
+        if self.arrivals.is_closed() {
             wait_until(&*self.clock, start);
             while self.clock.now() < end {
-                self.ask(&mailbox, &mut tally);
+                self.send_request(&reply_slot, &mut log);
             }
         } else {
-            self.run_open(start, end, &mailbox, &mut tally);
+            self.run_open(start, end, &reply_slot, &mut log);
         }
-        tally
+        log
     }
 
-    fn run_open<L: Ledger>(
+    fn run_open<L: ClientLog>(
         &mut self,
         start: Nanos,
         end: Nanos,
-        mailbox: &Arc<Mailbox>,
-        tally: &mut L,
+        reply_slot: &Arc<ReplySlot>,
+        log: &mut L,
     ) {
-        let mut next = self.clockwork.next(Nanos::ZERO);
+        let mut next = self.arrivals.next(Nanos::ZERO);
         while let Some(at) = next.map(|at| start + at)
             && at < end
         {
             let now = self.clock.now();
-            next = self.clockwork.next(Nanos::ZERO);
+            next = self.arrivals.next(Nanos::ZERO);
             if at < now {
-                // Of several times that have passed only the newest counts.
+                // Of several periods that have passed only the newest counts.
                 while let Some(later) = next.filter(|later| start + *later <= now) {
                     if start + later < end {
-                        tally.dropped();
+                        log.dropped();
                     }
-                    next = self.clockwork.next(Nanos::ZERO);
+                    next = self.arrivals.next(Nanos::ZERO);
                 }
                 if now >= end {
                     return;
                 }
-                tally.late();
+                log.late();
             } else {
                 wait_until(&*self.clock, at);
             }
-            self.ask(mailbox, tally);
+            self.send_request(reply_slot, log);
         }
     }
 
-    /// Asks once and waits for the answer.
-    fn ask<L: Ledger>(&self, mailbox: &Arc<Mailbox>, tally: &mut L) {
-        let asked = self.clock.now();
-        let (slot, clock, asker) = (
-            mailbox.clone(),
+    /// Sends one request and waits for the reply.
+    fn send_request<L: ClientLog>(&self, reply_slot: &Arc<ReplySlot>, log: &mut L) {
+        let sent = self.clock.now();
+        let (slot, clock, waiter) = (
+            reply_slot.clone(),
             self.clock.clone(),
-            (self.waiting == Waiting::Park).then(std::thread::current),
+            (self.waiting == WaitMode::Park).then(std::thread::current),
         );
-        let key = self.target.key.hold();
+        let key = self.target.key.read();
         let request = Request {
             model: *key,
             inputs: self.target.inputs.clone(),
@@ -238,45 +239,45 @@ impl LiveClient<'_> {
             priority: None,
             timeout: None,
         };
-        self.node.submit(request, Box::new(move |reply| slot.put(clock.now(), reply, asker)));
+        self.node.submit(request, Box::new(move |reply| slot.put(clock.now(), reply, waiter)));
         drop(key);
-        let Some((answered, reply)) = mailbox.take(self.waiting) else { return };
+        let Some((replied_at, reply)) = reply_slot.take(self.waiting) else { return };
         match reply.result {
             Ok(outputs) => {
-                let answer = Answer { asked, latency: answered - asked, timing: reply.timing };
-                tally.answered(answer, same(&outputs, &self.target.expected));
+                let timed = TimedReply { sent, latency: replied_at - sent, timing: reply.timing };
+                log.replied(timed, bits_equal(&outputs, &self.target.expected));
             }
             Err(why) => {
-                tally.refused(&why);
-                // A device that refuses at once would be asked in a tight loop.
+                log.refused(&why);
+                // Avoids a busy loop when the device refuses immediately.
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
     }
 }
 
-impl Mailbox {
-    fn put(&self, now: Nanos, reply: Reply, asker: Option<Thread>) {
+impl ReplySlot {
+    fn put(&self, now: Nanos, reply: Reply, waiter: Option<Thread>) {
         *self.reply.lock().unwrap_or_else(PoisonError::into_inner) = Some((now, reply));
         self.there.store(true, Ordering::Release);
-        if let Some(asker) = asker {
-            asker.unpark();
+        if let Some(waiter) = waiter {
+            waiter.unpark();
         }
     }
 
-    fn take(&self, waiting: Waiting) -> Option<(Nanos, Reply)> {
+    fn take(&self, waiting: WaitMode) -> Option<(Nanos, Reply)> {
         while !self.there.swap(false, Ordering::Acquire) {
             match waiting {
-                Waiting::Spin => std::hint::spin_loop(),
-                Waiting::Park => std::thread::park(),
+                WaitMode::Spin => std::hint::spin_loop(),
+                WaitMode::Park => std::thread::park(),
             }
         }
         self.reply.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
-/// Bit by bit: two values that are not a number are the same when they have the same bits.
-pub(super) fn same(one: &[Tensor], other: &[Tensor]) -> bool {
+/// Compares bits, so that equal NaNs are equal.
+pub(super) fn bits_equal(one: &[Tensor], other: &[Tensor]) -> bool {
     let equal = |(a, b): (&Tensor, &Tensor)| match (a.raw(), b.raw()) {
         (Some(x), Some(y)) => a.shape() == b.shape() && x == y,
         _ => a == b,
@@ -284,14 +285,14 @@ pub(super) fn same(one: &[Tensor], other: &[Tensor]) -> bool {
     one.len() == other.len() && one.iter().zip(other).all(equal)
 }
 
-/// Returns at `at`: sleeps for most of the time and looks at the clock for the rest.
+/// Waits until `at`: sleeps, then spins for the last part.
 fn wait_until(clock: &dyn Clock, at: Nanos) {
     loop {
         let left = Duration::from(at - clock.now());
         if left.is_zero() {
             return;
         }
-        match left.checked_sub(LOOK_BEFORE) {
+        match left.checked_sub(SPIN_BEFORE) {
             Some(sleep) if !sleep.is_zero() => std::thread::sleep(sleep),
             _ => std::hint::spin_loop(),
         }

@@ -1,4 +1,4 @@
-//! What a node's core took in and decided, kept while it runs and checked afterwards.
+//! Records the events and actions of a node's core and checks them.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -8,13 +8,14 @@ use runtime::Observer;
 use runtime::core::{Action, Event};
 use runtime::order::Edf;
 
-use crate::checker::{Checker, Limits};
+use crate::checker::{Checker, CheckerLimits};
 
-/// Entries kept until somebody takes them; of a trace that has more at once, what comes later is not checked.
-const ENTRIES_MOST: usize = 4_000_000;
+/// Max entries recorded between two calls of `take`; later ones are dropped, and the trace is not
+/// checked.
+const ENTRIES_MAX: usize = 4_000_000;
 
-/// One line of a trace.
-pub(super) enum Entry {
+/// An event or action of the core.
+pub(super) enum TraceEntry {
     In(Nanos, Event),
     Out(Nanos, Action),
 }
@@ -22,33 +23,33 @@ pub(super) enum Entry {
 /// The recorded trace of a node.
 #[derive(Default)]
 pub(super) struct Recorder {
-    entries: Mutex<Vec<Entry>>,
+    entries: Mutex<Vec<TraceEntry>>,
 }
 
 impl Recorder {
-    fn push(&self, entry: Entry) {
+    fn push(&self, entry: TraceEntry) {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        if entries.len() < ENTRIES_MOST {
+        if entries.len() < ENTRIES_MAX {
             entries.push(entry);
         }
     }
 
-    /// What was recorded since it was last taken.
-    pub(super) fn take(&self) -> Vec<Entry> {
+    /// Removes and returns what was recorded.
+    pub(super) fn take(&self) -> Vec<TraceEntry> {
         std::mem::take(&mut *self.entries.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// What the checkers find in the trace of a node with so many models.
+    /// Violations in the trace of a node with `models` models.
     pub(super) fn check(&self, models: usize) -> Vec<String> {
-        let mut check = TraceCheck::new(models);
+        let mut check = TraceChecker::new(models);
         check.feed(self.take());
         if check.is_whole() { check.finish() } else { Vec::new() }
     }
 }
 
-/// The checkers over a trace that comes in slices: requests that ended twice, never or without having come, and real time that
-/// was overtaken. Times are not judged. A slice is forgotten when it is checked; what is kept are the requests under way.
-pub(super) struct TraceCheck {
+/// Checks a trace that arrives in slices: requests that ended twice, never or without arrival, and
+/// real time out of order. It checks no times. It remembers only requests in flight.
+pub(super) struct TraceChecker {
     checker: Checker,
     last: Nanos,
     whole: bool,
@@ -56,10 +57,10 @@ pub(super) struct TraceCheck {
     arrivals: [u64; 2],
 }
 
-impl TraceCheck {
-    /// For a node with at most so many models at once.
-    pub(super) fn new(models: usize) -> TraceCheck {
-        let limits = Limits {
+impl TraceChecker {
+    /// For a node with at most `models` models at a time.
+    pub(super) fn new(models: usize) -> TraceChecker {
+        let limits = CheckerLimits {
             wait: None,
             grace: None,
             memory: u64::MAX,
@@ -72,23 +73,28 @@ impl TraceCheck {
             needs: Vec::new(),
         };
         let checker = Checker::new(limits, models, false);
-        TraceCheck { checker, last: Nanos::ZERO, whole: true, entries: 0, arrivals: [0; 2] }
+        TraceChecker { checker, last: Nanos::ZERO, whole: true, entries: 0, arrivals: [0; 2] }
     }
 
-    /// Goes on with the next slice.
-    pub(super) fn feed(&mut self, slice: Vec<Entry>) {
+    /// Checks the next slice.
+    pub(super) fn feed(&mut self, slice: Vec<TraceEntry>) {
         let checker = &mut self.checker;
-        self.whole &= slice.len() < ENTRIES_MOST;
+        self.whole &= slice.len() < ENTRIES_MAX;
         self.entries += slice.len() as u64;
         for entry in slice {
             match entry {
-                Entry::In(now, Event::Arrival { request, model, class, priority, deadline }) => {
+                TraceEntry::In(
+                    now,
+                    Event::Arrival { request, model, class, priority, deadline },
+                ) => {
                     checker.arrived(now, request, model.0 as usize, class, priority, deadline);
                     checker.input_ready(now, request);
                     self.arrivals[usize::from(class == Class::BestEffort)] += 1;
                 }
-                Entry::Out(now, Action::Launch { request, .. }) => checker.launched(now, request),
-                Entry::Out(now, Action::End { request, end }) => {
+                TraceEntry::Out(now, Action::Launch { request, .. }) => {
+                    checker.launched(now, request)
+                }
+                TraceEntry::Out(now, Action::End { request, end }) => {
                     checker.ended(now, request, end);
                     self.last = now;
                 }
@@ -97,22 +103,22 @@ impl TraceCheck {
         }
     }
 
-    /// Whether all of the trace came: a slice that is too long is cut.
+    /// Whether no slice was cut.
     pub(super) fn is_whole(&self) -> bool {
         self.whole
     }
 
-    /// Entries that were checked.
+    /// Number of entries checked.
     pub(super) fn entries(&self) -> u64 {
         self.entries
     }
 
-    /// Requests that came, of real time and of best effort.
+    /// Number of real-time and of best-effort requests.
     pub(super) fn arrivals(&self) -> [u64; 2] {
         self.arrivals
     }
 
-    /// What was found, the requests that never ended included.
+    /// All violations, including requests that never ended.
     pub(super) fn finish(&mut self) -> Vec<String> {
         self.checker.finish(self.last)
     }
@@ -121,13 +127,13 @@ impl TraceCheck {
 impl Observer for Recorder {
     fn event(&self, now: Nanos, event: &Event) {
         if matches!(event, Event::Arrival { .. }) {
-            self.push(Entry::In(now, event.clone()));
+            self.push(TraceEntry::In(now, event.clone()));
         }
     }
 
     fn action(&self, now: Nanos, action: &Action) {
         if matches!(action, Action::Launch { .. } | Action::End { .. }) {
-            self.push(Entry::Out(now, action.clone()));
+            self.push(TraceEntry::Out(now, action.clone()));
         }
     }
 }
@@ -153,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_trace_is_found() {
+    fn violations_of_a_trace_are_found() {
         let end = |request| Action::End { request, end: End::Done };
         let launch = |request| Action::Launch { queue: 0, request, steps: 0..1, tile: 0 };
         let fine = found(|recorder, one, other| {
@@ -184,12 +190,12 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_in_slices_is_checked_like_a_whole_one() {
+    fn slices_are_checked_like_a_whole_trace() {
         let mut core = Core::new(CoreOptions::default());
         let (one, other) = (core.next_request_id().unwrap(), core.next_request_id().unwrap());
         let end = |request| Action::End { request, end: End::Done };
         let recorder = Recorder::default();
-        let mut check = TraceCheck::new(1);
+        let mut check = TraceChecker::new(1);
         arrive(&recorder, one, Class::RealTime);
         check.feed(recorder.take());
         recorder.action(Nanos(2), &end(one));

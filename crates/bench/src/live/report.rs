@@ -1,4 +1,4 @@
-//! What cells came to, beside each other.
+//! Reports of cells, and comparisons between them.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use crate::plot::Chart;
 /// Latencies in microseconds.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Latency {
-    /// Answers.
+    /// Number of replies.
     pub count: u64,
     /// Mean.
     pub mean_us: f64,
@@ -24,7 +24,7 @@ pub struct Latency {
 }
 
 impl Latency {
-    /// Of `samples`, which are sorted by this.
+    /// Summarises `samples`, and sorts them.
     pub fn of(samples: &mut [Nanos]) -> Latency {
         samples.sort_unstable();
         let Some(longest) = samples.last() else { return Latency::default() };
@@ -43,7 +43,7 @@ impl Latency {
         }
     }
 
-    /// Of spans that were only counted.
+    /// Summarises a histogram.
     pub(crate) fn counted(histogram: &Histogram) -> Latency {
         if histogram.count() == 0 {
             return Latency::default();
@@ -59,9 +59,9 @@ impl Latency {
     }
 }
 
-/// What a latency is above that of real time alone, in percent.
+/// Increase of a latency over that of real time alone, in percent.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-pub struct Increase {
+pub struct LatencyIncrease {
     /// Of the mean.
     pub mean_pct: f64,
     /// Of the median.
@@ -72,13 +72,13 @@ pub struct Increase {
     pub max_pct: f64,
 }
 
-impl Increase {
-    fn of(latency: Latency, alone: Latency) -> Increase {
+impl LatencyIncrease {
+    fn of(latency: Latency, alone: Latency) -> LatencyIncrease {
         let over = |with: f64, without: f64| match without > 0.0 {
             true => round((with / without - 1.0) * 100.0),
             false => 0.0,
         };
-        Increase {
+        LatencyIncrease {
             mean_pct: over(latency.mean_us, alone.mean_us),
             p50_pct: over(latency.p50_us, alone.p50_us),
             p99_pct: over(latency.p99_us, alone.p99_us),
@@ -87,41 +87,41 @@ impl Increase {
     }
 }
 
-/// Where the time of answers went.
+/// Latency divided by stage.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-pub struct Parts {
-    /// Inputs brought to where the device takes them from.
+pub struct LatencyParts {
+    /// Copying the inputs to where the device reads them.
     pub prepare_us: f64,
-    /// From then until its turn came: the node's lock, and others that ran.
+    /// Waiting for the node's lock and for other requests.
     pub wait_us: f64,
-    /// Telling the device.
+    /// Enqueueing on the device.
     pub launch_us: f64,
-    /// The device's work, until its thread saw the end.
+    /// Running on the device, until its thread noticed the end.
     pub device_us: f64,
-    /// From then until the client had the answer.
+    /// From then until the client had the reply.
     pub reply_us: f64,
 }
 
-impl Parts {
-    /// The mean of `answers`, each in the order of the fields.
-    pub fn of(answers: &[[Nanos; 5]]) -> Parts {
-        let count = answers.len().max(1) as f64;
-        Parts::each(|part| {
-            answers.iter().map(|answer| answer[part].0 as f64).sum::<f64>() / count / 1e3
+impl LatencyParts {
+    /// The mean over `replies`; each has the order of the fields.
+    pub fn of(replies: &[[Nanos; 5]]) -> LatencyParts {
+        let count = replies.len().max(1) as f64;
+        LatencyParts::each(|part| {
+            replies.iter().map(|reply| reply[part].0 as f64).sum::<f64>() / count / 1e3
         })
     }
 
-    /// The longest of each part, of whichever answer.
-    pub fn longest(answers: &[[Nanos; 5]]) -> Parts {
-        Parts::each(|part| {
-            let longest = answers.iter().map(|answer| answer[part]).max().unwrap_or_default();
+    /// The maximum of each part over `replies`.
+    pub fn longest(replies: &[[Nanos; 5]]) -> LatencyParts {
+        LatencyParts::each(|part| {
+            let longest = replies.iter().map(|reply| reply[part]).max().unwrap_or_default();
             longest.0 as f64 / 1e3
         })
     }
 
-    fn each(micros: impl Fn(usize) -> f64) -> Parts {
+    fn each(micros: impl Fn(usize) -> f64) -> LatencyParts {
         let part = |index| round(micros(index));
-        Parts {
+        LatencyParts {
             prepare_us: part(0),
             wait_us: part(1),
             launch_us: part(2),
@@ -136,15 +136,15 @@ impl Parts {
 pub struct RealTimeModel {
     /// The model.
     pub model: String,
-    /// Requests a second it was to get; what a trace comes to on average.
+    /// Requests per second that it should get; the average for a trace.
     pub offered_rps: f64,
-    /// From question to answer.
+    /// From request to reply.
     pub latency: Latency,
     /// Over real time alone.
-    pub increase: Increase,
-    /// Questions asked late because the answer before them came late.
+    pub increase: LatencyIncrease,
+    /// Requests sent late, because the reply before them came late.
     pub late: u64,
-    /// Periods that had passed and were dropped.
+    /// Periods dropped.
     pub dropped: u64,
 }
 
@@ -153,43 +153,46 @@ pub struct RealTimeModel {
 pub struct BestEffortModel {
     /// The model.
     pub model: String,
-    /// Answers a second.
+    /// Replies per second.
     pub rps: f64,
-    /// From question to answer.
+    /// From request to reply.
     pub latency: Latency,
-    /// Mean time the device spent on an answer, all its launches together.
+    /// Mean device time of a reply, all its launches together.
     pub busy_us: f64,
-    /// The same of an undisturbed run of this class.
+    /// The same for an undisturbed run of this class.
     pub alone_busy_us: f64,
 }
 
-/// How often best effort was made to leave for real time, and what that cost.
+/// Preemptions of best effort for real time.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-pub struct Preempted {
-    /// Orders to leave for real time.
+pub struct PreemptionStats {
+    /// Number of preemptions.
     pub count: u64,
-    /// Of these, work that ended before it could leave.
+    /// Preemptions of work that ended before it noticed.
     pub finished_first: u64,
-    /// From the order until the device had given the work back.
-    pub leave: Latency,
-    /// All of that together, in percent of the time best effort had: what is lost at most besides what is done again.
-    pub leaving_pct: f64,
+    /// From the preemption until the device returned the task.
+    #[serde(rename = "leave")]
+    pub latency: Latency,
+    /// Sum of these latencies, in percent of best effort's device time: an upper limit of what
+    /// preemption costs besides repeated work.
+    #[serde(rename = "leaving_pct")]
+    pub latency_pct: f64,
 }
 
-/// How much the node's threads waited for each other.
+/// Waits for the node's lock.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-pub struct Lock {
-    /// Waits a second.
+pub struct LockWaits {
+    /// Waits per second.
     pub waits_per_second: f64,
-    /// Mean of a wait.
+    /// Mean wait.
     pub mean_us: f64,
-    /// Longest.
+    /// Longest wait.
     pub max_us: f64,
 }
 
 /// One policy on one workload.
 #[derive(Clone, Debug, Serialize)]
-pub struct Cell {
+pub struct CellReport {
     /// The workload.
     pub workload: String,
     /// `literal` or `scaled`.
@@ -198,64 +201,65 @@ pub struct Cell {
     pub policy: String,
     /// Seconds that were measured.
     pub seconds: f64,
-    /// Share of the device, in percent, that real time alone is to use by its stand-alone latencies.
+    /// Share of the device, in percent, that real time alone should use by its latencies alone.
     pub rt_share_pct: f64,
     /// All real time.
     pub rt: Latency,
     /// Over real time alone.
-    pub rt_increase: Increase,
-    /// Where its time went, on average.
-    pub rt_parts: Parts,
-    /// The same of the slowest of a hundred.
-    pub rt_slowest: Parts,
-    /// The longest of each part, of whichever answer: what held up one answer holds up those behind it only by waiting.
-    pub rt_longest: Parts,
-    /// Real-time answers a second.
+    pub rt_increase: LatencyIncrease,
+    /// Mean latency by stage.
+    pub rt_parts: LatencyParts,
+    /// The same for the slowest of a hundred replies.
+    pub rt_slowest: LatencyParts,
+    /// Maximum of each stage over all replies: what delays one reply delays those behind it only by
+    /// waiting.
+    pub rt_longest: LatencyParts,
+    /// Real-time replies per second.
     pub rt_rps: f64,
-    /// Real-time questions asked late.
+    /// Real-time requests sent late.
     pub late: u64,
     /// Real-time periods dropped.
     pub dropped: u64,
     /// Real time by model.
     pub rt_models: Vec<RealTimeModel>,
-    /// Best-effort answers a second.
+    /// Best-effort replies per second.
     pub be_rps: f64,
     /// Best effort by model.
     pub be_models: Vec<BestEffortModel>,
-    /// Answers a second.
+    /// Replies per second.
     pub throughput_rps: f64,
-    /// Over real time alone in the same run.
+    /// Throughput over that of real time alone in the same run.
     pub over_rt_only: f64,
-    /// Over free streams in the same run, where they were run.
+    /// Throughput over that of free streams in the same run, if they were run.
     pub over_free_streams: Option<f64>,
-    /// Best effort that was made to leave.
-    pub preempted: Preempted,
-    /// Cores the process kept busy, its clients included; 0 where that is not known.
+    /// Preemptions.
+    pub preempted: PreemptionStats,
+    /// Cores that the process kept busy, clients included; 0 if unknown.
     pub cpu_cores: f64,
     /// Waits for the node's lock, warm-up included.
-    pub lock: Lock,
-    /// Requests that got no outputs.
+    pub lock: LockWaits,
+    /// Requests without outputs.
     pub errors: u64,
-    /// The first one's reason.
+    /// Reason of the first error.
     pub first_error: Option<String>,
-    /// Answers whose bits differ from those of an undisturbed run.
+    /// Replies whose bits differ from those of an undisturbed run.
     pub wrong_outputs: u64,
-    /// What the checkers found in the recorded trace.
+    /// Violations in the recorded trace.
     pub violations: Vec<String>,
 }
 
-/// A model on its own.
+/// Latency of a model alone.
 #[derive(Clone, Debug, Serialize)]
-pub struct Alone {
+pub struct AloneLatency {
     /// The model.
     pub model: String,
-    /// From question to answer, one after another.
+    /// From request to reply, one after another.
     pub latency: Latency,
 }
 
-/// A policy that was asked for and not run.
+/// A policy that was requested but cannot run.
 #[derive(Clone, Debug, Serialize)]
-pub struct LeftOut {
+pub struct SkippedPolicy {
     /// Its name.
     pub policy: String,
     /// Why.
@@ -265,33 +269,35 @@ pub struct LeftOut {
 /// A whole run.
 #[derive(Clone, Debug, Serialize)]
 pub struct LiveReport {
-    /// The device in words.
+    /// Description of the device.
     pub device: String,
-    /// Its driver, where known.
+    /// Version of its driver, if known.
     pub driver: Option<String>,
     /// The day, as YYYY-MM-DD.
     pub date: String,
-    /// How the run was asked for.
+    /// The command line.
     pub command: String,
     /// Seed of random arrivals.
     pub seed: u64,
-    /// Models on their own.
-    pub alone: Vec<Alone>,
-    /// Policies that were left out, and why.
-    pub left_out: Vec<LeftOut>,
-    /// Everything else.
-    pub cells: Vec<Cell>,
+    /// Models alone.
+    pub alone: Vec<AloneLatency>,
+    /// Policies that cannot run.
+    #[serde(rename = "left_out")]
+    pub skipped: Vec<SkippedPolicy>,
+    /// One report per workload and policy.
+    pub cells: Vec<CellReport>,
 }
 
-/// Two digits after the point: more is noise to a reader.
+/// Rounds to two digits.
 pub(super) fn round(value: f64) -> f64 {
-    // The sum of nothing is a negative zero.
+    // Avoids a negative zero.
     (value * 100.0).round() / 100.0 + 0.0
 }
 
-/// Sets each cell beside real time alone and free streams on the same workload at the same rates.
-pub(super) fn compare(cells: &mut [Cell]) {
-    let of = |cells: &[Cell], like: &Cell, policy: &str| {
+/// Compares each cell with real time alone and with free streams, on the same workload at the same
+/// rates.
+pub(super) fn compare(cells: &mut [CellReport]) {
+    let of = |cells: &[CellReport], like: &CellReport, policy: &str| {
         cells
             .iter()
             .find(|cell| {
@@ -303,23 +309,25 @@ pub(super) fn compare(cells: &mut [Cell]) {
         let alone = of(cells, &cells[index], "rt_only");
         let free = of(cells, &cells[index], "free_streams");
         let cell = &mut cells[index];
-        let ratio = |other: &Cell| round(cell.throughput_rps / other.throughput_rps.max(1e-9));
+        let ratio =
+            |other: &CellReport| round(cell.throughput_rps / other.throughput_rps.max(1e-9));
         cell.over_free_streams = free.as_ref().map(ratio);
         let Some(alone) = alone else { continue };
         cell.over_rt_only = ratio(&alone);
-        cell.rt_increase = Increase::of(cell.rt, alone.rt);
+        cell.rt_increase = LatencyIncrease::of(cell.rt, alone.rt);
         for model in &mut cell.rt_models {
             if let Some(before) = alone.rt_models.iter().find(|other| other.model == model.model) {
-                model.increase = Increase::of(model.latency, before.latency);
+                model.increase = LatencyIncrease::of(model.latency, before.latency);
             }
         }
     }
 }
 
 /// The cells as a table.
-pub fn table(cells: &[Cell]) -> String {
+pub fn table(cells: &[CellReport]) -> String {
     let mut text = format!(
-        "{:<9}{:<9}{:<18}{:>8}{:>10}{:>10}{:>10}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}{:>8}{:>8}{:>9}{:>9}{:>6}\n",
+        "{:<9}{:<9}{:<18}{:>8}{:>10}{:>10}{:>10}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}{:>8}{:>8}{:>9}{:>9}\
+         {:>6}\n",
         "workload",
         "rates",
         "policy",
@@ -344,7 +352,8 @@ pub fn table(cells: &[Cell]) -> String {
         let bad = c.errors + c.wrong_outputs + c.violations.len() as u64;
         let _ = writeln!(
             text,
-            "{:<9}{:<9}{:<18}{:>8.1}{:>10.1}{:>10.1}{:>10.1}{:>9.2}{:>9.2}{:>9.1}{:>9.1}{:>9.2}{free:>8}{:>8}{:>8}{:>9.1}{:>9.1}{bad:>6}",
+            "{:<9}{:<9}{:<18}{:>8.1}{:>10.1}{:>10.1}{:>10.1}{:>9.2}{:>9.2}{:>9.1}{:>9.1}{:>9.2}\
+             {free:>8}{:>8}{:>8}{:>9.1}{:>9.1}{bad:>6}",
             c.workload,
             c.rates,
             c.policy,
@@ -359,15 +368,15 @@ pub fn table(cells: &[Cell]) -> String {
             c.over_rt_only,
             c.dropped,
             c.preempted.count,
-            c.preempted.leave.p50_us,
-            c.preempted.leave.p99_us,
+            c.preempted.latency.p50_us,
+            c.preempted.latency.p99_us,
         );
     }
     text
 }
 
-/// The paper's figures with these cells, and with what it published beside them where it gives numbers.
-pub fn charts(cells: &[Cell]) -> Vec<Chart> {
+/// The paper's figures with these cells, beside its published numbers.
+pub fn charts(cells: &[CellReport]) -> Vec<Chart> {
     let mut rates: Vec<&str> = Vec::new();
     for cell in cells {
         if !rates.contains(&cell.rates.as_str()) {
@@ -377,9 +386,9 @@ pub fn charts(cells: &[Cell]) -> Vec<Chart> {
     rates.into_iter().flat_map(|rates| charts_of(cells, rates)).collect()
 }
 
-fn charts_of(cells: &[Cell], rates: &str) -> Vec<Chart> {
-    let mine: Vec<&Cell> = cells.iter().filter(|cell| cell.rates == rates).collect();
-    let distinct = |name: fn(&Cell) -> &String| {
+fn charts_of(cells: &[CellReport], rates: &str) -> Vec<Chart> {
+    let mine: Vec<&CellReport> = cells.iter().filter(|cell| cell.rates == rates).collect();
+    let distinct = |name: fn(&CellReport) -> &String| {
         let mut names: Vec<String> = Vec::new();
         for cell in &mine {
             if !names.contains(name(cell)) {
@@ -389,7 +398,7 @@ fn charts_of(cells: &[Cell], rates: &str) -> Vec<Chart> {
         names
     };
     let (groups, policies) = (distinct(|cell| &cell.workload), distinct(|cell| &cell.policy));
-    let chart = |title: String, unit: &str, value: fn(&Cell) -> f64| {
+    let chart = |title: String, unit: &str, value: fn(&CellReport) -> f64| {
         let at = |policy: &String, group: &String| {
             let found = mine.iter().find(|c| c.policy == *policy && c.workload == *group);
             found.map_or(0.0, |cell| value(cell))
@@ -431,9 +440,9 @@ fn charts_of(cells: &[Cell], rates: &str) -> Vec<Chart> {
         }),
         published(gains, &PUBLISHED_GAINS),
         chart(
-            format!("Best effort gone after the order, median, {rates} rates (figure 12a)"),
+            format!("Best effort preempted, median latency, {rates} rates (figure 12a)"),
             "us",
-            |c| c.preempted.leave.p50_us,
+            |c| c.preempted.latency.p50_us,
         ),
     ]
 }

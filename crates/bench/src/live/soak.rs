@@ -1,9 +1,10 @@
-//! A workload for a long time, its trace repeated, with models that come and go and clients that go away beside it.
+//! Runs a workload for a long time, repeating its trace, while models are loaded, replaced and
+//! unloaded and requests are cancelled.
 //!
-//! What grows with time is booked in histograms and counts, and the recorded trace is checked and forgotten in slices: a soak
-//! of hours takes as much memory as one of minutes, so what grows is somebody's leak.
+//! The soak records into histograms and counters and checks the trace in slices, so that its own
+//! memory does not grow with time: what grows is a leak.
 
-mod disturber;
+mod churn;
 mod memory;
 mod report;
 
@@ -16,47 +17,49 @@ use base::{Histogram, Nanos};
 use model::config::Class;
 use runtime::Rejection;
 
-use self::disturber::{Disturbance, Disturber, Subject};
-pub use self::memory::Growth;
-use self::memory::{Series, read};
+use self::churn::{ChurnInjector, ChurnModel, ChurnStats};
+pub use self::memory::ResourceGrowth;
+use self::memory::{ResourceSeries, read};
 pub use self::report::SoakReport;
-use super::client::{Answer, Ledger};
-use super::observer::TraceCheck;
-use super::{Asking, DRAIN, Live, LiveError, Rates, Stage, StageOptions, Workload};
+use super::client::{ClientLog, TimedReply};
+use super::observer::TraceChecker;
+use super::{
+    DRAIN, LiveBenchmark, LiveError, RatedClients, Rates, TestNode, TestNodeOptions, Workload,
+};
 use crate::disb;
 
-/// Preemptions the node remembers; they are only counted here.
+/// Preemptions that the node records; the soak only counts them.
 const PREEMPTIONS_KEPT: usize = 1_024;
 
-/// Models a node has at once at most: those of the workload, and what the disturber brings.
-const MODELS_MOST: usize = 256;
+/// Max models of a node: those of the workload and temporary copies.
+const MODELS_MAX: usize = 256;
 
-/// How often the recorded trace is checked and forgotten.
-const SLICE: Duration = Duration::from_millis(250);
+/// Interval in which the recorded trace is checked.
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
-/// How often the soak looks after itself.
-const LOOK: Duration = Duration::from_millis(10);
+/// Interval in which the soak polls.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// How often it says how it is going.
-const PROGRESS: Duration = Duration::from_secs(10);
+/// Interval of progress lines.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
 
 /// How a soak is run.
 #[derive(Clone, Debug)]
 pub struct SoakOptions {
-    /// How long.
+    /// Length in seconds.
     pub seconds: f64,
-    /// The execution policy; one that runs best effort.
+    /// The execution policy; it must run best effort.
     pub policy: String,
-    /// Seed of what disturbs.
+    /// Seed of loads and cancellations.
     pub seed: u64,
 }
 
-/// What became of a client's requests, in bounded memory.
+/// Records a client's requests in bounded memory.
 #[derive(Debug, Default)]
-struct Booked {
+struct SoakLog {
     start: Nanos,
     length: Nanos,
-    /// Latencies of what was asked in the first tenth, in the last, and at any time.
+    /// Latencies of requests sent in the first tenth, in the last, and at any time.
     first: Histogram,
     last: Histogram,
     all: Histogram,
@@ -67,25 +70,25 @@ struct Booked {
     first_error: Option<String>,
 }
 
-impl Ledger for Booked {
-    fn begin(warm: Booked, start: Nanos, length: Nanos) -> Booked {
-        let Booked { wrong, errors, first_error, .. } = warm;
-        Booked { start, length, wrong, errors, first_error, ..Booked::default() }
+impl ClientLog for SoakLog {
+    fn begin(warm: SoakLog, start: Nanos, length: Nanos) -> SoakLog {
+        let SoakLog { wrong, errors, first_error, .. } = warm;
+        SoakLog { start, length, wrong, errors, first_error, ..SoakLog::default() }
     }
 
-    fn answered(&mut self, answer: Answer, right: bool) {
+    fn replied(&mut self, reply: TimedReply, right: bool) {
         self.wrong += u64::from(!right);
-        self.all.record(answer.latency);
-        let (since, tenth) = (answer.asked.since(self.start), Nanos(self.length.0 / 10));
+        self.all.record(reply.latency);
+        let (since, tenth) = (reply.sent.since(self.start), Nanos(self.length.0 / 10));
         if since < tenth {
-            self.first.record(answer.latency);
+            self.first.record(reply.latency);
         } else if since >= self.length - tenth {
-            self.last.record(answer.latency);
+            self.last.record(reply.latency);
         }
     }
 
     fn refused(&mut self, why: &Rejection) {
-        *self.errors.entry(kind(why)).or_default() += 1;
+        *self.errors.entry(rejection_name(why)).or_default() += 1;
         self.first_error.get_or_insert_with(|| why.to_string());
     }
 
@@ -98,8 +101,8 @@ impl Ledger for Booked {
     }
 }
 
-/// A rejection's name in reports.
-fn kind(why: &Rejection) -> &'static str {
+/// Name of a rejection in reports.
+fn rejection_name(why: &Rejection) -> &'static str {
     match why {
         Rejection::NoSuchModel => "unloaded",
         Rejection::QueueFull { .. } => "queue full",
@@ -115,15 +118,15 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a soak has seen so far.
-struct Watched {
-    check: TraceCheck,
-    series: Series,
+/// What the soak has observed so far.
+struct SoakObservations {
+    check: TraceChecker,
+    series: ResourceSeries,
 }
 
-impl Live {
-    /// Runs `workload` for a long time under one policy while models come and go and clients go away. Lets go of its own
-    /// programs, so that memory is that of the node alone.
+impl LiveBenchmark {
+    /// Runs `workload` for a long time under one policy, with churn. It drops its own programs, so
+    /// that it measures the memory of the node alone.
     pub fn soak(
         self,
         workload: &Workload,
@@ -131,119 +134,119 @@ impl Live {
         options: &SoakOptions,
         progress: &dyn Fn(&str),
     ) -> Result<SoakReport, LiveError> {
-        let Asking { mut clients, trace_seconds, share } = self.clients(workload, rates);
+        let RatedClients { mut clients, trace_seconds, share } = self.clients(workload, rates);
         if let Some(period) = trace_seconds {
             disb::repeat(&mut clients, period, options.seconds);
         }
         let names: Vec<&str> = clients.iter().map(|client| client.model.as_str()).collect();
-        let asked = StageOptions::of(&clients, PREEMPTIONS_KEPT);
-        let stage = self.stage(&options.policy, &names, asked)?;
-        let targets = stage.targets(&workload.name, &clients)?;
-        let subjects = stage.subjects()?;
-        self.models.iter().for_each(super::KeptModel::let_go);
-        let window = self.window(&stage, clients.len(), options.seconds);
-        let watched = Mutex::new(Watched {
-            check: TraceCheck::new(MODELS_MOST),
-            series: Series::new(options.seconds),
+        let node_options = TestNodeOptions::of(&clients, PREEMPTIONS_KEPT);
+        let test_node = self.test_node(&options.policy, &names, node_options)?;
+        let targets = test_node.targets(&workload.name, &clients)?;
+        let churn_models = test_node.churn_models()?;
+        self.models.iter().for_each(super::CellModel::release_program);
+        let window = self.window(&test_node, clients.len(), options.seconds);
+        let observations = Mutex::new(SoakObservations {
+            check: TraceChecker::new(MODELS_MAX),
+            series: ResourceSeries::new(options.seconds),
         });
-        let disturber = Disturber {
+        let churn = ChurnInjector {
             device: &*self.device,
-            stage: &stage,
-            subjects,
+            test_node: &test_node,
+            churn_models,
             stop: AtomicBool::new(false),
-            calm: Mutex::default(),
-            done: Mutex::default(),
+            temporary_models: Mutex::default(),
+            stats: Mutex::default(),
             pause_s: (options.seconds / 50.0).min(0.3),
         };
         let meanwhile = |start| {
             std::thread::scope(|scope| {
-                scope.spawn(|| disturber.come_and_go(options.seed));
-                scope.spawn(|| disturber.go_away(options.seed.rotate_left(32)));
-                self.watch(&stage, &disturber, &watched, (start, options.seconds), progress);
-                disturber.stop.store(true, Ordering::Release);
+                scope.spawn(|| churn.load_and_unload(options.seed));
+                scope.spawn(|| churn.cancel_requests(options.seed.rotate_left(32)));
+                self.watch(&test_node, &churn, &observations, (start, options.seconds), progress);
+                churn.stop.store(true, Ordering::Release);
             });
         };
-        let (ledgers, _): (Vec<Booked>, f64) =
-            self.drive(&stage, &clients, targets, &window, &meanwhile);
-        if !stage.node.drain(DRAIN) {
+        let (logs, _): (Vec<SoakLog>, f64) =
+            self.drive(&test_node, &clients, targets, &window, &meanwhile);
+        if !test_node.node.drain(DRAIN) {
             return Err(LiveError::Stuck(workload.name.clone(), options.policy.clone()));
         }
-        let mut watched = watched.into_inner().unwrap_or_else(PoisonError::into_inner);
-        watched.check.feed(stage.recorder.take());
-        let mut report = SoakReport::new(&watched.series);
+        let mut observations = observations.into_inner().unwrap_or_else(PoisonError::into_inner);
+        observations.check.feed(test_node.recorder.take());
+        let mut report = SoakReport::new(&observations.series);
         (report.workload, report.rates) = (workload.name.clone(), rates.name().to_string());
         (report.policy, report.seconds) = (options.policy.clone(), options.seconds);
         report.rt_share_pct = super::round(share * 100.0);
         report.trace_repetitions = trace_seconds.map(|period| options.seconds / period);
-        report.preemptions = stage.node.preemptions().total;
-        for (client, ledger) in clients.iter().zip(ledgers) {
-            report.book(client.class, &ledger);
+        report.preemptions = test_node.node.preemptions().total;
+        for (client, log) in clients.iter().zip(logs) {
+            report.add_client(client.class, &log);
         }
-        let done = disturber.done.into_inner().unwrap_or_else(PoisonError::into_inner);
-        report.disturbed(done);
-        report.checked(&mut watched.check);
+        let done = churn.stats.into_inner().unwrap_or_else(PoisonError::into_inner);
+        report.add_churn(done);
+        report.add_check(&mut observations.check);
         Ok(report)
     }
 
-    /// Checks the trace slice by slice, reads memory and says how it is going, until the end.
+    /// Checks the trace slice by slice, samples memory and reports progress, until the end.
     fn watch(
         &self,
-        stage: &Stage<'_>,
-        disturber: &Disturber<'_>,
-        watched: &Mutex<Watched>,
+        test_node: &TestNode<'_>,
+        churn: &ChurnInjector<'_>,
+        observations: &Mutex<SoakObservations>,
         (start, seconds): (Nanos, f64),
         progress: &dyn Fn(&str),
     ) {
-        let mut watched = locked(watched);
-        let (began, every) = (Instant::now(), watched.series.every());
-        let (mut checked, mut sampled, mut told) = (began, began, began);
-        let elapsed = || (stage.clock.now() - start).0 as f64 / 1e9;
+        let mut observations = locked(observations);
+        let (began, every) = (Instant::now(), observations.series.every());
+        let (mut checked, mut sampled, mut reported) = (began, began, began);
+        let elapsed = || (test_node.clock.now() - start).0 as f64 / 1e9;
         while elapsed() < seconds {
-            std::thread::sleep(LOOK);
-            if checked.elapsed() >= SLICE {
+            std::thread::sleep(POLL_INTERVAL);
+            if checked.elapsed() >= CHECK_INTERVAL {
                 checked = Instant::now();
-                watched.check.feed(stage.recorder.take());
+                observations.check.feed(test_node.recorder.take());
             }
-            // Only between two loads, so that what is there for a moment is not taken for growth.
+            // Not while temporary copies are loaded, which are no growth.
             if sampled.elapsed() >= every
-                && let Ok(_calm) = disturber.calm.try_lock()
+                && let Ok(_calm) = churn.temporary_models.try_lock()
             {
                 sampled = Instant::now();
                 let reading = read(&*self.device);
-                watched.series.push(elapsed() / seconds, reading);
+                observations.series.push(elapsed() / seconds, reading);
             }
-            if told.elapsed() >= PROGRESS {
-                told = Instant::now();
-                let line = report::line(elapsed(), &watched, &locked(&disturber.done));
+            if reported.elapsed() >= PROGRESS_INTERVAL {
+                reported = Instant::now();
+                let line = report::line(elapsed(), &observations, &locked(&churn.stats));
                 progress(&line);
             }
         }
     }
 }
 
-impl Stage<'_> {
-    /// What can be disturbed: every model, with what it answers as best effort.
-    fn subjects(&self) -> Result<Vec<Subject<'_>>, LiveError> {
-        let mut subjects = Vec::new();
+impl TestNode<'_> {
+    /// The models that churn copies, with their replies as best effort.
+    fn churn_models(&self) -> Result<Vec<ChurnModel<'_>>, LiveError> {
+        let mut churn_models = Vec::new();
         for (model, key) in &self.models {
             let began = self.clock.now();
-            let expected = self.once(model, *key.hold(), Class::BestEffort)?.outputs;
+            let expected = self.request_once(model, *key.read(), Class::BestEffort)?.outputs;
             let took = self.clock.now() - began;
-            subjects.push(Subject { model, key: key.clone(), expected, took });
+            churn_models.push(ChurnModel { model, key: key.clone(), expected, took });
         }
-        Ok(subjects)
+        Ok(churn_models)
     }
 }
 
-impl Disturbance {
-    /// Books something that did not end with outputs.
-    fn note(&mut self, expected: bool, why: &'static str, words: impl ToString) {
+impl ChurnStats {
+    /// Records a request or load that failed.
+    fn record_failure(&mut self, expected: bool, why: &'static str, message: impl ToString) {
         if expected {
             *self.expected.entry(why).or_default() += 1;
             return;
         }
         *self.unexpected.entry(why).or_default() += 1;
-        self.first_unexpected.get_or_insert_with(|| words.to_string());
+        self.first_unexpected.get_or_insert_with(|| message.to_string());
     }
 }
 
@@ -252,17 +255,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_booked_by_the_tenth_they_were_asked_in() {
-        let mut booked =
-            Booked::begin(Booked::default(), Nanos::from_millis(50), Nanos::from_millis(1_000));
-        for asked in [50, 149, 150, 700, 949, 950, 1_049] {
-            let (asked, latency) = (Nanos::from_millis(asked), Nanos::from_micros(asked));
+    fn replies_are_recorded_by_the_tenth_they_were_sent_in() {
+        let mut log =
+            SoakLog::begin(SoakLog::default(), Nanos::from_millis(50), Nanos::from_millis(1_000));
+        for at in [50, 149, 150, 700, 949, 950, 1_049] {
+            let (sent, latency) = (Nanos::from_millis(at), Nanos::from_micros(at));
             let timing = runtime::Timing::default();
-            booked.answered(Answer { asked, latency, timing }, asked != Nanos::from_millis(700));
+            log.replied(TimedReply { sent, latency, timing }, sent != Nanos::from_millis(700));
         }
-        booked.refused(&Rejection::NoSuchModel);
-        let counts = (booked.first.count(), booked.last.count(), booked.all.count());
-        assert_eq!((counts, booked.wrong), ((2, 2, 7), 1));
-        assert_eq!(booked.errors, BTreeMap::from([("unloaded", 1)]));
+        log.refused(&Rejection::NoSuchModel);
+        let counts = (log.first.count(), log.last.count(), log.all.count());
+        assert_eq!((counts, log.wrong), ((2, 2, 7), 1));
+        assert_eq!(log.errors, BTreeMap::from([("unloaded", 1)]));
     }
 }

@@ -1,4 +1,4 @@
-//! Random arrivals that wait for nobody.
+//! Sends requests at random times.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -18,27 +18,28 @@ use crate::live::LiveError;
 use crate::live::cpu_seconds;
 use crate::live::report::Latency;
 
-/// How long before its time a thread stops sleeping and looks at the clock instead.
-const LOOK_BEFORE: Duration = Duration::from_micros(120);
+/// How long before a request is due a thread stops sleeping and spins.
+const SPIN_BEFORE: Duration = Duration::from_micros(120);
 
-/// How far an answer may be from that of the same input on its own, beside the largest of it: other kernels round otherwise.
+/// How far an output may differ from that of the same input alone, relative to its largest value:
+/// larger batches use other kernels.
 const TOLERANCE: f32 = 0.05;
 
-/// Threads that ask.
+/// Number of threads that send requests.
 fn threads() -> usize {
     std::thread::available_parallelism().map_or(2, |cores| (cores.get() / 2).clamp(1, 8))
 }
 
-/// One load.
+/// A load of constant mean rate.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Phase {
+pub(super) struct LoadPhase {
     pub(super) rate: f64,
     pub(super) seconds: f64,
     pub(super) seed: u64,
 }
 
-/// Asks one model.
-pub(super) struct Generator<'a> {
+/// Sends requests to one model.
+pub(super) struct RequestGenerator<'a> {
     model: &'a LoadModel,
     key: ModelKey,
     clock: Arc<dyn Clock>,
@@ -46,9 +47,9 @@ pub(super) struct Generator<'a> {
     outstanding: Arc<AtomicUsize>,
 }
 
-/// What answers bring.
+/// Counts replies.
 #[derive(Default)]
-struct Tally {
+struct ReplyCounters {
     latencies: Mutex<Vec<Nanos>>,
     rows: AtomicU64,
     batches: AtomicU64,
@@ -57,27 +58,32 @@ struct Tally {
     errors: AtomicU64,
 }
 
-/// A phase whose last answers may be on their way.
-pub(super) struct Running {
-    tallies: Vec<Arc<Tally>>,
-    phase: Phase,
-    asked: u64,
+/// A phase whose last replies may be outstanding.
+pub(super) struct RunningPhase {
+    counters: Vec<Arc<ReplyCounters>>,
+    phase: LoadPhase,
+    sent: u64,
     cpu_cores: f64,
 }
 
-impl<'a> Generator<'a> {
-    /// Learns what each input gives on its own.
+impl<'a> RequestGenerator<'a> {
+    /// Computes the output of each input alone.
     pub(super) fn new(
         node: &Node,
         key: ModelKey,
         model: &'a LoadModel,
         clock: Arc<dyn Clock>,
-    ) -> Result<Generator<'a>, LiveError> {
-        let mut generator =
-            Generator { model, key, clock, expected: Arc::default(), outstanding: Arc::default() };
+    ) -> Result<RequestGenerator<'a>, LiveError> {
+        let mut generator = RequestGenerator {
+            model,
+            key,
+            clock,
+            expected: Arc::default(),
+            outstanding: Arc::default(),
+        };
         let mut expected = Vec::new();
         for index in 0..model.inputs.len() {
-            expected.push(values(&generator.once(node, index)?.0));
+            expected.push(values(&generator.request_once(node, index)?.0));
         }
         generator.expected = Arc::new(expected);
         Ok(generator)
@@ -97,9 +103,9 @@ impl<'a> Generator<'a> {
         Request { model: self.key, inputs, class, priority: None, timeout: None }
     }
 
-    fn once(&self, node: &Node, index: usize) -> Result<(Vec<Tensor>, Nanos), LiveError> {
+    fn request_once(&self, node: &Node, index: usize) -> Result<(Vec<Tensor>, Nanos), LiveError> {
         let (sender, receiver) = mpsc::sync_channel(1);
-        let asked = self.clock.now();
+        let sent = self.clock.now();
         let reply = move |reply: Reply| {
             // The receiver waits below.
             let _ = sender.send(reply);
@@ -107,14 +113,14 @@ impl<'a> Generator<'a> {
         node.submit(self.request(index), Box::new(reply));
         let broken = |why| LiveError::Broken { model: self.model.name.clone(), why };
         let reply = receiver.recv().map_err(|_| broken(Rejection::ShuttingDown))?;
-        Ok((reply.result.map_err(broken)?, self.clock.now() - asked))
+        Ok((reply.result.map_err(broken)?, self.clock.now() - sent))
     }
 
     /// Median latency of requests one after another.
     pub(super) fn alone(&self, node: &Node, count: usize) -> Result<Nanos, LiveError> {
         let mut times = Vec::new();
         for round in 0..count {
-            times.push(self.once(node, round % self.model.inputs.len())?.1);
+            times.push(self.request_once(node, round % self.model.inputs.len())?.1);
         }
         times.sort_unstable();
         Ok(times[times.len() / 2])
@@ -165,16 +171,16 @@ impl<'a> Generator<'a> {
         Ok(shortest)
     }
 
-    /// Answers a second when there is always more to do.
+    /// Replies per second when there is always a request waiting.
     pub(super) fn capacity(&self, node: &Node, seconds: f64) -> Result<f64, LiveError> {
         let end = self.clock.now() + Nanos((seconds * 1e9) as u64);
         let began = self.clock.now();
-        let answered = AtomicU64::new(0);
+        let replies = AtomicU64::new(0);
         let failed: Mutex<Option<LiveError>> = Mutex::new(None);
         std::thread::scope(|scope| {
             for _ in 0..threads() {
                 scope.spawn(|| {
-                    if let Err(err) = self.keep_busy(node, end, &answered) {
+                    if let Err(err) = self.keep_busy(node, end, &replies) {
                         *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(err);
                     }
                 });
@@ -184,83 +190,91 @@ impl<'a> Generator<'a> {
             return Err(err);
         }
         let spent = (self.clock.now() - began).0 as f64 / 1e9;
-        Ok(answered.load(Ordering::Relaxed) as f64 / spent)
+        Ok(replies.load(Ordering::Relaxed) as f64 / spent)
     }
 
-    /// Keeps a dozen requests under way until `end`.
-    fn keep_busy(&self, node: &Node, end: Nanos, answered: &AtomicU64) -> Result<(), LiveError> {
+    /// Keeps a dozen requests in flight until `end`.
+    fn keep_busy(&self, node: &Node, end: Nanos, replies: &AtomicU64) -> Result<(), LiveError> {
         let (sender, receiver) = mpsc::channel();
-        let ask = |index: usize| {
+        let send = |index: usize| {
             let sender = sender.clone();
             let reply = move |reply: Reply| {
                 let _ = sender.send(reply.result.map(|_| ()));
             };
             node.submit(self.request(index % self.model.inputs.len()), Box::new(reply));
         };
-        let (mut index, mut left) = (0, 0);
-        while self.clock.now() < end || left > 0 {
-            while left < 12 && self.clock.now() < end {
-                ask(index);
-                (index, left) = (index + 1, left + 1);
+        let (mut index, mut in_flight) = (0, 0);
+        while self.clock.now() < end || in_flight > 0 {
+            while in_flight < 12 && self.clock.now() < end {
+                send(index);
+                (index, in_flight) = (index + 1, in_flight + 1);
             }
             let broken = |why| LiveError::Broken { model: self.model.name.clone(), why };
             if let Ok(result) = receiver.recv() {
                 result.map_err(broken)?;
-                answered.fetch_add(1, Ordering::Relaxed);
-                left -= 1;
+                replies.fetch_add(1, Ordering::Relaxed);
+                in_flight -= 1;
             }
         }
         Ok(())
     }
 
-    /// Asks at random times, `rate` a second on average.
-    pub(super) fn run(&self, node: &Node, phase: Phase) -> Running {
+    /// Sends requests at random times, `rate` per second on average.
+    pub(super) fn run(&self, node: &Node, phase: LoadPhase) -> RunningPhase {
         let (used, began) = (cpu_seconds(), self.clock.now());
         let start = began + Nanos::from_millis(2);
         let end = start + Nanos((phase.seconds * 1e9) as u64);
         let count = threads();
         let mut seeds = Random::new(phase.seed);
-        let (mut tallies, mut asked) = (Vec::new(), 0);
+        let (mut all_counters, mut sent) = (Vec::new(), 0);
         std::thread::scope(|scope| {
             let mut handles = Vec::new();
             for _ in 0..count {
-                let (tally, random) = (Arc::new(Tally::default()), Random::new(seeds.next_u64()));
-                tallies.push(tally.clone());
+                let (counters, random) =
+                    (Arc::new(ReplyCounters::default()), Random::new(seeds.next_u64()));
+                all_counters.push(counters.clone());
                 let mean = 1e9 * count as f64 / phase.rate.max(1.0);
                 handles.push(
-                    scope.spawn(move || self.ask_on_time(node, (start, end), mean, random, &tally)),
+                    scope.spawn(move || {
+                        self.send_on_time(node, (start, end), mean, random, &counters)
+                    }),
                 );
             }
-            asked = handles.into_iter().map(|handle| handle.join().unwrap_or(0)).sum();
+            sent = handles.into_iter().map(|handle| handle.join().unwrap_or(0)).sum();
         });
         let wall = (self.clock.now() - began).0 as f64 / 1e9;
-        Running { tallies, phase, asked, cpu_cores: (cpu_seconds() - used) / wall }
+        RunningPhase {
+            counters: all_counters,
+            phase,
+            sent,
+            cpu_cores: (cpu_seconds() - used) / wall,
+        }
     }
 
-    fn ask_on_time(
+    fn send_on_time(
         &self,
         node: &Node,
         (start, end): (Nanos, Nanos),
         mean_gap_ns: f64,
         mut random: Random,
-        tally: &Arc<Tally>,
+        counters: &Arc<ReplyCounters>,
     ) -> u64 {
-        let (mut at, mut asked) = (start, 0);
+        let (mut at, mut sent) = (start, 0);
         loop {
             at += Nanos(random.exponential(mean_gap_ns) as u64);
             if at >= end {
-                return asked;
+                return sent;
             }
             wait_until(&*self.clock, at);
-            asked += 1;
+            sent += 1;
             let index = random.below(self.model.inputs.len() as u64) as usize;
-            let (tally, clock, expected) =
-                (tally.clone(), self.clock.clone(), self.expected.clone());
+            let (counters, clock, expected) =
+                (counters.clone(), self.clock.clone(), self.expected.clone());
             let outstanding = self.outstanding.clone();
             outstanding.fetch_add(1, Ordering::AcqRel);
-            let check = asked.is_multiple_of(16);
+            let check = sent.is_multiple_of(16);
             let reply = move |reply: Reply| {
-                tally.take(reply, clock.now(), (at, end), check.then_some(&expected[index]));
+                counters.take(reply, clock.now(), (at, end), check.then_some(&expected[index]));
                 outstanding.fetch_sub(1, Ordering::AcqRel);
             };
             node.submit(self.request(index), Box::new(reply));
@@ -268,7 +282,7 @@ impl<'a> Generator<'a> {
     }
 }
 
-impl Tally {
+impl ReplyCounters {
     fn take(
         &self,
         reply: Reply,
@@ -295,50 +309,52 @@ impl Tally {
     }
 }
 
-impl Running {
-    /// What it came to; all answers are there.
+impl RunningPhase {
+    /// The result, when all replies have come.
     pub(super) fn finish(self) -> PhaseResult {
         let mut latencies = Vec::new();
-        for tally in &self.tallies {
-            latencies.append(&mut tally.latencies.lock().unwrap_or_else(PoisonError::into_inner));
+        for counters in &self.counters {
+            latencies
+                .append(&mut counters.latencies.lock().unwrap_or_else(PoisonError::into_inner));
         }
-        let sum = |of: fn(&Tally) -> &AtomicU64| -> u64 {
-            self.tallies.iter().map(|tally| of(tally).load(Ordering::Relaxed)).sum()
+        let sum = |of: fn(&ReplyCounters) -> &AtomicU64| -> u64 {
+            self.counters.iter().map(|counters| of(counters).load(Ordering::Relaxed)).sum()
         };
-        let batches = sum(|tally| &tally.batches);
+        let batches = sum(|counters| &counters.batches);
         PhaseResult {
-            offered_rps: (self.asked as f64 / self.phase.seconds).round(),
-            answered_rps: (sum(|tally| &tally.in_time) as f64 / self.phase.seconds).round(),
+            offered_rps: (self.sent as f64 / self.phase.seconds).round(),
+            answered_rps: (sum(|counters| &counters.in_time) as f64 / self.phase.seconds).round(),
             latency: Latency::of(&mut latencies),
-            mean_batch: (sum(|tally| &tally.rows) as f64 / batches.max(1) as f64 * 100.0).round()
+            mean_batch: (sum(|counters| &counters.rows) as f64 / batches.max(1) as f64 * 100.0)
+                .round()
                 / 100.0,
             batches,
-            wrong: sum(|tally| &tally.wrong),
-            errors: sum(|tally| &tally.errors),
+            wrong: sum(|counters| &counters.wrong),
+            errors: sum(|counters| &counters.errors),
             cpu_cores: (self.cpu_cores * 100.0).round() / 100.0,
         }
     }
 }
 
-/// All numbers of the first output.
+/// All values of the first output.
 fn values(outputs: &[Tensor]) -> Vec<f32> {
     outputs.first().and_then(Tensor::to_vec::<f32>).unwrap_or_default()
 }
 
 fn is_close(got: &[f32], want: &[f32]) -> bool {
-    let largest = want.iter().fold(0f32, |most, value| most.max(value.abs())).max(1e-3);
+    let largest = want.iter().fold(0f32, |max, value| max.max(value.abs())).max(1e-3);
     got.len() == want.len()
         && got.iter().zip(want).all(|(got, want)| (got - want).abs() <= TOLERANCE * largest)
 }
 
-/// Returns at `at`: sleeps for most of the time and looks at the clock for the rest.
+/// Waits until `at`: sleeps, then spins for the last part.
 fn wait_until(clock: &dyn Clock, at: Nanos) {
     loop {
-        let left = Duration::from(at - clock.now());
-        if left.is_zero() {
+        let in_flight = Duration::from(at - clock.now());
+        if in_flight.is_zero() {
             return;
         }
-        match left.checked_sub(LOOK_BEFORE) {
+        match in_flight.checked_sub(SPIN_BEFORE) {
             Some(sleep) if !sleep.is_zero() => std::thread::sleep(sleep),
             _ => std::hint::spin_loop(),
         }

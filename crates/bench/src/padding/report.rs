@@ -1,28 +1,28 @@
-//! What was measured of every pair, and what follows over all of them.
+//! Reports of pairs, and summaries over all pairs.
 
 use std::fmt::Write;
 
 use serde::Serialize;
 
-/// Real time may take so much longer and still counts as undisturbed.
+/// A slowdown up to this counts as none.
 const MAX_RT_SLOWDOWN: f64 = 1.01;
 
-/// Microseconds of one network over many replays.
+/// Time of one network over many replays, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Spread {
-    /// Replays that were timed.
+pub struct TimingSummary {
+    /// Number of replays.
     pub replays: usize,
-    /// Half took no longer.
+    /// Median.
     pub median_us: f64,
-    /// All of them by their number.
+    /// Mean.
     pub mean_us: f64,
-    /// Of a hundred, 99 took no longer.
+    /// 99th percentile.
     pub p99_us: f64,
 }
 
-/// Real time in one way over real time alone.
+/// Time of real time under a method over its time alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Ratios {
+pub struct SlowdownRatios {
     /// Of medians.
     pub median: f64,
     /// Of means.
@@ -31,11 +31,11 @@ pub struct Ratios {
     pub p99: f64,
 }
 
-impl Ratios {
+impl SlowdownRatios {
     /// `with` over `alone`.
-    pub fn of(with: &Spread, alone: &Spread) -> Ratios {
+    pub fn of(with: &TimingSummary, alone: &TimingSummary) -> SlowdownRatios {
         let ratio = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
-        Ratios {
+        SlowdownRatios {
             median: ratio(with.median_us, alone.median_us),
             mean: ratio(with.mean_us, alone.mean_us),
             p99: ratio(with.p99_us, alone.p99_us),
@@ -43,68 +43,71 @@ impl Ratios {
     }
 }
 
-/// A pair of networks in one way.
+/// A pair of networks under one method.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct WayReport {
+pub struct MethodReport {
     /// `alone`, `free`, `partition 16`, `apart 16`.
-    pub way: String,
-    /// Multiprocessors of the partition, as the driver made it.
+    #[serde(rename = "way")]
+    pub method: String,
+    /// SMs of the partition, as the driver made it.
     pub multiprocessors: Option<u32>,
     /// The real-time network.
-    pub real_time: Spread,
-    /// The same over its own times alone.
-    pub ratio: Ratios,
-    /// What best effort got done, as a share of what it does alone in the same time.
+    pub real_time: TimingSummary,
+    /// Its time over its time alone.
+    pub ratio: SlowdownRatios,
+    /// Work of best effort, as a share of what it does alone in the same time.
     pub best_effort_share: f64,
-    /// Runs of best effort, in parts where some were not finished.
+    /// Runs of best effort, unfinished ones in part.
     pub best_effort_runs: f64,
-    /// Checks after which outputs of the real-time network were others than alone.
+    /// Checks in which outputs of the real-time network differed from those alone.
     pub wrong_real_time: usize,
     /// The same of the best-effort network.
     pub wrong_best_effort: usize,
-    /// Checks that were made of both.
+    /// Number of checks.
     pub checks: usize,
 }
 
-/// One pair in all ways.
+/// One pair under all methods.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PairReport {
     /// The real-time network.
     pub real_time: String,
     /// The best-effort network.
     pub best_effort: String,
-    /// The best-effort network alone, in the launches it has in every way.
-    pub best_effort_alone: Spread,
-    /// Every way, alone first.
-    pub ways: Vec<WayReport>,
+    /// The best-effort network alone, with the same launches.
+    pub best_effort_alone: TimingSummary,
+    /// All methods, alone first.
+    #[serde(rename = "ways")]
+    pub methods: Vec<MethodReport>,
 }
 
-/// One way over all pairs, by the medians of real time.
+/// One method over all pairs, by medians of real time.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Summary {
-    /// The way.
-    pub way: String,
+pub struct MethodSummary {
+    /// The method.
+    #[serde(rename = "way")]
+    pub method: String,
     /// Pairs.
     pub pairs: usize,
-    /// Real time over real time alone, on average.
+    /// Mean of real time over real time alone.
     pub mean_ratio: f64,
-    /// The same at worst.
+    /// Maximum of the same.
     pub worst_ratio: f64,
-    /// Where that was.
+    /// The pair with that maximum.
     pub worst_pair: String,
-    /// The worst ratio of 99th percentiles.
+    /// Maximum over 99th percentiles.
     pub worst_p99_ratio: f64,
-    /// Pairs in which real time took at most one percent longer.
+    /// Pairs with a slowdown of at most one percent.
     pub within_one_percent: usize,
-    /// What best effort got, on average.
+    /// Mean share of best effort.
     pub mean_share: f64,
-    /// What it got where it got least.
+    /// Minimum share of best effort.
     pub least_share: f64,
-    /// What it got on average in pairs with real time within one percent; none without such pairs.
+    /// Mean share in pairs with a slowdown of at most one percent; `None` without such pairs.
     pub mean_share_within_one_percent: Option<f64>,
 }
 
-/// All of it, with where and when it was.
+/// A whole run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PaddingReport {
     /// The GPU.
@@ -117,87 +120,92 @@ pub struct PaddingReport {
     pub command: String,
     /// Seed of the inputs.
     pub seed: u64,
-    /// Seconds of each way of a pair.
+    /// Seconds per method and pair.
     pub seconds: f64,
-    /// Every way over all pairs.
-    pub summaries: Vec<Summary>,
+    /// All methods over all pairs.
+    pub summaries: Vec<MethodSummary>,
     /// Every pair.
     pub pairs: Vec<PairReport>,
 }
 
 impl PaddingReport {
-    /// Pairs and ways after which outputs were others than alone.
+    /// Pairs and methods with wrong outputs.
     pub fn wrong(&self) -> Vec<String> {
         let of = |pair: &PairReport| {
             let name = format!("{}+{}", pair.real_time, pair.best_effort);
-            let wrong =
-                pair.ways.iter().filter(|way| way.wrong_real_time + way.wrong_best_effort > 0);
-            wrong.map(|way| format!("{name} {}", way.way)).collect::<Vec<_>>()
+            let wrong = pair
+                .methods
+                .iter()
+                .filter(|method| method.wrong_real_time + method.wrong_best_effort > 0);
+            wrong.map(|method| format!("{name} {}", method.method)).collect::<Vec<_>>()
         };
         self.pairs.iter().flat_map(of).collect()
     }
 }
 
-/// Every way that occurs over the pairs that have it, in the order of the first pair.
-pub fn summaries(pairs: &[PairReport]) -> Vec<Summary> {
+/// Summaries of all methods, in the order of the first pair.
+pub fn summaries(pairs: &[PairReport]) -> Vec<MethodSummary> {
     let mut names: Vec<&str> = Vec::new();
-    for way in pairs.iter().flat_map(|pair| &pair.ways) {
-        if !names.contains(&way.way.as_str()) {
-            names.push(&way.way);
+    for method in pairs.iter().flat_map(|pair| &pair.methods) {
+        if !names.contains(&method.method.as_str()) {
+            names.push(&method.method);
         }
     }
     names.into_iter().filter_map(|name| summary(name, pairs)).collect()
 }
 
-fn summary(name: &str, pairs: &[PairReport]) -> Option<Summary> {
-    let cells: Vec<(&PairReport, &WayReport)> = pairs
+fn summary(name: &str, pairs: &[PairReport]) -> Option<MethodSummary> {
+    let cells: Vec<(&PairReport, &MethodReport)> = pairs
         .iter()
-        .flat_map(|pair| pair.ways.iter().map(move |way| (pair, way)))
-        .filter(|(_, way)| way.way == name)
+        .flat_map(|pair| pair.methods.iter().map(move |method| (pair, method)))
+        .filter(|(_, method)| method.method == name)
         .collect();
     let worst = cells.iter().max_by(|(_, a), (_, b)| a.ratio.median.total_cmp(&b.ratio.median))?;
     let mean = |values: Vec<f64>| match values.len() {
         0 => None,
         count => Some(values.iter().sum::<f64>() / count as f64),
     };
-    let all = |of: fn(&WayReport) -> f64| cells.iter().map(|(_, way)| of(way)).collect::<Vec<_>>();
-    let calm = cells.iter().filter(|(_, way)| way.ratio.median <= MAX_RT_SLOWDOWN);
-    let calm: Vec<f64> = calm.map(|(_, way)| way.best_effort_share).collect();
-    let shares = all(|way| way.best_effort_share);
-    Some(Summary {
-        way: name.to_string(),
+    let all = |of: fn(&MethodReport) -> f64| {
+        cells.iter().map(|(_, method)| of(method)).collect::<Vec<_>>()
+    };
+    let within = cells.iter().filter(|(_, method)| method.ratio.median <= MAX_RT_SLOWDOWN);
+    let within: Vec<f64> = within.map(|(_, method)| method.best_effort_share).collect();
+    let shares = all(|method| method.best_effort_share);
+    Some(MethodSummary {
+        method: name.to_string(),
         pairs: cells.len(),
-        mean_ratio: mean(all(|way| way.ratio.median))?,
+        mean_ratio: mean(all(|method| method.ratio.median))?,
         worst_ratio: worst.1.ratio.median,
         worst_pair: format!("{}+{}", worst.0.real_time, worst.0.best_effort),
-        worst_p99_ratio: all(|way| way.ratio.p99).into_iter().fold(0.0, f64::max),
-        within_one_percent: calm.len(),
+        worst_p99_ratio: all(|method| method.ratio.p99).into_iter().fold(0.0, f64::max),
+        within_one_percent: within.len(),
         least_share: shares.iter().copied().fold(f64::INFINITY, f64::min),
         mean_share: mean(shares)?,
-        mean_share_within_one_percent: mean(calm),
+        mean_share_within_one_percent: mean(within),
     })
 }
 
-/// Pairs and summaries for people.
-pub fn table(pairs: &[PairReport], summaries: &[Summary]) -> String {
+/// The report as text.
+pub fn table(pairs: &[PairReport], summaries: &[MethodSummary]) -> String {
     let mut text = String::new();
     let percent = |ratio: f64| (ratio - 1.0) * 100.0;
     let _ = writeln!(
         text,
         "{:<26} {:<10} {:>9} {:>9} {:>9} {:>8} {:>8}",
-        "pair", "way", "median us", "mean us", "p99 us", "median", "best eff."
+        "pair", "method", "median us", "mean us", "p99 us", "median", "best eff."
     );
     for pair in pairs {
         let name = format!("{}+{}", pair.real_time, pair.best_effort);
-        for way in &pair.ways {
-            let Spread { median_us, mean_us, p99_us, .. } = way.real_time;
-            let wrong = way.wrong_real_time + way.wrong_best_effort;
+        for method in &pair.methods {
+            let TimingSummary { median_us, mean_us, p99_us, .. } = method.real_time;
+            let wrong = method.wrong_real_time + method.wrong_best_effort;
             let _ = writeln!(
                 text,
-                "{name:<26} {:<10} {median_us:>9.1} {mean_us:>9.1} {p99_us:>9.1} {:>+7.1}% {:>7.1}%{}",
-                way.way,
-                percent(way.ratio.median),
-                way.best_effort_share * 100.0,
+                "{name:<26} {:<10} {median_us:>9.1} {mean_us:>9.1} {p99_us:>9.1} {:>+7.1}% {:>7.1}\
+                 %{}",
+                method.method,
+                percent(method.ratio.median),
+                method.best_effort_share * 100.0,
                 if wrong > 0 { "  WRONG OUTPUTS" } else { "" },
             );
         }
@@ -205,22 +213,22 @@ pub fn table(pairs: &[PairReport], summaries: &[Summary]) -> String {
     let _ = writeln!(
         text,
         "\n{:<10} {:>5} {:>8} {:>8} {:>9} {:>6} {:>9} {:>16}  worst pair",
-        "way", "pairs", "mean", "worst", "worst p99", "<=1%", "best eff.", "best eff. <=1%"
+        "method", "pairs", "mean", "worst", "worst p99", "<=1%", "best eff.", "best eff. <=1%"
     );
-    for way in summaries {
-        let calm = way.mean_share_within_one_percent;
+    for method in summaries {
+        let within = method.mean_share_within_one_percent;
         let _ = writeln!(
             text,
             "{:<10} {:>5} {:>+7.1}% {:>+7.1}% {:>+8.1}% {:>6} {:>8.1}% {:>16}  {}",
-            way.way,
-            way.pairs,
-            percent(way.mean_ratio),
-            percent(way.worst_ratio),
-            percent(way.worst_p99_ratio),
-            way.within_one_percent,
-            way.mean_share * 100.0,
-            calm.map_or("-".to_string(), |share| format!("{:.1}%", share * 100.0)),
-            way.worst_pair,
+            method.method,
+            method.pairs,
+            percent(method.mean_ratio),
+            percent(method.worst_ratio),
+            percent(method.worst_p99_ratio),
+            method.within_one_percent,
+            method.mean_share * 100.0,
+            within.map_or("-".to_string(), |share| format!("{:.1}%", share * 100.0)),
+            method.worst_pair,
         );
     }
     text
@@ -230,19 +238,19 @@ pub fn table(pairs: &[PairReport], summaries: &[Summary]) -> String {
 mod tests {
     use super::*;
 
-    fn way(name: &str, median: f64, share: f64) -> WayReport {
-        let spread = |median_us| Spread {
+    fn method(name: &str, median: f64, share: f64) -> MethodReport {
+        let spread = |median_us| TimingSummary {
             replays: 10,
             median_us,
             mean_us: median_us,
             p99_us: 2.0 * median_us,
         };
         let (alone, real_time) = (spread(100.0), spread(median));
-        WayReport {
-            way: name.to_string(),
+        MethodReport {
+            method: name.to_string(),
             multiprocessors: None,
             real_time,
-            ratio: Ratios::of(&real_time, &alone),
+            ratio: SlowdownRatios::of(&real_time, &alone),
             best_effort_share: share,
             best_effort_runs: 1.0,
             wrong_real_time: 0,
@@ -251,23 +259,26 @@ mod tests {
         }
     }
 
-    fn pair(best_effort: &str, ways: Vec<WayReport>) -> PairReport {
+    fn pair(best_effort: &str, methods: Vec<MethodReport>) -> PairReport {
         PairReport {
             real_time: "vgg19".to_string(),
             best_effort: best_effort.to_string(),
-            best_effort_alone: Spread::default(),
-            ways,
+            best_effort_alone: TimingSummary::default(),
+            methods,
         }
     }
 
     #[test]
-    fn summaries_go_over_pairs() {
+    fn summaries_cover_all_pairs() {
         let pairs = [
-            pair("a", vec![way("alone", 100.0, 0.0), way("free", 101.0, 0.2)]),
-            pair("b", vec![way("alone", 100.0, 0.0), way("free", 120.0, 0.4)]),
+            pair("a", vec![method("alone", 100.0, 0.0), method("free", 101.0, 0.2)]),
+            pair("b", vec![method("alone", 100.0, 0.0), method("free", 120.0, 0.4)]),
         ];
         let all = summaries(&pairs);
-        assert_eq!(all.iter().map(|way| way.way.as_str()).collect::<Vec<_>>(), ["alone", "free"]);
+        assert_eq!(
+            all.iter().map(|method| method.method.as_str()).collect::<Vec<_>>(),
+            ["alone", "free"]
+        );
         let free = &all[1];
         assert!((free.mean_ratio - 1.105).abs() < 1e-9 && (free.worst_ratio - 1.2).abs() < 1e-9);
         assert_eq!((free.worst_pair.as_str(), free.within_one_percent), ("vgg19+b", 1));
@@ -279,10 +290,10 @@ mod tests {
     }
 
     #[test]
-    fn machines_find_what_they_look_for() {
-        let mut broken = way("free", 100.0, 0.1);
+    fn json_keys_are_stable() {
+        let mut broken = method("free", 100.0, 0.1);
         broken.wrong_best_effort = 1;
-        let pairs = vec![pair("a", vec![way("alone", 100.0, 0.0), broken])];
+        let pairs = vec![pair("a", vec![method("alone", 100.0, 0.0), broken])];
         let report = PaddingReport {
             device: "a GPU".to_string(),
             driver: None,

@@ -1,4 +1,4 @@
-//! From a scenario to a world at time zero.
+//! Makes a simulation at time zero from a scenario.
 
 use std::sync::Arc;
 
@@ -10,16 +10,18 @@ use runtime::order::{ExecutionOrder, Fifo};
 use runtime::policy::padding::PaddingDevice;
 use runtime::policy::{NAMES, Policy, Streams, by_name};
 
-use super::{BrokenRestore, ClientState, Outcome, PlantedBug, Simulation, SimulationOptions};
-use crate::arrival::Clockwork;
-use crate::checker::{Checker, Limits};
+use super::{
+    BrokenRestore, ClientState, PlantedBug, Simulation, SimulationOptions, SimulationOutcome,
+};
+use crate::arrival::ArrivalTimes;
+use crate::checker::{Checker, CheckerLimits};
 use crate::scenario::{Scenario, ScenarioError};
 
-/// A segment that is not heard of for so long means a reset.
+/// A segment without completion for so long means a device reset.
 const WATCHDOG: Nanos = Nanos::from_millis(5_000);
 
 impl Simulation {
-    /// A world at time zero.
+    /// A simulation at time zero.
     pub fn new(
         scenario: &Scenario,
         options: SimulationOptions,
@@ -27,7 +29,7 @@ impl Simulation {
         Simulation::with_profiles(scenario, &scenario.profiles()?, options)
     }
 
-    /// A world at time zero on profiles of the caller's.
+    /// A simulation at time zero, with profiles given by the caller.
     pub fn with_profiles(
         scenario: &Scenario,
         set: &ProfileSet,
@@ -58,14 +60,16 @@ impl Simulation {
         if options.spans {
             gpu.record_spans();
         }
-        // Where all models fit they are there from the start; elsewhere they come and go.
+        // If all models fit, they are resident from the start; otherwise they are loaded and
+        // evicted.
         let weights: u64 = set.models.iter().map(|model| model.weight_bytes).sum();
         let managed = weights > set.gpu.memory_bytes;
         let order = scenario.order()?;
         let core = core_of(scenario, &set.gpu, layout, (policy, order), options, managed);
+        let checked = (&rules, order);
         let limits =
-            Limits::new(scenario, set, (&rules, order), rt_streams.clone(), streams, WATCHDOG);
-        let mut world = Simulation {
+            CheckerLimits::new(scenario, set, checked, rt_streams.clone(), streams, WATCHDOG);
+        let mut simulation = Simulation {
             core,
             gpu,
             rules,
@@ -81,12 +85,12 @@ impl Simulation {
             rt_streams,
             streams,
             rt_waiting: 0,
-            episode: None,
+            preempt_started: None,
             actions: Vec::new(),
-            outcome: Outcome::default(),
+            outcome: SimulationOutcome::default(),
         };
-        world.add_models();
-        Ok(world)
+        simulation.add_models();
+        Ok(simulation)
     }
 
     fn add_models(&mut self) {
@@ -113,7 +117,7 @@ fn policy_of(
             name: scenario.policy.clone(),
             known: NAMES.join(", "),
         })?;
-    Ok(match options.planted {
+    Ok(match options.planted_bug {
         Some(PlantedBug::Restore) => Box::new(BrokenRestore(policy)),
         _ => policy,
     })
@@ -141,12 +145,10 @@ fn core_of(
     options: SimulationOptions,
     managed: bool,
 ) -> Core {
-    let planted = |bug| options.planted == Some(bug);
-    let sms = if planted(PlantedBug::Budget) { gpu.sms * 2 } else { gpu.sms };
-    let real_time_order: &'static dyn ExecutionOrder = match planted(PlantedBug::EarliestDeadline) {
-        true => &Fifo,
-        false => order,
-    };
+    let planted_bug = |bug| options.planted_bug == Some(bug);
+    let sms = if planted_bug(PlantedBug::Budget) { gpu.sms * 2 } else { gpu.sms };
+    let fifo: &'static dyn ExecutionOrder = &Fifo;
+    let real_time_order = if planted_bug(PlantedBug::EarliestDeadline) { fifo } else { order };
     let core = CoreOptions {
         queues,
         max_requests: 65_536,
@@ -162,7 +164,7 @@ fn core_of(
             gap: Nanos(gpu.gap_ns),
             inside_tile: gpu.preemption() == device::PreemptionLevel::InsideTile,
         },
-        mutation: planted(PlantedBug::ExactlyOnce).then_some(Mutation::EndsTwice),
+        mutation: planted_bug(PlantedBug::ExactlyOnce).then_some(Mutation::EndsTwice),
         ..CoreOptions::default()
     };
     Core::with_policy(core, policy)
@@ -170,11 +172,11 @@ fn core_of(
 
 fn clients_of(scenario: &Scenario) -> Vec<ClientState> {
     let mut seeds = Random::new(scenario.seed);
-    let mut client = |spec: &crate::scenario::Client| {
-        let mut clockwork = Clockwork::new(spec.arrival.clone(), seeds.next_u64());
+    let mut client = |spec: &crate::scenario::ClientSpec| {
+        let mut arrivals = ArrivalTimes::new(spec.arrival.clone(), seeds.next_u64());
         ClientState {
-            next: clockwork.next(Nanos::ZERO),
-            clockwork,
+            next: arrivals.next(Nanos::ZERO),
+            arrivals,
             outstanding: 0,
             skipped: 0,
             late: false,

@@ -1,91 +1,95 @@
-//! What swapping came to.
+//! The report of the swap benchmark.
 
 use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::Beside;
+use super::CoLocatedReport;
 use crate::live::Latency;
 
 /// One case.
 #[derive(Clone, Debug, Serialize)]
-pub struct Row {
-    /// Models asked for.
+pub struct SwapRow {
+    /// Models requested.
     pub models: usize,
-    /// Models that have room.
-    pub room: usize,
-    /// In which order they are asked for.
+    /// Models that fit into memory.
+    #[serde(rename = "room")]
+    pub resident: usize,
+    /// The order of requests.
     pub access: String,
     /// Requests outstanding.
     pub concurrency: usize,
-    /// Requests answered.
+    /// Requests with reply.
     pub requests: u64,
     /// Per second.
     pub throughput_rps: f64,
-    /// Share of requests that found their weights on the device.
+    /// Share of requests whose model was resident.
     pub warm_pct: f64,
     /// Latency of these.
     pub warm: Latency,
     /// Latency of the others.
     pub cold: Latency,
-    /// What bringing the largest model's weights takes at the measured speed.
+    /// Time to load the largest model at the measured speed.
     pub transfer_us: f64,
-    /// That and a tenth of it, and a warm request's median.
+    /// Bound for a cold request: 1.1 times the transfer, and the median of a warm request.
     pub bound_us: f64,
-    /// Share of cold requests within that. Meant for one request at a time: more wait for each other too.
+    /// Share of cold requests within the bound. It holds for one request at a time: several also
+    /// wait for each other.
     pub cold_within_bound_pct: f64,
     /// Loads.
     pub loads: u64,
-    /// Loads the device refused.
+    /// Loads that the device refused.
     pub refused: u64,
     /// Evictions.
     pub evictions: u64,
-    /// From the order to load to all weights being there, median.
+    /// Median time of a load, from request to all weights on the device.
     pub load_p50_us: f64,
-    /// Weights brought per second.
+    /// Weights loaded per second.
     pub gigabytes_per_second: f64,
-    /// Requests without an answer.
+    /// Requests without reply.
     pub errors: u64,
-    /// Answers that differ from those of the same model undisturbed.
+    /// Replies that differ from those of the same model undisturbed.
     pub wrong: u64,
-    /// What the first error said.
+    /// Message of the first error.
     pub first_error: Option<String>,
 }
 
-/// Everything of one run.
+/// A whole run.
 #[derive(Clone, Debug, Serialize)]
 pub struct SwapReport {
-    /// The device in words.
+    /// Description of the device.
     pub device: String,
     /// Its driver.
     pub driver: Option<String>,
-    /// When.
+    /// The day.
     pub date: String,
     /// The command line.
     pub command: String,
-    /// What is swapped.
+    /// The networks.
     pub network: String,
     /// Bytes of one model's weights on the device.
     pub model_bytes: u64,
-    /// Whether every model has answers of its own, so that a mix-up shows.
+    /// Whether the replies of all models differ, so that a mix-up is detected.
     pub distinct_answers: bool,
-    /// Measured speed of plain copies from pinned host memory before and after, in bytes per second.
+    /// Speed of plain copies from pinned host memory before and after, in bytes per second.
     pub copy_bytes_per_second: [f64; 2],
-    /// A request whose model is there.
+    /// Latency of a request to a resident model.
     pub warm: Latency,
-    /// Bytes of the large model's weights on the device, where one is loaded.
-    pub big_bytes: Option<u64>,
+    /// Bytes of the large model's weights on the device, if one is loaded.
+    #[serde(rename = "big_bytes")]
+    pub large_model_bytes: Option<u64>,
     /// By case.
-    pub rows: Vec<Row>,
-    /// A real-time model beside something that loads.
-    pub beside: Vec<Beside>,
+    pub rows: Vec<SwapRow>,
+    /// Real time beside a background load.
+    #[serde(rename = "beside")]
+    pub co_located: Vec<CoLocatedReport>,
 }
 
 pub(super) fn round(value: f64) -> f64 {
     (value * 100.0).round() / 100.0 + 0.0
 }
 
-/// For people.
+/// The report as text.
 pub fn table(report: &SwapReport) -> String {
     let mut text = String::new();
     let gigabytes = |speed: f64| speed / 1e9;
@@ -101,9 +105,9 @@ pub fn table(report: &SwapReport) -> String {
     if !report.rows.is_empty() {
         let _ = writeln!(
             text,
-            "{:>7}{:>6} {:<11}{:>5}{:>9}{:>8}{:>11}{:>11}{:>11}{:>11}{:>10}{:>8}{:>8}{:>7}",
+            "{:>7}{:>9} {:<11}{:>5}{:>9}{:>8}{:>11}{:>11}{:>11}{:>11}{:>10}{:>8}{:>8}{:>7}",
             "models",
-            "room",
+            "resident",
             "access",
             "conc",
             "req/s",
@@ -121,9 +125,9 @@ pub fn table(report: &SwapReport) -> String {
     for row in &report.rows {
         let _ = writeln!(
             text,
-            "{:>7}{:>6} {:<11}{:>5}{:>9.0}{:>8.1}{:>11}{:>11}{:>11}{:>11}{:>10}{:>8.1}{:>8.1}{:>7}",
+            "{:>7}{:>9} {:<11}{:>5}{:>9.0}{:>8.1}{:>11}{:>11}{:>11}{:>11}{:>10}{:>8.1}{:>8.1}{:>7}",
             row.models,
-            row.room,
+            row.resident,
             row.access,
             row.concurrency,
             row.throughput_rps,
@@ -138,20 +142,21 @@ pub fn table(report: &SwapReport) -> String {
             row.errors + row.wrong
         );
     }
-    for beside in &report.beside {
+    for row in &report.co_located {
         let _ = writeln!(
             text,
-            "real time at {:.0} % load beside {}: p50 {} us ({:+.2} %), p99 {} us ({:+.2} %), {} times, {} GB/s; without: p50 {} us, p99 {} us",
-            beside.load_pct,
-            beside.noise,
-            beside.noisy.p50_us,
-            beside.p50_change_pct,
-            beside.noisy.p99_us,
-            beside.p99_change_pct,
-            beside.events,
-            beside.gigabytes_per_second,
-            beside.quiet.p50_us,
-            beside.quiet.p99_us
+            "real time at {:.0} % load beside {}: p50 {} us ({:+.2} %), p99 {} us ({:+.2} %), {} \
+             times, {} GB/s; without: p50 {} us, p99 {} us",
+            row.load_pct,
+            row.background,
+            row.with_background.p50_us,
+            row.p50_change_pct,
+            row.with_background.p99_us,
+            row.p99_change_pct,
+            row.events,
+            row.gigabytes_per_second,
+            row.without_background.p50_us,
+            row.without_background.p99_us
         );
     }
     text

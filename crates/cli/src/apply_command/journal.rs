@@ -1,17 +1,17 @@
-//! What was done to the machine, on disk after every change, so that it can be taken back whatever happens.
+//! The changes applied to the machine, on disk after every change, so that they can always be
+//! undone.
 
 use std::path::{Path, PathBuf};
 
+use assembly::Failure;
 use planner::apply::Change;
 use serde::{Deserialize, Serialize};
 
-use crate::failure::Failure;
-
-/// A change that was carried out, and what its undoing needs.
+/// An applied change, and what undoing it needs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Done {
+pub(crate) struct AppliedChange {
     pub(crate) change: Change,
-    /// The machine was that way before.
+    /// The machine was in this state before.
     #[serde(default)]
     pub(crate) untouched: bool,
     /// Number of the GPU instance.
@@ -26,27 +26,34 @@ pub(crate) struct Done {
     pub(crate) port: Option<u16>,
 }
 
-impl Done {
-    pub(crate) fn new(change: Change) -> Done {
-        Done { change, untouched: false, instance: None, uuid: None, pid: None, port: None }
+impl AppliedChange {
+    pub(crate) fn new(change: Change) -> AppliedChange {
+        AppliedChange {
+            change,
+            untouched: false,
+            instance: None,
+            uuid: None,
+            pid: None,
+            port: None,
+        }
     }
 }
 
-/// The list of what was done.
+/// The list of applied changes.
 pub(crate) struct Journal {
     path: PathBuf,
-    done: Vec<Done>,
+    done: Vec<AppliedChange>,
 }
 
 impl Journal {
-    /// A fresh one; refused where one is, for its changes are still in force.
+    /// A new journal; refused if there is one, because its changes are still in effect.
     pub(crate) fn create(state: &Path) -> Result<Journal, Failure> {
         let named = |error| Failure::failed(format!("{}: {error}", state.display()));
         std::fs::create_dir_all(state).map_err(named)?;
         let path = state.join("applied.json");
         if path.exists() {
             return Err(Failure::failed(format!(
-                "{} says that a plan is in force; take it back with --undo first",
+                "{} shows that a plan is applied; undo it with --undo first",
                 path.display()
             )));
         }
@@ -55,7 +62,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// The one that is there.
+    /// The existing journal.
     pub(crate) fn open(state: &Path) -> Result<Journal, Failure> {
         let path = state.join("applied.json");
         let named =
@@ -69,21 +76,21 @@ impl Journal {
         &self.path
     }
 
-    pub(crate) fn done(&self) -> &[Done] {
+    pub(crate) fn done(&self) -> &[AppliedChange] {
         &self.done
     }
 
-    pub(crate) fn last(&self) -> Option<&Done> {
+    pub(crate) fn last(&self) -> Option<&AppliedChange> {
         self.done.last()
     }
 
-    /// Says what is about to be done.
+    /// Logs the change that comes next.
     pub(crate) fn begin(&self, change: &Change) -> Result<(), Failure> {
         tracing::info!("{}", line(change));
         Ok(())
     }
 
-    pub(crate) fn finish(&mut self, done: Done) -> Result<(), Failure> {
+    pub(crate) fn finish(&mut self, done: AppliedChange) -> Result<(), Failure> {
         self.done.push(done);
         self.write()
     }
@@ -93,13 +100,13 @@ impl Journal {
         self.write()
     }
 
-    /// Nothing is in force any more.
+    /// Deletes the journal when nothing is in effect any more.
     pub(crate) fn remove(self) -> Result<(), Failure> {
         std::fs::remove_file(&self.path)
             .map_err(|error| Failure::failed(format!("{}: {error}", self.path.display())))
     }
 
-    /// Whole or not at all.
+    /// Replaces the file atomically.
     fn write(&self) -> Result<(), Failure> {
         let named = |error| Failure::failed(format!("{}: {error}", self.path.display()));
         let text = serde_json::to_string_pretty(&self.done).map_err(Failure::failed)?;
@@ -109,7 +116,7 @@ impl Journal {
     }
 }
 
-/// A change in words.
+/// A change as text.
 pub(crate) fn line(change: &Change) -> String {
     match change {
         Change::EnableMig { gpu } => format!("MIG on, gpu {gpu}"),

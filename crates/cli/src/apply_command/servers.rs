@@ -1,4 +1,4 @@
-//! Servers of a plan: processes of this binary with the environment of their place.
+//! Servers of a plan: processes of this binary, each with the environment of its GPU or slice.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -8,29 +8,29 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use assembly::Failure;
 use planner::apply::ServerSpec;
 
 use crate::args::ApplyArgs;
-use crate::failure::Failure;
 
-const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// How long a server may take to end after it was asked to.
-const END_WITHIN: Duration = Duration::from_secs(40);
-/// How much of a log is shown when a server does not come up.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Max time of a server to end after SIGTERM.
+const STOP_TIMEOUT: Duration = Duration::from_secs(40);
+/// How much of a log is shown if a server does not start.
 const TAIL_BYTES: usize = 600;
 
 /// What a server is started with.
-pub(crate) struct Launch<'a> {
+pub(crate) struct ServerLaunch<'a> {
     pub(crate) args: &'a ApplyArgs,
     pub(crate) state: &'a Path,
-    /// Pipes of its daemon.
+    /// Pipes of its MPS daemon.
     pub(crate) folder: &'a Path,
-    /// The device it sees.
+    /// The device that it sees.
     pub(crate) uuid: &'a str,
     pub(crate) port: u16,
 }
 
-/// What the process is told of its place.
+/// The environment of a server.
 pub(crate) fn environment(
     folder: &Path,
     uuid: &str,
@@ -79,9 +79,9 @@ fn registry(state: &Path, spec: &ServerSpec) -> PathBuf {
     state.join(format!("registry-{}", label(spec)))
 }
 
-/// Starts a server and waits until it is ready; gives its process.
-pub(crate) fn start_server(launch: &Launch<'_>, spec: &ServerSpec) -> Result<u32, Failure> {
-    let Launch { args, state, folder, uuid, port } = *launch;
+/// Starts a server and waits until it is ready; returns its process id.
+pub(crate) fn start_server(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Result<u32, Failure> {
+    let ServerLaunch { args, state, folder, uuid, port } = *launch;
     let log = state.join(format!("server-{}.log", label(spec)));
     let named = |error: std::io::Error| Failure::failed(format!("{}: {error}", log.display()));
     let file = File::create(&log).map_err(named)?;
@@ -92,7 +92,7 @@ pub(crate) fn start_server(launch: &Launch<'_>, spec: &ServerSpec) -> Result<u32
         .stdin(Stdio::null())
         .stdout(file.try_clone().map_err(named)?)
         .stderr(file)
-        // Ctrl-C ends this command, not the servers that stand.
+        // Ctrl-C ends this command, not its servers.
         .process_group(0)
         .spawn()
         .map_err(Failure::failed)?;
@@ -102,7 +102,7 @@ pub(crate) fn start_server(launch: &Launch<'_>, spec: &ServerSpec) -> Result<u32
         Failure::failed(format!("the server of {} {why}: {tail}", spec.services.join(", ")))
     });
     if ready.is_err() {
-        // It is this command's own child, so nobody else can have its number.
+        // The child was not reaped yet, so its process id cannot belong to another process.
         let _ = child.kill();
         let _ = child.wait();
     }
@@ -119,23 +119,23 @@ fn wait_until_ready(child: &mut Child, args: &ApplyArgs, port: u16) -> Result<()
             Ok(None) if Instant::now() > until => {
                 return Err(format!("is not ready after {} s", args.start_timeout_secs));
             }
-            Ok(None) => std::thread::sleep(LOOK_EVERY),
+            Ok(None) => std::thread::sleep(POLL_INTERVAL),
         }
     }
 }
 
 fn is_ready(host: IpAddr, port: u16) -> bool {
     let wait = Duration::from_secs(2);
-    let ask = || -> std::io::Result<bool> {
+    let check = || -> std::io::Result<bool> {
         let mut stream = TcpStream::connect_timeout(&SocketAddr::new(host, port), wait)?;
         stream.set_read_timeout(Some(wait))?;
         stream
             .write_all(b"GET /v2/health/ready HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")?;
-        let mut answer = [0; 12];
-        stream.read_exact(&mut answer)?;
-        Ok(answer.ends_with(b" 200"))
+        let mut reply = [0; 12];
+        stream.read_exact(&mut reply)?;
+        Ok(reply.ends_with(b" 200"))
     };
-    ask().unwrap_or(false)
+    check().unwrap_or(false)
 }
 
 fn tail(log: &Path) -> String {
@@ -144,7 +144,8 @@ fn tail(log: &Path) -> String {
     String::from_utf8_lossy(&text[from..]).trim().to_string()
 }
 
-/// Ends a server that an earlier call started. A process that is not that server any more is left alone.
+/// Ends a server that an earlier call started. Does nothing if the process is no longer that
+/// server.
 pub(crate) fn stop_server(state: &Path, pid: Option<u32>) -> Result<(), String> {
     let Some(pid) = pid else { return Ok(()) };
     if !is_ours(state, pid) {
@@ -152,17 +153,17 @@ pub(crate) fn stop_server(state: &Path, pid: Option<u32>) -> Result<(), String> 
     }
     let sent = Command::new("kill").args(["-TERM", &pid.to_string()]).status();
     sent.map_err(|error| format!("kill: {error}"))?;
-    let until = Instant::now() + END_WITHIN;
+    let until = Instant::now() + STOP_TIMEOUT;
     while is_ours(state, pid) {
         if Instant::now() > until {
             return Err(format!("server process {pid} does not end"));
         }
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(POLL_INTERVAL);
     }
     Ok(())
 }
 
-/// Whether the process is a server with a registry in this state folder, and not one that has ended.
+/// Whether the process runs and is a server with a registry in this state folder.
 fn is_ours(state: &Path, pid: u32) -> bool {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let registry = state.join("registry-").display().to_string();

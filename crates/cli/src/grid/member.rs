@@ -1,25 +1,24 @@
-//! One process of a point: ready, go, report.
+//! One process of a point: it prepares, waits for the start, and reports.
 
 use std::io::{BufRead, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use assembly::{Failure, sample_inputs};
 use base::{Histogram, Random};
 use serde::{Deserialize, Serialize};
 
 use crate::args::ProfileArgs;
-use crate::failure::Failure;
-use crate::run_command::Bench;
-use crate::{binding, engine, profile_command};
+use crate::run_command::ModelRunner;
 
-/// Said when everything is loaded and warm.
+/// Written when the model is loaded and warm.
 pub(crate) const READY: &str = "ready";
-/// Heard when all others are ready, too.
+/// Read when all processes are ready.
 pub(crate) const GO: &str = "go";
-/// Runs before it is ready: the first ones compile, allocate and tune.
+/// Runs before it is ready; the first ones compile, allocate and tune.
 const WARMUP: u32 = 5;
 
-/// What a process did in its time.
+/// Results of a process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct MemberReport {
     pub(crate) batches: u64,
@@ -27,50 +26,50 @@ pub(crate) struct MemberReport {
     pub(crate) mean_us: f64,
     pub(crate) p50_us: f64,
     pub(crate) p99_us: f64,
-    /// Most memory of the process at any time.
+    /// Peak memory of the process.
     pub(crate) peak_bytes: u64,
 }
 
 /// Runs one process.
 pub(crate) fn run_member(args: &ProfileArgs, batch: usize) -> Result<(), Failure> {
-    let bench = prepare(args, batch)?;
+    let runner = prepare(args, batch)?;
     for _ in 0..WARMUP {
-        bench.run_once(false)?;
+        runner.run_once(false)?;
     }
-    say(READY)?;
+    write_line(READY)?;
     let mut line = String::new();
     let mut input = std::io::stdin().lock();
     input.read_line(&mut line).map_err(Failure::failed)?;
     if line.trim() != GO {
-        return Err(Failure::failed("told to end before the start"));
+        return Err(Failure::failed("no start signal"));
     }
-    let report = measure(&bench, Duration::from_secs_f64(args.seconds))?;
-    say(&serde_json::to_string(&report).map_err(Failure::failed)?)?;
-    // Memory is counted from outside until the other side closes.
+    let report = measure(&runner, Duration::from_secs_f64(args.seconds))?;
+    write_line(&serde_json::to_string(&report).map_err(Failure::failed)?)?;
+    // The parent reads the memory in use until it closes the pipe.
     line.clear();
     input.read_line(&mut line).map(drop).map_err(Failure::failed)
 }
 
-fn prepare(args: &ProfileArgs, batch: usize) -> Result<Bench, Failure> {
-    let device = engine::open_device(&args.device)?;
-    let mut bindings = binding::parse(&args.bind)?;
-    let plan = engine::compile_file(&args.model)
+fn prepare(args: &ProfileArgs, batch: usize) -> Result<ModelRunner, Failure> {
+    let device = assembly::open_device(&args.device)?;
+    let mut bindings = sample_inputs::parse_bindings(&args.bind)?;
+    let plan = assembly::compile_file(&args.model)
         .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
-    binding::check_known(&plan, &bindings)?;
-    if let Some(symbol) = profile_command::batch_symbol(&plan) {
+    sample_inputs::check_known(&plan, &bindings)?;
+    if let Some(symbol) = sample_inputs::batch_symbol(&plan) {
         bindings.insert(symbol, batch);
     }
     let mut random = Random::new(0);
-    let inputs = binding::random_inputs(&plan, &bindings, &mut random)?;
-    Bench::open(device.as_ref(), Arc::new(plan), inputs, false)
+    let inputs = sample_inputs::random_inputs(&plan, &bindings, &mut random)?;
+    ModelRunner::open(device.as_ref(), Arc::new(plan), inputs, false)
 }
 
-fn measure(bench: &Bench, time: Duration) -> Result<MemberReport, Failure> {
+fn measure(runner: &ModelRunner, time: Duration) -> Result<MemberReport, Failure> {
     let mut latency = Histogram::new();
     let started = Instant::now();
     let mut batches = 0;
     while batches == 0 || started.elapsed() < time {
-        latency.record(bench.run_once(false)?.0);
+        latency.record(runner.run_once(false)?.0);
         batches += 1;
     }
     let seconds = started.elapsed().as_secs_f64();
@@ -85,7 +84,7 @@ fn measure(bench: &Bench, time: Duration) -> Result<MemberReport, Failure> {
     })
 }
 
-/// The most memory this process had, as the kernel counts it.
+/// Peak memory of this process, as the kernel reports it.
 fn peak_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -93,7 +92,7 @@ fn peak_bytes() -> u64 {
     kib.unwrap_or(0u64) * 1024
 }
 
-fn say(line: &str) -> Result<(), Failure> {
+fn write_line(line: &str) -> Result<(), Failure> {
     let mut output = std::io::stdout().lock();
     writeln!(output, "{line}").and_then(|()| output.flush()).map_err(Failure::failed)
 }

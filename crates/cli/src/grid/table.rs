@@ -1,4 +1,4 @@
-//! The table: the planner's columns, and what else was measured.
+//! The table: the planner's columns, and other results.
 
 use std::fmt::{self, Write};
 
@@ -6,24 +6,24 @@ use super::member::MemberReport;
 
 /// A point of the grid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Point {
+pub(crate) struct GridPoint {
     /// Compute slices.
     pub(crate) slice: u8,
     pub(crate) batch: usize,
     pub(crate) processes: u32,
 }
 
-impl fmt::Display for Point {
+impl fmt::Display for GridPoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Point { slice, batch, processes } = self;
+        let GridPoint { slice, batch, processes } = self;
         write!(f, "slice {slice}, batch {batch}, {processes} processes")
     }
 }
 
 /// A row of the table.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Row {
-    point: Point,
+pub(crate) struct GridRow {
+    point: GridPoint,
     percent: u32,
     ok: bool,
     throughput: f64,
@@ -33,15 +33,15 @@ pub(crate) struct Row {
     memory_bytes: u64,
 }
 
-impl Row {
-    /// What the processes of a point did together. Rates add up; a latency is that of all batches, the median that of
-    /// the median process and the 99th percentile that of the worst.
+impl GridRow {
+    /// The combined results of a point's processes. Rates add up; the latency is the mean over all
+    /// batches, the median that of the median process, and the 99th percentile that of the worst.
     pub(crate) fn measured(
-        point: Point,
+        point: GridPoint,
         percent: u32,
         reports: &[MemberReport],
         memory_bytes: u64,
-    ) -> Result<Row, String> {
+    ) -> Result<GridRow, String> {
         let batches: u64 = reports.iter().map(|one| one.batches).sum();
         if reports.len() != point.processes as usize || reports.iter().any(|one| one.seconds <= 0.0)
         {
@@ -51,7 +51,7 @@ impl Row {
         let weighted = |one: &MemberReport| one.mean_us * one.batches as f64;
         let mut medians: Vec<f64> = reports.iter().map(|one| one.p50_us).collect();
         medians.sort_by(f64::total_cmp);
-        Ok(Row {
+        Ok(GridRow {
             point,
             percent,
             ok: true,
@@ -63,9 +63,9 @@ impl Row {
         })
     }
 
-    /// A point that did not run; the planner leaves it out.
-    pub(crate) fn failed(point: Point, percent: u32) -> Row {
-        Row {
+    /// A point that did not run; the planner ignores it.
+    pub(crate) fn failed(point: GridPoint, percent: u32) -> GridRow {
+        GridRow {
             point,
             percent,
             ok: false,
@@ -79,30 +79,31 @@ impl Row {
 }
 
 /// The table as text.
-pub(crate) struct Table {
+pub(crate) struct GridTable {
     model: String,
     text: String,
     measured: usize,
 }
 
-impl Table {
-    pub(crate) fn new(model: &str) -> Result<Table, String> {
+impl GridTable {
+    pub(crate) fn new(model: &str) -> Result<GridTable, String> {
         if model.is_empty() || model.contains([',', '\n', '\r', '"']) {
             return Err(format!("'{model}' cannot be a name in a table; use --name"));
         }
-        let text = "model,mig_gpcs,batch,procs,throughput_per_proc_rps,throughput_total_rps,latency_ms,status,\
-                    memory_mib,memory_bytes,share_percent,latency_p50_us,latency_p99_us\n";
-        Ok(Table { model: model.to_string(), text: text.to_string(), measured: 0 })
+        let text = "model,mig_gpcs,batch,procs,throughput_per_proc_rps,throughput_total_rps,\
+                    latency_ms,status,memory_mib,memory_bytes,share_percent,\
+                    latency_p50_us,latency_p99_us\n";
+        Ok(GridTable { model: model.to_string(), text: text.to_string(), measured: 0 })
     }
 
-    pub(crate) fn push(&mut self, row: &Row) {
-        let Row { point, percent, ok, throughput, mean_us, p50_us, p99_us, memory_bytes } = row;
-        let Point { slice, batch, processes } = point;
-        // A microsecond is the third digit of a millisecond.
+    pub(crate) fn push(&mut self, row: &GridRow) {
+        let GridRow { point, percent, ok, throughput, mean_us, p50_us, p99_us, memory_bytes } = row;
+        let GridPoint { slice, batch, processes } = point;
+        // Six digits, so that a microsecond is visible.
         let _ = writeln!(
             self.text,
-            "{},{slice},{batch},{processes},{:.3},{throughput:.3},{:.6},{},{},{memory_bytes},{percent},\
-             {p50_us:.3},{p99_us:.3}",
+            "{},{slice},{batch},{processes},{:.3},{throughput:.3},{:.6},{},{},\
+             {memory_bytes},{percent},{p50_us:.3},{p99_us:.3}",
             self.model,
             throughput / f64::from(*processes),
             mean_us / 1e3,
@@ -112,7 +113,7 @@ impl Table {
         self.measured += usize::from(*ok);
     }
 
-    /// Rows that ran.
+    /// Number of rows that ran.
     pub(crate) fn measured(&self) -> usize {
         self.measured
     }
@@ -133,12 +134,12 @@ mod tests {
 
     #[test]
     fn rates_add_up_and_the_planner_reads_the_table() {
-        let point = Point { slice: 3, batch: 4, processes: 2 };
+        let point = GridPoint { slice: 3, batch: 4, processes: 2 };
         let reports = [report(100, 2.0, 10_000.5), report(300, 2.0, 20_000.5)];
-        let row = Row::measured(point, 42, &reports, (7 << 20) + 1).unwrap();
-        let mut table = Table::new("m").unwrap();
+        let row = GridRow::measured(point, 42, &reports, (7 << 20) + 1).unwrap();
+        let mut table = GridTable::new("m").unwrap();
         table.push(&row);
-        table.push(&Row::failed(Point { batch: 8, ..point }, 42));
+        table.push(&GridRow::failed(GridPoint { batch: 8, ..point }, 42));
         assert_eq!(table.measured(), 1);
         let profiles = planner::Profiles::from_csv(table.text()).unwrap();
         let expected = planner::OperatingPoint {
@@ -150,7 +151,7 @@ mod tests {
             memory_mib: Some(8),
         };
         assert_eq!(profiles.points("m").unwrap(), [expected]);
-        assert!(Row::measured(point, 42, &reports[..1], 0).is_err());
-        assert!(Table::new("a,b").is_err());
+        assert!(GridRow::measured(point, 42, &reports[..1], 0).is_err());
+        assert!(GridTable::new("a,b").is_err());
     }
 }

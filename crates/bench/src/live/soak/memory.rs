@@ -1,43 +1,43 @@
-//! What a process and its device hold over time, and whether that grows.
+//! Samples the memory, threads and files of the process and its device, and detects growth.
 
 use std::time::Duration;
 
 use device::Device;
 use serde::Serialize;
 
-/// Samples of a soak that is long enough for one a second, at least.
-const SAMPLES_LEAST: f64 = 80.0;
+/// Min samples of a soak, if it is long enough for one per second.
+const SAMPLES_MIN: f64 = 80.0;
 
-/// Samples that are kept; a longer soak takes fewer.
-const SAMPLES_MOST: f64 = 20_000.0;
+/// Max samples; a longer soak samples less often.
+const SAMPLES_MAX: f64 = 20_000.0;
 
-/// What is held at one moment, as far as somebody tells.
+/// Resources at one moment; `None` for those that are not reported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Reading {
-    /// In the order of [`KINDS`].
+pub(super) struct ResourceReading {
+    /// In the order of [`LIMITS`].
     values: [Option<u64>; 4],
 }
 
-/// Something that is held, and by how much it may be more at the end than after the warm-up.
-struct Kind {
+/// A resource, and how much more of it may be in use at the end than after the warm-up.
+struct ResourceLimit {
     what: &'static str,
     percent: u64,
     more: u64,
 }
 
-const KINDS: [Kind; 4] = [
-    Kind { what: "device bytes", percent: 2, more: 16 << 20 },
-    Kind { what: "process bytes", percent: 5, more: 64 << 20 },
-    Kind { what: "threads", percent: 0, more: 8 },
-    Kind { what: "open files", percent: 0, more: 16 },
+const LIMITS: [ResourceLimit; 4] = [
+    ResourceLimit { what: "device bytes", percent: 2, more: 16 << 20 },
+    ResourceLimit { what: "process bytes", percent: 5, more: 64 << 20 },
+    ResourceLimit { what: "threads", percent: 0, more: 8 },
+    ResourceLimit { what: "open files", percent: 0, more: 16 },
 ];
 
-/// How something that is held changed.
+/// How the use of a resource changed.
 #[derive(Clone, Debug, Serialize)]
-pub struct Growth {
-    /// What it is.
+pub struct ResourceGrowth {
+    /// The resource.
     pub what: &'static str,
-    /// Readings of it.
+    /// Number of samples.
     pub samples: usize,
     /// Median in the first tenth, which is the warm-up.
     pub first_tenth: u64,
@@ -45,65 +45,66 @@ pub struct Growth {
     pub warm_tenth: u64,
     /// Median in the last tenth.
     pub last_tenth: u64,
-    /// The most that was read.
-    pub most: u64,
-    /// What the median of the last tenth may be.
+    /// Maximum.
+    #[serde(rename = "most")]
+    pub max: u64,
+    /// Max allowed median of the last tenth.
     pub allowed: u64,
-    /// Whether it is more than that; `None` where a tenth has no reading.
+    /// Whether it grew beyond that; `None` if a tenth has no sample.
     pub grown: Option<bool>,
 }
 
-/// Readings over time.
-pub(super) struct Series {
+/// Samples over time.
+pub(super) struct ResourceSeries {
     every: Duration,
-    /// By the share of the soak that had passed.
-    readings: Vec<(f64, Reading)>,
+    /// Each with the share of the soak that had passed.
+    readings: Vec<(f64, ResourceReading)>,
 }
 
-impl Series {
-    pub(super) fn new(seconds: f64) -> Series {
-        let every = (seconds / SAMPLES_LEAST).min(1.0).max(seconds / SAMPLES_MOST);
-        Series { every: Duration::from_secs_f64(every), readings: Vec::new() }
+impl ResourceSeries {
+    pub(super) fn new(seconds: f64) -> ResourceSeries {
+        let every = (seconds / SAMPLES_MIN).min(1.0).max(seconds / SAMPLES_MAX);
+        ResourceSeries { every: Duration::from_secs_f64(every), readings: Vec::new() }
     }
 
-    /// How often it wants a reading.
+    /// Interval between two samples.
     pub(super) fn every(&self) -> Duration {
         self.every
     }
 
-    pub(super) fn push(&mut self, share: f64, reading: Reading) {
+    pub(super) fn push(&mut self, share: f64, reading: ResourceReading) {
         self.readings.push((share, reading));
     }
 
-    /// The latest reading of something.
+    /// The latest sample of a resource.
     pub(super) fn latest(&self, what: &str) -> Option<u64> {
-        let at = KINDS.iter().position(|kind| kind.what == what)?;
+        let at = LIMITS.iter().position(|limit| limit.what == what)?;
         self.readings.last()?.1.values[at]
     }
 
-    /// How everything changed that was ever read.
-    pub(super) fn growth(&self) -> Vec<Growth> {
-        KINDS.iter().enumerate().filter_map(|(at, kind)| self.growth_of(at, kind)).collect()
+    /// Growth of every resource that was sampled.
+    pub(super) fn growth(&self) -> Vec<ResourceGrowth> {
+        LIMITS.iter().enumerate().filter_map(|(at, limit)| self.growth_of(at, limit)).collect()
     }
 
-    fn growth_of(&self, at: usize, kind: &Kind) -> Option<Growth> {
-        let read = |(share, reading): &(f64, Reading)| Some((*share, reading.values[at]?));
+    fn growth_of(&self, at: usize, limit: &ResourceLimit) -> Option<ResourceGrowth> {
+        let read = |(share, reading): &(f64, ResourceReading)| Some((*share, reading.values[at]?));
         let values: Vec<(f64, u64)> = self.readings.iter().filter_map(read).collect();
-        let most = values.iter().map(|(_, value)| *value).max()?;
+        let max = values.iter().map(|(_, value)| *value).max()?;
         let tenth = |number: u32| {
             let tenth = |share: f64| (share * 10.0).floor().clamp(0.0, 9.0) as u32;
             let mine = values.iter().filter(|(share, _)| tenth(*share) == number);
             median(mine.map(|(_, value)| *value).collect())
         };
         let (first, warm, last) = (tenth(0), tenth(1), tenth(9));
-        let allowed = warm.map(|warm| warm + warm / 100 * kind.percent + kind.more);
-        Some(Growth {
-            what: kind.what,
+        let allowed = warm.map(|warm| warm + warm / 100 * limit.percent + limit.more);
+        Some(ResourceGrowth {
+            what: limit.what,
             samples: values.len(),
             first_tenth: first.unwrap_or(0),
             warm_tenth: warm.unwrap_or(0),
             last_tenth: last.unwrap_or(0),
-            most,
+            max,
             allowed: allowed.unwrap_or(0),
             grown: allowed.and_then(|allowed| Some(last? > allowed)),
         })
@@ -115,8 +116,9 @@ fn median(mut values: Vec<u64>) -> Option<u64> {
     values.get(values.len().checked_sub(1)? / 2).copied()
 }
 
-/// What is held now. Of a device, what its own tools count, or else what it counts itself.
-pub(super) fn read(device: &dyn Device) -> Reading {
+/// Samples all resources. Device memory is what the system's tools report, or else what the device
+/// reports.
+pub(super) fn read(device: &dyn Device) -> ResourceReading {
     let on_device = device.memory_use().map(|used| match used.system {
         Some(bytes) => bytes.0,
         None => used.weights.0 + used.spare.0,
@@ -128,51 +130,51 @@ pub(super) fn read(device: &dyn Device) -> Reading {
     };
     let files = std::fs::read_dir("/proc/self/fd").ok().map(|entries| entries.count() as u64);
     let process = field("VmRSS:").map(|kib| kib << 10);
-    Reading { values: [on_device, process, field("Threads:"), files] }
+    ResourceReading { values: [on_device, process, field("Threads:"), files] }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// A soak whose device and process hold so much at each of its hundred moments.
-    fn series(device: impl Fn(u64) -> u64, process: impl Fn(u64) -> u64) -> Vec<Growth> {
-        let mut series = Series::new(480.0);
+    /// Growth of a soak in which device and process use these amounts at each of 100 moments.
+    fn series(device: impl Fn(u64) -> u64, process: impl Fn(u64) -> u64) -> Vec<ResourceGrowth> {
+        let mut series = ResourceSeries::new(480.0);
         for moment in 0..100 {
             let values = [Some(device(moment)), Some(process(moment)), Some(12), None];
-            series.push(moment as f64 / 100.0, Reading { values });
+            series.push(moment as f64 / 100.0, ResourceReading { values });
         }
         series.growth()
     }
 
-    fn grown(growth: &[Growth]) -> Vec<Option<bool>> {
+    fn grown(growth: &[ResourceGrowth]) -> Vec<Option<bool>> {
         growth.iter().map(|growth| growth.grown).collect()
     }
 
     #[test]
-    fn growth_is_told_from_warming_up_and_from_noise() {
+    fn growth_is_distinguished_from_warm_up_and_noise() {
         const MIB: u64 = 1 << 20;
         let still = series(|_| 4_000 * MIB, |at| (900 + at % 7) * MIB);
         assert_eq!(grown(&still), [Some(false); 3], "open files were never read");
-        // The first tenth may do what it likes.
+        // Growth in the first tenth is allowed.
         let warming = series(|at| (at.min(9) * 400) * MIB, |_| 900 * MIB);
         assert_eq!((warming[0].first_tenth, warming[0].last_tenth), (1_600 * MIB, 3_600 * MIB));
         assert_eq!(grown(&warming), [Some(false); 3]);
-        // A leak of 2 MiB a moment is 180 MiB of a device that holds 4,000.
+        // A leak of 2 MiB per moment is 180 MiB of a device that holds 4,000.
         let leak = series(|at| (4_000 + 2 * at) * MIB, |_| 900 * MIB);
         assert_eq!(grown(&leak), [Some(true), Some(false), Some(false)], "{leak:?}");
         let leak = series(|_| 4_000 * MIB, |at| (900 + 2 * at) * MIB);
         assert_eq!(grown(&leak), [Some(false), Some(true), Some(false)], "{leak:?}");
-        // A single peak is none.
+        // A single peak is no growth.
         let peak = series(|at| if at == 95 { 9_000 * MIB } else { 4_000 * MIB }, |_| 900 * MIB);
-        assert_eq!((grown(&peak)[0], peak[0].most), (Some(false), 9_000 * MIB));
+        assert_eq!((grown(&peak)[0], peak[0].max), (Some(false), 9_000 * MIB));
     }
 
     #[test]
-    fn without_readings_nothing_is_claimed() {
-        let mut series = Series::new(10.0);
+    fn without_samples_no_growth_is_reported() {
+        let mut series = ResourceSeries::new(10.0);
         assert!(series.growth().is_empty());
-        series.push(0.5, Reading { values: [Some(1), None, None, None] });
+        series.push(0.5, ResourceReading { values: [Some(1), None, None, None] });
         assert_eq!(grown(&series.growth()), [None]);
     }
 }

@@ -1,4 +1,4 @@
-//! What a soak came to.
+//! The report of a soak.
 
 use std::collections::BTreeMap;
 
@@ -6,13 +6,13 @@ use base::{Bytes, Histogram};
 use model::config::Class;
 use serde::Serialize;
 
-use super::disturber::Disturbance;
-use super::memory::{Growth, Series};
-use super::{Booked, Watched};
-use crate::live::observer::TraceCheck;
+use super::churn::ChurnStats;
+use super::memory::{ResourceGrowth, ResourceSeries};
+use super::{SoakLog, SoakObservations};
+use crate::live::observer::TraceChecker;
 use crate::live::report::Latency;
 
-/// A workload that ran for long, disturbed all the time.
+/// A workload that ran for a long time with churn.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct SoakReport {
     /// The workload.
@@ -21,86 +21,86 @@ pub struct SoakReport {
     pub rates: String,
     /// The execution policy.
     pub policy: String,
-    /// How long it ran.
+    /// Length in seconds.
     pub seconds: f64,
-    /// How often its trace was played; `None` where it has none.
+    /// How often its trace was repeated; `None` if it has none.
     pub trace_repetitions: Option<f64>,
-    /// Share of the device, in percent, that real time alone is to use.
+    /// Share of the device, in percent, that real time alone should use.
     pub rt_share_pct: f64,
-    /// Real-time answers.
+    /// Real-time replies.
     pub rt_answers: u64,
-    /// Best-effort answers to the workload's clients and to those who disturb.
+    /// Best-effort replies to the workload's clients and to churn.
     pub be_answers: u64,
-    /// Real-time questions asked late.
+    /// Real-time requests sent late.
     pub rt_late: u64,
     /// Real-time periods dropped.
     pub rt_dropped: u64,
-    /// Times that work was made to leave.
+    /// Number of preemptions.
     pub preemptions: u64,
-    /// Models that came in addition.
+    /// Temporary copies loaded.
     pub loads: u64,
-    /// Of these, models that went again.
+    /// Temporary copies unloaded.
     pub unloads: u64,
-    /// Models in use that another copy took the place of.
+    /// Models in use that were replaced by another copy.
     pub reloads: u64,
-    /// Requests that were given up.
+    /// Requests cancelled.
     pub cancellations: u64,
-    /// Rejections that were asked for, by kind: of requests that were given up, and of those that came after an unload.
+    /// Expected rejections by name: of cancelled requests, and of requests after an unload.
     pub expected_errors: BTreeMap<String, u64>,
     /// All other failures, by kind.
     pub unexpected_errors: BTreeMap<String, u64>,
-    /// What the first of them said.
+    /// Message of the first of them.
     pub first_unexpected: Option<String>,
-    /// Answers whose bits differ from those of an undisturbed run.
+    /// Replies whose bits differ from those of an undisturbed run.
     pub wrong_outputs: u64,
     /// Events and actions that were checked.
     pub checked_entries: u64,
-    /// What the checkers found in them.
+    /// Violations in them.
     pub violations: Vec<String>,
-    /// Real-time latency of all of it.
+    /// Real-time latency.
     pub rt: Latency,
-    /// Of what was asked in the first tenth.
+    /// Of requests sent in the first tenth.
     pub rt_first_tenth: Latency,
-    /// Of what was asked in the last tenth.
+    /// Of requests sent in the last tenth.
     pub rt_last_tenth: Latency,
-    /// What was held, read between loads, and whether it grew.
-    pub memory: Vec<Growth>,
+    /// Resources, sampled between loads, and whether they grew.
+    pub memory: Vec<ResourceGrowth>,
     #[serde(skip)]
     tenths: [Histogram; 3],
 }
 
 impl SoakReport {
-    pub(super) fn new(series: &Series) -> SoakReport {
+    pub(super) fn new(series: &ResourceSeries) -> SoakReport {
         SoakReport { memory: series.growth(), ..SoakReport::default() }
     }
 
-    /// Adds what a client saw.
-    pub(super) fn book(&mut self, class: Class, ledger: &Booked) {
+    /// Adds a client's log.
+    pub(super) fn add_client(&mut self, class: Class, log: &SoakLog) {
         if class == Class::RealTime {
-            self.rt_answers += ledger.all.count();
-            self.rt_late += ledger.late;
-            self.rt_dropped += ledger.dropped;
-            let parts = [&ledger.all, &ledger.first, &ledger.last];
+            self.rt_answers += log.all.count();
+            self.rt_late += log.late;
+            self.rt_dropped += log.dropped;
+            let parts = [&log.all, &log.first, &log.last];
             self.tenths.iter_mut().zip(parts).for_each(|(all, part)| all.merge(part));
             [self.rt, self.rt_first_tenth, self.rt_last_tenth] =
                 [0, 1, 2].map(|at| Latency::counted(&self.tenths[at]));
         } else {
-            self.be_answers += ledger.all.count();
+            self.be_answers += log.all.count();
         }
-        self.wrong_outputs += ledger.wrong;
-        for (kind, count) in &ledger.errors {
+        self.wrong_outputs += log.wrong;
+        for (kind, count) in &log.errors {
             *self.unexpected_errors.entry((*kind).to_string()).or_default() += count;
         }
         if self.first_unexpected.is_none() {
-            self.first_unexpected.clone_from(&ledger.first_error);
+            self.first_unexpected.clone_from(&log.first_error);
         }
     }
 
-    /// Adds what those saw who disturbed.
-    pub(super) fn disturbed(&mut self, done: Disturbance) {
+    /// Adds what churn did.
+    pub(super) fn add_churn(&mut self, done: ChurnStats) {
         (self.loads, self.unloads, self.reloads) = (done.loads, done.unloads, done.reloads);
         self.cancellations = done.cancellations;
-        self.be_answers += done.answers;
+        self.be_answers += done.replies;
         self.wrong_outputs += done.wrong;
         for (kind, count) in done.expected {
             *self.expected_errors.entry(kind.to_string()).or_default() += count;
@@ -111,8 +111,8 @@ impl SoakReport {
         self.first_unexpected = self.first_unexpected.take().or(done.first_unexpected);
     }
 
-    /// Adds what the checkers found.
-    pub(super) fn checked(&mut self, check: &mut TraceCheck) {
+    /// Adds the checker's result.
+    pub(super) fn add_check(&mut self, check: &mut TraceChecker) {
         self.checked_entries = check.entries();
         self.violations = check.finish();
         if !check.is_whole() {
@@ -120,7 +120,7 @@ impl SoakReport {
         }
     }
 
-    /// Why the soak did not hold; empty when it did.
+    /// Why the soak failed; empty if it did not.
     pub fn failures(&self) -> Vec<String> {
         let mut failures = Vec::new();
         if !self.unexpected_errors.is_empty() {
@@ -135,27 +135,29 @@ impl SoakReport {
             failures.push(format!("the checkers found {:?}", self.violations));
         }
         for growth in &self.memory {
-            let Growth { what, warm_tenth, last_tenth, allowed, .. } = growth;
+            let ResourceGrowth { what, warm_tenth, last_tenth, allowed, .. } = growth;
             match growth.grown {
                 Some(false) => {}
                 Some(true) => failures.push(format!(
-                    "{what} grew from {warm_tenth} after the warm-up to {last_tenth} at the end, {allowed} are allowed"
+                    "{what} grew from {warm_tenth} after the warm-up to {last_tenth} at the end, \
+                     {allowed} are allowed"
                 )),
-                None => failures.push(format!("{what} were read too rarely to tell whether they grew")),
+                None => failures.push(format!("{what} were read too rarely to detect growth")),
             }
         }
         failures
     }
 }
 
-/// How it is going, in a line.
-pub(super) fn line(elapsed: f64, watched: &Watched, done: &Disturbance) -> String {
+/// A progress line.
+pub(super) fn line(elapsed: f64, observations: &SoakObservations, done: &ChurnStats) -> String {
     let held = |what: &str| {
-        watched.series.latest(what).map_or("-".to_string(), |bytes| Bytes(bytes).to_string())
+        observations.series.latest(what).map_or("-".to_string(), |bytes| Bytes(bytes).to_string())
     };
-    let [real_time, best_effort] = watched.check.arrivals();
+    let [real_time, best_effort] = observations.check.arrivals();
     format!(
-        "{elapsed:.0} s: {real_time} real-time and {best_effort} best-effort requests, {} loads, {} reloads, {} cancelled, \
+        "{elapsed:.0} s: {real_time} real-time and {best_effort} best-effort requests, {} loads, \
+         {} reloads, {} cancelled, \
          {} wrong, {} errors; device {}, process {}",
         done.loads,
         done.reloads,
@@ -172,14 +174,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_soak_fails_for_every_reason_it_may() {
-        let growth = |grown| Growth {
+    fn a_soak_fails_for_each_reason() {
+        let growth = |grown| ResourceGrowth {
             what: "device bytes",
             samples: 9,
             first_tenth: 1,
             warm_tenth: 1,
             last_tenth: 9,
-            most: 9,
+            max: 9,
             allowed: 2,
             grown,
         };

@@ -1,0 +1,322 @@
+//! A cluster's backend: a server whose models follow the plan.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::{InferenceService, RegisterRequest, ServerMetadata};
+use base::MonotonicClock;
+use cluster::backend::{BackendAgent, Host, HostFuture, ModelCatalog, PoolBatch};
+use cluster::model_store::{ModelRecords, ModelStore, ModelStoreError, digest};
+use cluster::record::{BackendRecord, Keys, ModelRecord};
+use cluster::store::{Store, StoreError};
+use model::repository::Repository;
+use runtime::DeviceGroup;
+use server::node::EXTENSIONS;
+use server::{
+    LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry, RunningServer, Server,
+    ServerOptions,
+};
+use tokio::sync::watch;
+
+use crate::device_group;
+use crate::disk_loader::load_file;
+use crate::failure::Failure;
+
+/// Pause before an unreachable store is tried again at the start.
+const RETRY: Duration = Duration::from_millis(500);
+
+/// Time after which a frontend cancels a request without a deadline.
+pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// A clock for the parts of one process.
+pub fn clock() -> Arc<MonotonicClock> {
+    Arc::new(MonotonicClock::new())
+}
+
+/// Retries `request` until the store can be reached.
+///
+/// # Errors
+/// When the store refuses it.
+pub async fn retry_until_reached<T, F>(request: impl Fn() -> F) -> Result<T, Failure>
+where
+    F: Future<Output = Result<T, StoreError>>,
+{
+    loop {
+        match request().await {
+            Ok(value) => return Ok(value),
+            Err(StoreError::Unreachable(why)) => {
+                tracing::warn!(why, "store unreachable, retrying");
+                tokio::time::sleep(RETRY).await;
+            }
+            Err(error) => return Err(Failure::failed(error)),
+        }
+    }
+}
+
+/// Name, version and extensions that a frontend reports.
+pub fn server_metadata() -> ServerMetadata {
+    ServerMetadata {
+        name: "atoll".to_string(),
+        version: env!("CARGO_PKG_VERSION").to_string(),
+        extensions: EXTENSIONS.map(str::to_string).to_vec(),
+    }
+}
+
+/// Loads models by digest, from this machine's repositories and from the cluster's model store.
+struct ClusterLoader {
+    device_group: Arc<DeviceGroup>,
+    catalog: ModelCatalog,
+    files: Option<ModelStore>,
+    /// Files of the repositories, by digest.
+    repositories: HashMap<String, PathBuf>,
+    /// Threads on which a model store's network is used.
+    threads: tokio::runtime::Handle,
+}
+
+impl ClusterLoader {
+    /// The file with a model's content. Loads run on threads of their own, so this may block.
+    fn file(&self, record: &ModelRecord) -> Result<PathBuf, LoadError> {
+        if let Some(path) = self.repositories.get(&record.digest) {
+            return Ok(path.clone());
+        }
+        let files = self.files.as_ref().ok_or_else(|| {
+            LoadError::NotFound(format!(
+                "no --model-repository of this backend has {}, and it has no --model-store",
+                record.digest
+            ))
+        })?;
+        let fetched = self.threads.block_on(files.fetch(&record.digest, record.bytes));
+        fetched.map_err(|error| match error {
+            ModelStoreError::Missing(why) => LoadError::NotFound(format!(
+                "no --model-repository of this backend has it, and {why}"
+            )),
+            ModelStoreError::Damaged(why) => LoadError::Invalid(why),
+            ModelStoreError::Unavailable(why) => LoadError::Unavailable(why),
+        })
+    }
+}
+
+impl ModelLoader for ClusterLoader {
+    fn load(&self, name: &str, _: Option<u64>) -> Result<LoadedModel, LoadError> {
+        let unknown = || LoadError::NotFound(format!("the cluster has no model '{name}'"));
+        let record = self.catalog.find(name).ok_or_else(unknown)?;
+        let path = self.file(&record)?;
+        let bytes = std::fs::read(&path).map_err(|err| LoadError::Internal(err.to_string()))?;
+        if digest(&bytes) != record.digest {
+            if let Some(files) = &self.files {
+                files.discard(&record.digest);
+            }
+            let message = format!("{} is no longer what was registered", path.display());
+            return Err(LoadError::Invalid(message));
+        }
+        drop(bytes);
+        let placed = load_file(&self.device_group, &path)?;
+        Ok(LoadedModel { placed, config: record.config, version: record.version })
+    }
+
+    fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {
+        let models = self.catalog.all().into_iter();
+        Ok(models.map(|(name, m)| RepositoryEntry { name, version: m.version }).collect())
+    }
+
+    fn register(&self, _: RegisterRequest) -> Result<u64, LoadError> {
+        Err(LoadError::Unavailable("register models at a frontend of the cluster".to_string()))
+    }
+}
+
+/// Lets the backend's agent control the node.
+struct NodeHost(LocalNode);
+
+impl Host for NodeHost {
+    fn load<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()> {
+        Box::pin(async move { self.0.load_model(model).await.map(|_| ()) })
+    }
+
+    fn unload<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()> {
+        Box::pin(self.0.unload_model(model))
+    }
+
+    fn set_pool_batch(&self, model: &str, batch: Option<PoolBatch>) {
+        let turn = batch
+            .map(|batch| runtime::batching::StaggeredBatch { batch: batch.max, least: batch.min });
+        self.0.set_turn(model, turn);
+    }
+
+    fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>> {
+        Box::pin(self.0.marks(model))
+    }
+
+    fn service(&self) -> Arc<dyn InferenceService> {
+        Arc::new(self.0.clone())
+    }
+}
+
+/// A model of a repository, to be published to the cluster.
+struct RepositoryModel {
+    name: String,
+    version: u64,
+    digest: String,
+    bytes: u64,
+    path: PathBuf,
+    config: model::ModelConfig,
+}
+
+/// The newest version of every model in `repositories`. Logs and skips those that cannot be read.
+fn find_models(repositories: &[PathBuf]) -> Result<Vec<RepositoryModel>, Failure> {
+    let mut newest: HashMap<String, RepositoryModel> = HashMap::new();
+    for path in repositories {
+        let repository = Repository::open(path).map_err(Failure::usage)?;
+        for entry in repository.list().map_err(Failure::usage)? {
+            if newest.get(&entry.name).is_some_and(|found| found.version >= entry.version) {
+                continue;
+            }
+            let read = std::fs::read(&entry.path).map_err(|err| err.to_string());
+            let config = entry.config().map_err(|err| err.to_string());
+            match (read, config) {
+                (Ok(bytes), Ok(config)) => {
+                    let found = RepositoryModel {
+                        name: entry.name.clone(),
+                        version: entry.version,
+                        digest: digest(&bytes),
+                        bytes: bytes.len() as u64,
+                        path: entry.path,
+                        config,
+                    };
+                    newest.insert(entry.name, found);
+                }
+                (Err(why), _) | (_, Err(why)) => {
+                    tracing::warn!(model = entry.name, why, "model skipped");
+                }
+            }
+        }
+    }
+    Ok(newest.into_values().collect())
+}
+
+/// What a backend is made of.
+pub struct BackendParts<'a> {
+    /// The cluster's state.
+    pub store: Arc<dyn Store>,
+    /// Keys of this cluster in the store.
+    pub keys: Keys,
+    /// Name of the backend.
+    pub name: String,
+    /// Time after which a lost backend's entries expire.
+    pub lease: Duration,
+    /// Folders whose models the backend publishes.
+    pub repositories: &'a [PathBuf],
+    /// The cluster's model store.
+    pub files: Option<ModelStore>,
+    /// Devices that the models run on.
+    pub device_group: Arc<DeviceGroup>,
+    /// Addresses to listen on.
+    pub listen: ServerOptions,
+    /// Host under which frontends reach it, unless it is the address it listens on.
+    pub advertise: Option<String>,
+    /// Kind of device, unless it is the device's own name.
+    pub kind: Option<String>,
+    /// Memory for models that the planner counts on, unless it is the GPUs' budget.
+    pub memory_mib: Option<u64>,
+}
+
+/// A backend that has joined its cluster.
+pub struct RunningBackend {
+    /// Its server.
+    pub server: RunningServer,
+    stop: watch::Sender<bool>,
+    work: tokio::task::JoinHandle<Result<(), StoreError>>,
+}
+
+impl RunningBackend {
+    /// Starts the server, publishes the repositories' models and joins the cluster.
+    ///
+    /// # Errors
+    /// When a repository cannot be read, an address is taken or the store refuses.
+    pub async fn start(parts: BackendParts<'_>) -> Result<RunningBackend, Failure> {
+        let models = find_models(parts.repositories)?;
+        let catalog = ModelCatalog::default();
+        let loader = Arc::new(ClusterLoader {
+            device_group: parts.device_group.clone(),
+            catalog: catalog.clone(),
+            files: parts.files,
+            repositories: models.iter().map(|m| (m.digest.clone(), m.path.clone())).collect(),
+            threads: tokio::runtime::Handle::current(),
+        });
+        let device_group = parts.device_group;
+        let info = device_group.nodes()[0].device().info().clone();
+        let node = LocalNode::new(device_group.clone(), loader);
+        node.forbid_control();
+        node.set_started();
+        let server = Server::start(parts.listen, Arc::new(node.clone())).await;
+        let server = server.map_err(Failure::failed)?;
+        let records = ModelRecords::new(parts.store.clone(), parts.keys.clone());
+        for m in &models {
+            retry_until_reached(|| {
+                records.publish(&m.name, m.version, &m.digest, m.bytes, &m.config)
+            })
+            .await?;
+        }
+        let reachable = |address: Option<SocketAddr>| match (&parts.advertise, address) {
+            (Some(host), Some(address)) => format!("{host}:{}", address.port()),
+            (_, address) => address_text(address),
+        };
+        let gpu = info.name.starts_with("cuda");
+        let kind = parts.kind.unwrap_or_else(|| match gpu {
+            true => info.description.replace(|c: char| !c.is_ascii_alphanumeric(), "-"),
+            false => info.name.clone(),
+        });
+        // Each device evicts weights to stay within its budget, so the planner may use all of it.
+        let budgets: u64 = device_group.nodes().iter().map(|node| node.budget().0).sum();
+        let default_mib = if gpu { budgets >> 20 } else { 0 };
+        let record = BackendRecord {
+            grpc: reachable(server.grpc_addr),
+            http: reachable(server.http_addr),
+            device: kind.replace('/', "-"),
+            memory_bytes: parts.memory_mib.unwrap_or(default_mib) << 20,
+        };
+        tracing::info!(
+            name = parts.name,
+            http = record.http,
+            grpc = record.grpc,
+            metrics = address_text(server.metrics_addr),
+            device = device_group::describe(&device_group),
+            "ready"
+        );
+        let agent = BackendAgent {
+            store: parts.store,
+            keys: parts.keys,
+            name: parts.name,
+            lease: parts.lease,
+            record,
+            host: Arc::new(NodeHost(node)),
+            catalog,
+            clock: clock(),
+        };
+        let (stop, stopped) = watch::channel(false);
+        let work = tokio::spawn(run_agent(agent, stopped));
+        Ok(RunningBackend { server, stop, work })
+    }
+
+    /// Leaves the cluster, then finishes the requests in flight; whether all of them were.
+    pub async fn shutdown(self, limit: Duration) -> bool {
+        let _ = self.stop.send(true);
+        let _ = tokio::time::timeout(Duration::from_secs(2), self.work).await;
+        self.server.shutdown(limit).await
+    }
+}
+
+async fn run_agent(agent: BackendAgent, stopped: watch::Receiver<bool>) -> Result<(), StoreError> {
+    let result = agent.run(stopped).await;
+    if let Err(error) = &result {
+        tracing::error!(%error, "backend stopped following the plan");
+    }
+    result
+}
+
+/// An address for records and logs.
+pub fn address_text(address: Option<SocketAddr>) -> String {
+    address.map_or("off".to_string(), |address| address.to_string())
+}

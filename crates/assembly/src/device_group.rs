@@ -1,0 +1,219 @@
+//! Opens the devices that `--device` names and starts a device group on them.
+
+use std::sync::Arc;
+
+use base::{Bytes, MonotonicClock};
+use cpu::{CpuDevice, CpuOptions};
+use device::Device;
+use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeError, NodeOptions};
+
+use crate::device_args::DeviceArgs;
+use crate::devices;
+use crate::failure::Failure;
+
+/// Max devices of one server.
+const DEVICES_MAX: usize = 64;
+
+/// Max parts of one GPU; each has at least eight SMs.
+const PARTS_MAX: usize = 16;
+
+/// One entry of a device list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DeviceName {
+    Cpu,
+    /// A GPU, divided into `parts` devices.
+    Gpu {
+        ordinal: usize,
+        parts: usize,
+    },
+}
+
+/// Parses a list of devices like `cuda:0,cuda:1`, `cuda:0/2` or `cpu,cpu`.
+fn parse(list: &str) -> Result<Vec<DeviceName>, String> {
+    let mut names: Vec<DeviceName> = Vec::new();
+    for name in list.split(',').map(str::trim) {
+        let one = parse_one(name)?;
+        let same = |other: &DeviceName| match (one, other) {
+            (DeviceName::Gpu { ordinal, .. }, DeviceName::Gpu { ordinal: other, .. }) => {
+                ordinal == *other
+            }
+            _ => false,
+        };
+        // Two contexts on one GPU cannot preempt each other's best effort.
+        if names.iter().any(same) {
+            let gpu = name.split('/').next().unwrap_or(name);
+            return Err(format!(
+                "{gpu} is named twice: two devices on one GPU are parts of it, as {gpu}/2"
+            ));
+        }
+        names.push(one);
+    }
+    let count: usize = names.iter().map(DeviceName::count).sum();
+    match count <= DEVICES_MAX {
+        true => Ok(names),
+        false => Err(format!("{count} devices; {DEVICES_MAX} is the max")),
+    }
+}
+
+fn parse_one(name: &str) -> Result<DeviceName, String> {
+    if name == "cpu" {
+        return Ok(DeviceName::Cpu);
+    }
+    let unknown = || {
+        format!(
+            "there is no device '{name}'; there are: cpu, cuda:N for the N-th GPU, and cuda:N/P \
+             for P parts of it"
+        )
+    };
+    let number = name.strip_prefix("cuda:").ok_or_else(unknown)?;
+    let (number, parts) = number.split_once('/').unwrap_or((number, "1"));
+    let ordinal = number.parse().map_err(|_| unknown())?;
+    let parts = parts.parse().map_err(|_| unknown())?;
+    match (1..=PARTS_MAX).contains(&parts) {
+        true => Ok(DeviceName::Gpu { ordinal, parts }),
+        false => Err(format!("'{name}': a GPU has 1 to {PARTS_MAX} parts")),
+    }
+}
+
+impl DeviceName {
+    /// Number of devices.
+    fn count(&self) -> usize {
+        match self {
+            DeviceName::Cpu => 1,
+            DeviceName::Gpu { parts, .. } => *parts,
+        }
+    }
+}
+
+/// An open device with its budget for weights.
+struct OpenDevice {
+    device: Arc<dyn Device>,
+    budget: Bytes,
+}
+
+/// Opens all devices that `args` name and starts a node on each. GPUs load and evict weights on
+/// demand, within `memory` bytes per device.
+///
+/// # Errors
+/// When a device does not exist or cannot be used, or when `memory` is more than is free.
+pub fn open_device_group(
+    args: &DeviceArgs,
+    memory: Option<Bytes>,
+    options: &NodeOptions,
+) -> Result<Arc<DeviceGroup>, Failure> {
+    let named = parse(&args.device).map_err(Failure::usage)?;
+    let cpus = named.iter().filter(|one| **one == DeviceName::Cpu).count();
+    if memory.is_some() && cpus == named.len() {
+        return Err(Failure::usage(
+            "--gpu-memory is for a GPU (--device cuda:0); the CPU device computes in the host's \
+             own memory",
+        ));
+    }
+    let clock = Arc::new(MonotonicClock::new());
+    let mut nodes = Vec::new();
+    for one in named {
+        let opened = match one {
+            DeviceName::Cpu => vec![open_cpu(args, cpus)?],
+            DeviceName::Gpu { ordinal, parts } => open_gpu(args, memory, ordinal, parts)?,
+        };
+        for OpenDevice { device, budget } in opened {
+            let options = NodeOptions { memory: Some(budget), ..options.clone() };
+            nodes.push(Arc::new(start(device, options, clock.clone())?));
+        }
+    }
+    device_group_of(nodes)
+}
+
+/// Opens one of `count` CPU devices, which share cores and memory equally.
+fn open_cpu(args: &DeviceArgs, count: usize) -> Result<OpenDevice, Failure> {
+    let settings = &args.settings;
+    let queues = usize::from(settings.cpu_queues);
+    let threads = match settings.threads {
+        0 if count > 1 => {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            (cores / (count * queues.max(1))).max(1)
+        }
+        threads => threads,
+    };
+    let device = CpuDevice::new(CpuOptions { threads, queues });
+    let budget = Bytes(weight_budget(None, device.info().memory)?.0 / count as u64);
+    Ok(OpenDevice { device: Arc::new(device), budget })
+}
+
+fn open_gpu(
+    args: &DeviceArgs,
+    memory: Option<Bytes>,
+    ordinal: usize,
+    parts: usize,
+) -> Result<Vec<OpenDevice>, Failure> {
+    let gpus =
+        devices::open_gpu_parts(args, ordinal, parts, |options| options.weights_on_demand = true)?;
+    let opened = |gpu: cuda::CudaDevice| {
+        Ok(OpenDevice { budget: weight_budget(memory, gpu.info().memory)?, device: Arc::new(gpu) })
+    };
+    gpus.into_iter().map(opened).collect()
+}
+
+/// Budget for weights: what was requested, or all free memory less a tenth, which runs and kernels
+/// need.
+fn weight_budget(requested: Option<Bytes>, free: Bytes) -> Result<Bytes, Failure> {
+    match requested {
+        Some(requested) if requested > free => {
+            Err(Failure::usage(format!("--gpu-memory {requested}: only {free} are free")))
+        }
+        Some(requested) => Ok(requested),
+        None => Ok(Bytes(free.0 - free.0 / 10)),
+    }
+}
+
+fn start(
+    device: Arc<dyn Device>,
+    options: NodeOptions,
+    clock: Arc<MonotonicClock>,
+) -> Result<Node, Failure> {
+    Node::start(device, options, clock).map_err(|err| match err {
+        NodeError::Device(err) => Failure::failed(err),
+        other => Failure::usage(other),
+    })
+}
+
+fn device_group_of(nodes: Vec<Arc<Node>>) -> Result<Arc<DeviceGroup>, Failure> {
+    DeviceGroup::start(nodes, DeviceGroupOptions::default()).map(Arc::new).map_err(Failure::failed)
+}
+
+/// Starts the device group of one open device.
+///
+/// # Errors
+/// When the node does not start.
+pub fn device_group_on(
+    device: Arc<dyn Device>,
+    options: NodeOptions,
+) -> Result<Arc<DeviceGroup>, Failure> {
+    device_group_of(vec![Arc::new(start(device, options, Arc::new(MonotonicClock::new()))?)])
+}
+
+/// Describes the devices of a group in one line.
+pub fn describe(device_group: &DeviceGroup) -> String {
+    let one = |node: &Arc<Node>| node.device().info().description.clone();
+    device_group.nodes().iter().map(one).collect::<Vec<_>>().join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn device_lists_are_parsed() {
+        let gpu = |ordinal, parts| DeviceName::Gpu { ordinal, parts };
+        assert_eq!(parse("cpu"), Ok(vec![DeviceName::Cpu]));
+        assert_eq!(parse("cpu, cpu"), Ok(vec![DeviceName::Cpu, DeviceName::Cpu]));
+        assert_eq!(parse("cuda:0,cuda:3/2"), Ok(vec![gpu(0, 1), gpu(3, 2)]));
+        let refused = |list: &str| parse(list).expect_err("no such devices");
+        assert!(refused("cuda:0,cuda:0").contains("cuda:0/2"));
+        assert!(refused("cuda:1/2,cuda:1").contains("named twice"));
+        assert!(refused("cuda:0/0").contains("1 to 16"));
+        assert!(refused("cuda").contains("there are: cpu"));
+        assert!(refused("cpu,").contains("there is no device ''"));
+        assert!(refused(&vec!["cpu"; 65].join(",")).contains("65 devices"));
+    }
+}

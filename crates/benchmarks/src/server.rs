@@ -1,0 +1,200 @@
+//! `atoll bench server`: the share of the engine's throughput that remains when the same requests
+//! come over a socket.
+//!
+//! The engine runs in this process; threads send it tensors in memory. The server is a process of
+//! its own with the same settings; threads of this process send it messages over loopback, which
+//! were encoded once. Both are measured alternately, with equally many requests outstanding.
+
+mod args;
+mod child;
+mod engine_load;
+mod report;
+mod test_model;
+mod window;
+mod wire_load;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use assembly::{Failure, write_file};
+
+pub(crate) use self::args::ServerBenchArgs;
+use self::child::ServerProcess;
+use self::engine_load::EngineUnderTest;
+pub use self::engine_load::{ParseServeArguments, ServeSettings};
+use self::report::{Measurement, MeasurementRound, MeasurementSummary, ServerReport, table};
+use self::test_model::TestModel;
+use self::window::MeasuredWindow;
+use self::wire_load::ProtocolClients;
+use crate::environment;
+
+/// Warm-up ends when two consecutive rates differ by less than this.
+const WARM_CHANGE: f64 = 0.05;
+
+/// The arguments of the server.
+fn serve_arguments(args: &ServerBenchArgs, model: &Path) -> Vec<String> {
+    let settings = &args.device.settings;
+    let mut arguments = vec!["serve".to_string()];
+    let mut add = |flag: &str, value: String| arguments.extend([flag.to_string(), value]);
+    add("--model-repository", model.display().to_string());
+    add("--host", "127.0.0.1".to_string());
+    for flag in ["--http-port", "--grpc-port", "--metrics-port"] {
+        add(flag, "0".to_string());
+    }
+    add("--device", args.device.device.clone());
+    add("--precision", settings.precision.name().to_string());
+    add("--best-effort-chain", settings.best_effort_chain.to_string());
+    add("--threads", settings.threads.to_string());
+    add("--cpu-queues", settings.cpu_queues.to_string());
+    if let Some(folder) = &settings.kernel_cache {
+        add("--kernel-cache", folder.display().to_string());
+    }
+    if let Some(folder) = &settings.cuda_toolkit {
+        add("--cuda-toolkit", folder.display().to_string());
+    }
+    arguments.extend(args.serve.iter().cloned());
+    arguments
+}
+
+fn model_file(args: &ServerBenchArgs) -> Result<PathBuf, Failure> {
+    let path = match (&args.model, &args.models) {
+        (Some(path), _) => path.clone(),
+        (None, Some(folder)) => folder.join(format!("{}.onnx", args.network)),
+        (None, None) => return Err(Failure::usage("name a --model, or --models and --network")),
+    };
+    match path.is_file() {
+        true => Ok(path),
+        false => Err(Failure::usage(format!("there is no file {}", path.display()))),
+    }
+}
+
+/// Sends requests until the rate is stable.
+fn warm(
+    limit: Duration,
+    mut turn: impl FnMut() -> Result<Measurement, Failure>,
+) -> Result<(), Failure> {
+    let began = std::time::Instant::now();
+    let mut before = 0.0;
+    loop {
+        let now = turn()?.rps;
+        if (now - before).abs() <= WARM_CHANGE * now {
+            return Ok(());
+        }
+        if began.elapsed() >= limit {
+            tracing::warn!("rate is not stable after {} s of warm-up", limit.as_secs());
+            return Ok(());
+        }
+        before = now;
+    }
+}
+
+/// A server with the clients of one protocol.
+struct ServerUnderTest {
+    name: String,
+    server: Arc<ServerProcess>,
+    clients: ProtocolClients,
+}
+
+impl ServerUnderTest {
+    fn measure(&self, window: MeasuredWindow) -> Result<Measurement, Failure> {
+        self.clients.run(window, &self.server)
+    }
+}
+
+/// Runs the benchmark.
+pub(crate) fn run(args: &ServerBenchArgs, parse_serve: ParseServeArguments) -> Result<(), Failure> {
+    if !(0.05..=3600.0).contains(&args.seconds) {
+        return Err(Failure::usage(format!("--seconds {} is not from 0.05 to 3600", args.seconds)));
+    }
+    let path = model_file(args)?;
+    let folder = tempfile::tempdir().map_err(Failure::failed)?;
+    let arguments = serve_arguments(args, &path);
+    let engine = EngineUnderTest::start(&parse_serve(&arguments)?, &path)?;
+    let test_model = Arc::new(TestModel::new(&engine, &args.bind, args.seed)?);
+    let servers = start_servers(args, &arguments, folder.path(), &test_model)?;
+    let window = MeasuredWindow::of(args.seconds);
+    let measure_engine = |window| {
+        engine.run(&test_model, window, usize::from(args.clients), usize::from(args.engine_threads))
+    };
+    let short = MeasuredWindow::of(args.seconds.min(1.0));
+    let limit = Duration::from_secs(args.warm_secs);
+    warm(limit, || measure_engine(short))?;
+    servers.iter().try_for_each(|one| warm(limit, || one.measure(short)))?;
+    let mut rounds = Vec::new();
+    for number in 1..=args.rounds {
+        let engine = measure_engine(window)?;
+        eprintln!("round {number}: engine {:.0}/s", engine.rps);
+        let mut measurements = Vec::new();
+        for one in &servers {
+            let measurement = one.measure(window)?;
+            eprintln!(
+                "round {number}: {} {:.0}/s, server {:.2} cores, clients {:.2}",
+                one.name, measurement.rps, measurement.server_cores, measurement.client_cores
+            );
+            measurements.push(measurement);
+        }
+        rounds.push(MeasurementRound { engine, servers: measurements });
+    }
+    let report = ServerReport {
+        device: engine.description(),
+        driver: environment::driver(&args.device.device),
+        date: environment::today(),
+        command: environment::command(),
+        cores: std::thread::available_parallelism().map_or(0, usize::from),
+        model: test_model.name.clone(),
+        inputs: test_model.shapes(),
+        clients: args.clients,
+        connections: args.connections,
+        seconds: args.seconds,
+        summaries: MeasurementSummary::all(servers.iter().map(|one| one.name.as_str()), &rounds),
+        rounds,
+    };
+    drop(servers);
+    finish(args, &report)
+}
+
+fn start_servers(
+    args: &ServerBenchArgs,
+    arguments: &[String],
+    folder: &Path,
+    test_model: &Arc<TestModel>,
+) -> Result<Vec<ServerUnderTest>, Failure> {
+    let own = std::env::current_exe().map_err(Failure::failed)?;
+    let limit = Duration::from_secs(args.start_timeout_secs);
+    // Each has a registry of its own, because two servers cannot share one.
+    let start = |binary: &Path, data: &str| {
+        ServerProcess::start(binary, arguments, &folder.join(data), limit).map(Arc::new)
+    };
+    let mut servers = vec![("", start(&own, "data")?)];
+    if let Some(other) = &args.against {
+        servers.push((", other", start(other, "data-other")?));
+    }
+    let mut all = Vec::new();
+    for protocol in &args.protocols {
+        for (suffix, server) in &servers {
+            let clients = ProtocolClients::new(*protocol, args, test_model, server);
+            let name = format!("{}{suffix}", protocol.name());
+            all.push(ServerUnderTest { name, server: server.clone(), clients });
+        }
+    }
+    Ok(all)
+}
+
+fn finish(args: &ServerBenchArgs, report: &ServerReport) -> Result<(), Failure> {
+    let text = serde_json::to_string_pretty(report).map_err(Failure::failed)? + "\n";
+    match &args.json {
+        Some(None) => print!("{text}"),
+        Some(Some(file)) => {
+            write_file(file, &text)?;
+            print!("{}", table(report));
+        }
+        None => print!("{}", table(report)),
+    }
+    match report.wrong() {
+        0 => Ok(()),
+        wrong => {
+            Err(Failure::failed(format!("{wrong} replies differ from the engine's or are missing")))
+        }
+    }
+}

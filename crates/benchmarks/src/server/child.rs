@@ -1,0 +1,157 @@
+//! The server under test: a process that ends with its parent.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::{Duration, Instant};
+
+use assembly::Failure;
+use serde_json::Value;
+
+use super::report::process_seconds;
+
+/// Environment variables that would change the server.
+const NOT_INHERITED: [&str; 7] = [
+    "ATOLL_MODEL_REPOSITORY",
+    "ATOLL_LOAD_MODEL",
+    "ATOLL_MODEL_CONTROL_MODE",
+    "ATOLL_SERVE_CLUSTER",
+    "ATOLL_QUERY",
+    "ATOLL_LOG",
+    "ATOLL_DATA_DIR",
+];
+
+/// Max time until its metrics are read.
+const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A running `atoll serve`.
+pub(super) struct ServerProcess {
+    process: std::process::Child,
+    pub(super) http: SocketAddr,
+    pub(super) grpc: SocketAddr,
+    metrics: SocketAddr,
+}
+
+/// Inferences and batches so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ServerCounts {
+    pub(super) inferences: f64,
+    pub(super) executions: f64,
+}
+
+/// Ends a process unless it was taken out.
+struct KillOnDrop(Option<std::process::Child>);
+
+impl Drop for KillOnDrop {
+    fn drop(&mut self) {
+        if let Some(process) = &mut self.0 {
+            end(process);
+        }
+    }
+}
+
+fn end(process: &mut std::process::Child) {
+    // It may have ended already.
+    let _ = process.kill();
+    let _ = process.wait();
+}
+
+impl ServerProcess {
+    /// Starts `binary` with these arguments and waits until it is ready.
+    pub(super) fn start(
+        binary: &Path,
+        arguments: &[String],
+        data: &Path,
+        limit: Duration,
+    ) -> Result<ServerProcess, Failure> {
+        let mut command = Command::new(binary);
+        command.args(["--log", "info", "--log-json"]).args(arguments).arg("--data-dir").arg(data);
+        for name in NOT_INHERITED {
+            command.env_remove(name);
+        }
+        // Its standard input ends when this process does, even if it is killed.
+        command.arg("--until-input-ends").stdin(Stdio::piped());
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        let failed = |err| Failure::failed(format!("cannot start {}: {err}", binary.display()));
+        let mut process = command.spawn().map_err(failed)?;
+        let log = process.stderr.take();
+        let mut guard = KillOnDrop(Some(process));
+        let log = log.ok_or_else(|| Failure::failed("the server has no log"))?;
+        let ready = wait_until_ready(&read_lines(log), limit)?;
+        let address = |wire: &str| {
+            let text = ready["fields"][wire].as_str().unwrap_or_default();
+            text.parse().map_err(|err| Failure::failed(format!("{wire} at '{text}': {err}")))
+        };
+        let (http, grpc, metrics) = (address("http")?, address("grpc")?, address("metrics")?);
+        let process = guard.0.take().ok_or_else(|| Failure::failed("the server is gone"))?;
+        Ok(ServerProcess { process, http, grpc, metrics })
+    }
+
+    /// Processor time it has used, in seconds.
+    pub(super) fn cpu_seconds(&self) -> f64 {
+        process_seconds(Some(self.process.id()))
+    }
+
+    /// Counts from its metrics.
+    pub(super) fn counts(&self) -> Result<ServerCounts, Failure> {
+        let text = fetch(self.metrics).map_err(|err| Failure::failed(format!("metrics: {err}")))?;
+        let sum = |name: &str| {
+            let samples = text.lines().filter(|line| line.starts_with(&format!("{name}{{")));
+            samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+        };
+        Ok(ServerCounts {
+            inferences: sum("nv_inference_count"),
+            executions: sum("nv_inference_exec_count"),
+        })
+    }
+}
+
+impl Drop for ServerProcess {
+    fn drop(&mut self) {
+        end(&mut self.process);
+    }
+}
+
+/// Reads the lines of a log on a thread, so that its writer never blocks.
+fn read_lines(log: impl Read + Send + 'static) -> Receiver<String> {
+    let (sender, lines) = sync_channel(1024);
+    std::thread::spawn(move || {
+        for line in BufReader::new(log).lines().map_while(Result::ok) {
+            // No line is read once the server is ready.
+            let _ = sender.try_send(line);
+        }
+    });
+    lines
+}
+
+/// The log event with which the server reports that it is ready.
+fn wait_until_ready(lines: &Receiver<String>, limit: Duration) -> Result<Value, Failure> {
+    let (until, mut log) = (Instant::now() + limit, Vec::new());
+    loop {
+        let why = match lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok(line) => {
+                let event: Value = serde_json::from_str(&line).unwrap_or_default();
+                if event["fields"]["message"] == "ready" {
+                    return Ok(event);
+                }
+                log.push(line);
+                continue;
+            }
+            Err(RecvTimeoutError::Timeout) => "was not ready in time",
+            Err(RecvTimeoutError::Disconnected) => "ended before it was ready",
+        };
+        let last = log[log.len().saturating_sub(5)..].join("\n  ");
+        return Err(Failure::failed(format!("the server {why}; the end of its log:\n  {last}")));
+    }
+}
+
+fn fetch(address: SocketAddr) -> std::io::Result<String> {
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_read_timeout(Some(METRICS_TIMEOUT))?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: atoll\r\nConnection: close\r\n\r\n")?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    Ok(text)
+}

@@ -1,0 +1,53 @@
+//! Waits for the signal that ends a server.
+
+use assembly::Failure;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+
+/// SIGTERM and Ctrl-C and, if requested, the end of standard input.
+pub(crate) struct ShutdownSignal {
+    terminate: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
+    input: Option<oneshot::Receiver<()>>,
+}
+
+impl ShutdownSignal {
+    /// Installs the signal handlers.
+    pub(crate) fn new() -> Result<ShutdownSignal, Failure> {
+        let take = |kind| signal(kind).map_err(Failure::failed);
+        Ok(ShutdownSignal {
+            terminate: take(SignalKind::terminate())?,
+            interrupt: take(SignalKind::interrupt())?,
+            input: None,
+        })
+    }
+
+    /// The same, and the end of standard input.
+    pub(crate) fn with_input() -> Result<ShutdownSignal, Failure> {
+        let (sender, ended) = oneshot::channel::<()>();
+        let read_to_the_end = move || {
+            // An error ends the input, too. The sender is dropped with the thread.
+            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+            drop(sender);
+        };
+        let thread = std::thread::Builder::new().name("input".to_string());
+        thread.spawn(read_to_the_end).map_err(Failure::failed)?;
+        Ok(ShutdownSignal { input: Some(ended), ..ShutdownSignal::new()? })
+    }
+
+    /// Returns after the first of them.
+    pub(crate) async fn wait(mut self) {
+        let input = async {
+            match self.input.take() {
+                // The thread drops its sender, which is the signal.
+                Some(ended) => drop(ended.await),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+            () = input => {}
+        }
+    }
+}
