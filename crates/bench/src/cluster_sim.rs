@@ -584,7 +584,7 @@ mod tests {
 
     #[test]
     fn only_a_light_load_meets_the_slo() {
-        // Two GPUs do at most 2 x 32 / 42 ms = 1523 requests a second.
+        // Two GPUs serve at most 2 x 32 / 42 ms = 1523 requests per second.
         for (rate, good) in [(900.0, true), (3000.0, false)] {
             let mut cluster = cluster(rate, false);
             cluster.run_until(Nanos::from_millis(10_000));

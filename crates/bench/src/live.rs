@@ -398,7 +398,7 @@ pub(crate) fn cpu_seconds() -> f64 {
     (field(11).unwrap_or(0.0) + field(12).unwrap_or(0.0)) / 100.0
 }
 
-/// Requests a second of a client, averaged over `seconds` for a trace; 0 for a closed loop.
+/// Requests per second of a client, averaged over `seconds` for a trace; 0 for a closed loop.
 fn rate_of(client: &ClientSpec, seconds: Option<f64>) -> f64 {
     match &client.arrival {
         Arrival::Uniform { rate, .. } | Arrival::Poisson { rate } => *rate,

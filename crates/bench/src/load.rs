@@ -19,7 +19,7 @@ use runtime::{Node, NodeOptions};
 
 use self::generator::{LoadPhase, RequestGenerator};
 use self::report::idle_pct;
-pub use self::report::{LoadReport, NetworkReport, PhaseResult, PolicyResult, charts, table};
+pub use self::report::{BatchingReport, NetworkReport, PhaseResult, PolicyResult, charts, table};
 use crate::live::LiveError;
 
 /// How long requests may take to end after a phase.

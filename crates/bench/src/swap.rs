@@ -122,7 +122,7 @@ pub enum SwapError {
     #[error("the weights of model '{0}' are never evicted on this device")]
     Fixed(String),
     /// A case needs more models than there are.
-    #[error("{0} models are sent for, {1} are there")]
+    #[error("{0} models are needed, there are {1}")]
     TooFew(usize, usize),
     /// Requests did not end.
     #[error("requests were still in flight a minute after the end")]

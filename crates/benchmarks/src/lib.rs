@@ -3,7 +3,7 @@
 //!
 //! What a benchmark computes without a device or a socket (workloads, simulations, load generators,
 //! reports) is in the crate `bench`. To add a benchmark, add a module with `Args` and `run`, and a
-//! variant to [`Benchmark`].
+//! variant to `Benchmark`.
 
 mod batching;
 mod cluster;

@@ -216,6 +216,6 @@ fn finish(args: &SwapArgs, report: &SwapReport) -> Result<(), Failure> {
         + report.co_located.iter().map(|row| row.errors).sum::<u64>();
     match errors {
         0 => Ok(()),
-        count => Err(Failure::failed(format!("{count} requests failed or were got wrong replies"))),
+        count => Err(Failure::failed(format!("{count} requests failed or got wrong replies"))),
     }
 }

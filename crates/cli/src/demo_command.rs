@@ -355,7 +355,7 @@ fn print(report: &DemoReport) {
     let errors = report.rt_alone.errors + report.rt_beside_be.errors + report.be.errors;
     println!();
     println!(
-        "{} preemptions: {:.2} % of {} images recognised; {errors} errors",
+        "{} preemptions; {:.2} % of {} images recognised; {errors} errors",
         report.preemptions,
         100.0 * report.correct as f64 / report.replies.max(1) as f64,
         report.replies,

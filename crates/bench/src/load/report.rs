@@ -84,7 +84,7 @@ pub struct NetworkReport {
 
 /// All models on one device.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct LoadReport {
+pub struct BatchingReport {
     /// The device.
     pub device: String,
     /// Its driver.

@@ -335,7 +335,7 @@ mod tests {
         assert!(phases.advance(at(1_000), || 1) && !phases.on && phases.is_loaded());
         assert!(!phases.advance(at(1_700), || 1) && phases.is_loaded(), "a round is in flight");
         assert!(phases.advance(at(1_800), || 0) && !phases.is_loaded());
-        assert!(!phases.advance(at(3_000), || 0), "without for 1.3 seconds, too");
+        assert!(!phases.advance(at(3_000), || 0), "idle for 1.3 seconds, too");
         assert!(phases.advance(at(3_100), || 0) && phases.on);
         assert_eq!(phases.number, 3);
     }

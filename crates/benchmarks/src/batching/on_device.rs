@@ -5,7 +5,7 @@ use std::sync::Arc;
 use assembly::{DeviceArgs, Failure, sample_inputs, write_file};
 use base::Random;
 use bench::load::{
-    self, BatchingSetting, LoadBenchmark, LoadModel, LoadOptions, LoadReport, charts, table,
+    self, BatchingReport, BatchingSetting, LoadBenchmark, LoadModel, LoadOptions, charts, table,
 };
 use bench::plot;
 use device::Device;
@@ -30,7 +30,7 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
         shares: (args.low / 100.0, args.high / 100.0),
         concurrent_batches: args.concurrent_batches,
     };
-    let mut report = LoadReport {
+    let mut report = BatchingReport {
         device: device.info().description.clone(),
         driver: environment::driver(&args.device),
         date: environment::today(),
@@ -141,6 +141,6 @@ fn memory(device: &dyn Device, plan: &Arc<LaunchPlan>) -> Result<(u64, u64), Fai
     Ok((with(&[32])?, with(&[1, 1, 2, 4, 8, 16])?))
 }
 
-fn to_json(report: &LoadReport) -> Result<String, Failure> {
+fn to_json(report: &BatchingReport) -> Result<String, Failure> {
     Ok(serde_json::to_string_pretty(report).map_err(Failure::failed)? + "\n")
 }

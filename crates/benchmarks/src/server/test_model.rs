@@ -42,7 +42,7 @@ impl TestModel {
         };
         let inputs = (0..INPUTS).map(&mut one).collect::<Result<Vec<_>, _>>()?;
         if inputs.iter().flatten().any(|tensor| tensor.raw().is_none()) {
-            return Err(Failure::usage("models of strings are not sent here"));
+            return Err(Failure::usage("models with string tensors are not supported here"));
         }
         let expected = inputs.iter().map(|inputs| engine.once(inputs)).collect::<Result<_, _>>()?;
         let names = plan.inputs.iter().map(|id| plan.value(*id).name.clone()).collect();
