@@ -172,8 +172,8 @@ impl<'a> IdleResources<'a> {
         }
     }
 
-    /// Raises the SMs of a candidate to at most `max_sms`. Its bandwidth is proportional: `each` per
-    /// SM.
+    /// Raises the SMs of a candidate to at most `max_sms`. Its bandwidth is proportional: `each`
+    /// per SM.
     fn give(&mut self, candidate: &PaddingCandidate, each: f32, max_sms: u32, given: &mut u32) {
         let both = self.memory_bound && candidate.kernel.memory_share >= MEMORY_BOUND;
         if self.sms == 0 || both || banned(self.seen, candidate.model) {
