@@ -23,14 +23,14 @@ struct Map {
     using Args = MapArgs;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch,
-                                                const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x, chunk;
         int row = a.by_chunks.split(item, chunk);
-        gate.wait();
+        dependency.wait();
         if (item >= a.items) return true;
         float v[8], w[8];
         unpack(load_activations(a.a + (size_t)row * a.a_stride + chunk * 8), v);
@@ -62,15 +62,15 @@ struct Image {
     using Args = ImageArgs;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch,
-                                                const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int i = t * kThreads + threadIdx.x, at;
         int image = a.by_plane.split(i, at);
         int plane = (int)a.by_plane.divisor;
-        gate.wait();
+        dependency.wait();
         if (i >= a.pixels) return true;
         const float* p = a.input + (size_t)image * 3 * plane + at;
         half2 lo = __floats2half2_rn(__ldcg(p), __ldcg(p + plane)),

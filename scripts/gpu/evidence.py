@@ -37,7 +37,16 @@ def source_hash(path: Path) -> str:
     if "/*" in text:
         raise SystemExit(f"{path} has a block comment, which the hash would include")
     words = [word for line in text.splitlines() for word in line.split("//")[0].split()]
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()
+    kept = ""
+    for word in words:
+        if kept and is_word(kept[-1]) and is_word(word[0]):
+            kept += " "
+        kept += word
+    return hashlib.sha256(kept.encode()).hexdigest()
+
+
+def is_word(character: str) -> bool:
+    return character.isalnum() or character == "_"
 
 
 def header(folder: Path, command: str) -> dict:

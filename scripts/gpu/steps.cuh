@@ -6,14 +6,22 @@
 namespace harness {
 
 enum class Kind {
-    Conv, Depthwise, MaxPool, AveragePool, GlobalPool, Norm, Embed, Attention, Image
+    Conv,
+    Depthwise,
+    MaxPool,
+    AveragePool,
+    GlobalPool,
+    Norm,
+    Embed,
+    Attention,
+    Image
 };
 
 struct Step {
     Kind kind;
     std::string name;
     int batch = 1, rows = 0, columns = 0, stride = 0; // the output as a matrix
-    bool pre = false;                                 // Conv: normalizes its input first
+    bool pre = false; // Conv: normalizes its input first
     ConvArgs conv = {};
     DepthwiseArgs depthwise = {};
     PoolArgs pool = {};
@@ -28,13 +36,12 @@ struct Step {
     {
         if (kind == Kind::Conv)
             return format("conv b%d %dx%dx%d/%d->%d/%d k%dx%d s%d p%d%d d%d%s%s a%d", batch,
-                          conv.in_h, conv.in_w, conv.in_c, conv.in_stride, conv.out_c,
-                          conv.out_stride, conv.ker_h, conv.ker_w, conv.stride_h, conv.pad_h,
-                          conv.pad_w, conv.dil_h, pre ? " pre" : "", conv.residual ? " res" : "",
-                          conv.act);
+                conv.in_h, conv.in_w, conv.in_c, conv.in_stride, conv.out_c, conv.out_stride,
+                conv.ker_h, conv.ker_w, conv.stride_h, conv.pad_h, conv.pad_w, conv.dil_h,
+                pre ? " pre" : "", conv.residual ? " res" : "", conv.act);
         if (kind == Kind::Depthwise)
             return format("depthwise b%d %dx%d x%d s%d", batch, depthwise.in_h, depthwise.in_w,
-                          columns, depthwise.stride_h);
+                columns, depthwise.stride_h);
         return format("%s b%d rows%d columns%d", name.c_str(), batch, rows, columns);
     }
 };
@@ -43,7 +50,7 @@ struct Step {
 
 struct ConvKernel {
     const char* name;
-    int bm, bn, bk, wk, threads, shared, walk, vec;
+    int bm, bn, bk, wk, threads, shared, loop, vec;
     bool pre;
     const void* rt;
 };
@@ -51,8 +58,8 @@ struct ConvKernel {
 template <class C>
 ConvKernel conv_kernel(const char* name)
 {
-    ConvKernel k = {name, C::BM, C::BN, C::BK, C::WK, C::kThreads, C::kShared, C::kWalk, C::kVec,
-                    C::kPre, (const void*)rt<Conv<C>>};
+    ConvKernel k = {name, C::BM, C::BN, C::BK, C::WK, C::kThreads, C::kShared, C::kAddressing,
+        C::kVec, C::kPre, (const void*)rt<Conv<C>>};
     CHECK(cudaFuncSetAttribute(k.rt, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
     CHECK(cudaFuncSetAttribute(k.rt, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     return k;
@@ -66,14 +73,10 @@ void add_plain(std::vector<ConvKernel>& to, const char* name)
 }
 template <int BM, int BN, int BK, int WM, int WN, int WK, int S>
 void add_pre(std::vector<ConvKernel>& to, const char* name)
-{
-    to.push_back(conv_kernel<ConvConfig<BM, BN, BK, WM, WN, WK, S, kPoint, 8, true>>(name));
-}
+{ to.push_back(conv_kernel<ConvConfig<BM, BN, BK, WM, WN, WK, S, kPoint, 8, true>>(name)); }
 template <int BM, int BN, int BK, int WM, int WN, int WK, int S, int Vec>
 void add_general(std::vector<ConvKernel>& to, const char* name)
-{
-    to.push_back(conv_kernel<ConvConfig<BM, BN, BK, WM, WN, WK, S, kGeneral, Vec>>(name));
-}
+{ to.push_back(conv_kernel<ConvConfig<BM, BN, BK, WM, WN, WK, S, kGeneral, Vec>>(name)); }
 
 inline std::vector<ConvKernel> make_conv_kernels()
 {
@@ -125,8 +128,8 @@ inline bool can_load(const ConvKernel& k, const ConvArgs& a)
 {
     bool point = a.ker_h == 1 && a.ker_w == 1 && a.pad_h == 0 && a.pad_w == 0;
     bool taps = a.in_c % 64 == 0 && a.dil_h == 1 && a.dil_w == 1;
-    if (k.walk == kPoint) return point;
-    if (k.walk == kTaps) return !point && taps;
+    if (k.loop == kPoint) return point;
+    if (k.loop == kTaps) return !point && taps;
     return !point && !taps;
 }
 

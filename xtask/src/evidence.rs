@@ -54,11 +54,19 @@ fn source_hash(bytes: &[u8]) -> String {
     hex(&Sha256::digest(without_comments(&text).as_bytes()))
 }
 
-/// `source` without line comments, with every run of white space as one space. No source that is
-/// hashed has a block comment, or `//` inside a string; `evidence.py` refuses those that have.
+/// `source` without line comments, and without white space except between two words. No source
+/// that is hashed has a block comment, or `//` inside a string; `evidence.py` refuses block comments.
 fn without_comments(source: &str) -> String {
     let lines = source.lines().map(|line| line.split("//").next().unwrap_or_default());
-    lines.flat_map(str::split_whitespace).collect::<Vec<_>>().join(" ")
+    let mut text = String::new();
+    for word in lines.flat_map(str::split_whitespace) {
+        let is_word = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
+        if is_word(text.chars().next_back()) && is_word(word.chars().next()) {
+            text.push(' ');
+        }
+        text.push_str(word);
+    }
+    text
 }
 
 /// GPU latencies as the book shows them.
@@ -131,6 +139,7 @@ mod tests {
         let hash = |text: &str| source_hash(text.as_bytes());
         assert_eq!(hash("int a; // one\n\n  int b;"), hash("// two\nint a;\nint b;"));
         assert_ne!(hash("int a;"), hash("int b;"));
+        assert_eq!(hash("f(a, b) ;"), hash("f( a,b );"));
         assert_ne!(hash("int a;"), hash("inta;"));
     }
 

@@ -12,8 +12,8 @@ struct AttentionArgs {
     const half* query;
     const half* key;
     const half* value;
-    half* output;         // [batch * tokens][out_stride]
-    const half* mask;     // [batch][tokens], added to the scaled scores; or null
+    half* output; // [batch * tokens][out_stride]
+    const half* mask; // [batch][tokens], added to the scaled scores; or null
     int tokens, heads, stride, out_stride;
     FastDiv by_blocks, by_heads; // query blocks per head, heads
 };
@@ -28,12 +28,14 @@ struct Attention {
     static constexpr int kShared = kQueries * kDim * 2 + 4 * kBlock;
 
     // `count` rows of 64 halves; rows beyond `rows` become zero.
-    static __device__ __forceinline__ void copy_rows(u32 to, const half* from, int stride, int count, int rows)
+    static __device__ __forceinline__ void copy_rows(
+        u32 to, const half* from, int stride, int count, int rows)
     {
         for (int i = threadIdx.x; i < count * 8; i += kThreads) {
             int row = i / 8, chunk = i % 8;
             bool inside = row < rows;
-            copy_async<16>(to + swizzled<64>(row, chunk), inside ? from + (size_t)row * stride + chunk * 8 : from, inside);
+            copy_async<16>(to + swizzled<64>(row, chunk),
+                inside ? from + (size_t)row * stride + chunk * 8 : from, inside);
         }
     }
     // One warp's state: 16 queries against all keys so far.
@@ -50,13 +52,15 @@ struct Attention {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 u32 b[4];
-                load_matrices(b, keys + swizzled<64>(j * 16 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+                load_matrices(b,
+                    keys + swizzled<64>(j * 16 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
                 multiply_add(p[2 * j], s.q[k], b[0], b[1]);
                 multiply_add(p[2 * j + 1], s.q[k], b[2], b[3]);
             }
     }
     // Scales, masks, and converts scores to weights; rescales the sums of an older maximum.
-    static __device__ __forceinline__ void soften(State& s, float (&p)[8][4], const half* mask, int first, int tokens)
+    static __device__ __forceinline__ void soften(
+        State& s, float (&p)[8][4], const half* mask, int first, int tokens)
     {
         int column = threadIdx.x % 4 * 2;
         float top[2] = {s.top[0], s.top[1]};
@@ -96,13 +100,15 @@ struct Attention {
             u32 w[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                half2 h = __floats2half2_rn(p[2 * k + i / 2][i % 2 * 2], p[2 * k + i / 2][i % 2 * 2 + 1]);
+                half2 h =
+                    __floats2half2_rn(p[2 * k + i / 2][i % 2 * 2], p[2 * k + i / 2][i % 2 * 2 + 1]);
                 w[i] = *(u32*)&h;
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 u32 b[4];
-                load_matrices_transposed(b, values + swizzled<64>(k * 16 + lane % 16, j * 2 + lane / 16));
+                load_matrices_transposed(
+                    b, values + swizzled<64>(k * 16 + lane % 16, j * 2 + lane / 16));
                 multiply_add(s.out[2 * j], w, b[0], b[1]);
                 multiply_add(s.out[2 * j + 1], w, b[2], b[3]);
             }
@@ -131,8 +137,9 @@ struct Attention {
         copy_rows(to, a.key + from, a.stride, kKeys, rows);
         copy_rows(to + kBlock, a.value + from, a.stride, kKeys, rows);
     }
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char* shared, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char* shared,
+        YieldPoint& yield_point, const Dependency& dependency)
     {
         int block, head, lane = threadIdx.x % kWarp;
         int image = a.by_heads.split(a.by_blocks.split(t, block), head);
@@ -142,26 +149,29 @@ struct Attention {
         u32 queries = shared_address(shared), ring = queries + kQueries * kDim * 2;
         State s = {};
         s.top[0] = s.top[1] = -1e30f;
-        gate.wait();
-        watch.look_for_block();
-        copy_rows(queries, a.query + base + (size_t)first * a.stride, a.stride, kQueries, a.tokens - first);
+        dependency.wait();
+        yield_point.poll_for_block();
+        copy_rows(queries, a.query + base + (size_t)first * a.stride, a.stride, kQueries,
+            a.tokens - first);
         copy_keys(a, ring, base, 0);
         copy_commit();
         for (int i = 0; i < blocks; ++i) {
             if (i + 1 < blocks) copy_keys(a, ring + (i + 1) % 2 * 2 * kBlock, base, i + 1);
             copy_commit();
             copy_wait<1>();
-            if (Watch::kLeaves && i == 0) {
-                if (watch.block_told()) return false;
-            } else if (watch.template due<1>(i)) {
-                if (watch.verdict()) return false;
+            if (YieldPoint::kPreemptible && i == 0) {
+                if (yield_point.block_is_preempted()) return false;
+            } else if (yield_point.template due<1>(i)) {
+                if (yield_point.verdict()) return false;
             } else {
                 __syncthreads();
             }
             if (i == 0)
 #pragma unroll
                 for (int k = 0; k < 4; ++k)
-                    load_matrices(s.q[k], queries + swizzled<64>(threadIdx.x / kWarp * 16 + lane % 16, k * 2 + lane / 16));
+                    load_matrices(s.q[k],
+                        queries +
+                            swizzled<64>(threadIdx.x / kWarp * 16 + lane % 16, k * 2 + lane / 16));
             u32 keys = ring + i % 2 * 2 * kBlock;
             float p[8][4] = {};
             scores(s, keys, p);
@@ -169,9 +179,9 @@ struct Attention {
             weigh(s, p, keys + kBlock);
             __syncthreads();
         }
-        if constexpr (Watch::kLeaves)
-            if (watch.last()) return false;
-        watch.finishing();
+        if constexpr (YieldPoint::kPreemptible)
+            if (yield_point.last()) return false;
+        yield_point.finishing();
         half* to = a.output + ((size_t)image * a.tokens + first) * a.out_stride + head * kDim;
         emit(a, s, to, a.tokens - first);
         return true;

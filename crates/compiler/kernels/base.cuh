@@ -1,7 +1,7 @@
 // The common basis of all tile functions: index arithmetic without division, tensor-core and
 // asynchronous-copy instructions, activations, and the two policies that a wrapper passes to a
-// tile: the gate (when to wait for the previous step) and the watch (when to exit because the run
-// is preempted).
+// tile: the dependency (when to wait for the previous step) and the yield point (when to exit
+// because the run is preempted).
 //
 // Only <cuda_fp16.h> is included, so the same text compiles under NVRTC and nvcc. Argument structs
 // have plain 32-bit and pointer fields in declaration order: the host fills them byte for byte.
@@ -34,9 +34,7 @@ struct FastDiv {
         return f;
     }
     __device__ __forceinline__ int quotient(int n) const
-    {
-        return divisor == 1 ? n : (int)(__umulhi((u32)n, multiplier) >> shift);
-    }
+    { return divisor == 1 ? n : (int)(__umulhi((u32)n, multiplier) >> shift); }
     __device__ __forceinline__ int split(int n, int& remainder) const
     {
         int q = quotient(n);
@@ -58,7 +56,15 @@ __device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
 
 // ---- activations --------------------------------------------------------------------------------
 
-enum Activation : int { kLinear = 0, kRelu = 1, kRelu6 = 2, kGelu = 3, kSilu = 4, kSigmoid = 5, kTanh = 6 };
+enum Activation : int {
+    kLinear = 0,
+    kRelu = 1,
+    kRelu6 = 2,
+    kGelu = 3,
+    kSilu = 4,
+    kSigmoid = 5,
+    kTanh = 6
+};
 
 __device__ __forceinline__ float activate(float x, int kind)
 {
@@ -135,7 +141,8 @@ __device__ __forceinline__ void add_floats(float (&v)[8], const float* p)
 
 // ---- asynchronous copies ------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ u32 shared_address(const void* p)
+{ return (u32)__cvta_generic_to_shared(p); }
 
 // Copies `Bytes` (8 or 16) to shared memory, or writes zeros there when `valid` is false (then
 // nothing is read).
@@ -144,13 +151,16 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid)
 {
     int bytes = valid ? Bytes : 0;
     if constexpr (Bytes == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+        asm volatile(
+            "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes));
+        asm volatile(
+            "cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
 template <int Pending>
-__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(Pending)); }
+__device__ __forceinline__ void copy_wait()
+{ asm volatile("cp.async.wait_group %0;" ::"n"(Pending)); }
 // Includes copies that are in no group.
 __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -159,72 +169,78 @@ __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_al
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+        : "r"(address));
 }
 __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 address)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+        : "r"(address));
 }
 __device__ __forceinline__ void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1)
 {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// ---- gates: when a tile may read what the previous step wrote -----------------------------------
+// ---- launch dependencies: when a tile may read what the previous step wrote ---------------------
 
 // Programmatic dependent launch. A tile issues its weight loads, then waits. Without the launch
 // attribute both are no-ops, and devices before 9.0 have neither.
-struct LaunchGate {
+struct LaunchDependency {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    __device__ __forceinline__ static void release_next() { asm volatile("griddepcontrol.launch_dependents;"); }
-    __device__ __forceinline__ void wait() const { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+    __device__ __forceinline__ static void release_next()
+    { asm volatile("griddepcontrol.launch_dependents;"); }
+    __device__ __forceinline__ void wait() const
+    { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #else
     __device__ __forceinline__ static void release_next() {}
     __device__ __forceinline__ void wait() const {}
 #endif
 };
-struct NoGate {
+struct NoDependency {
     __device__ __forceinline__ void wait() const {}
 };
 
-// ---- watches: when a tile must exit -------------------------------------------------------------
+// ---- yield points: when a tile must exit --------------------------------------------------------
 
-// A tile loads the epoch counter of its run directly after the gate, with its operands, and decides
-// before it writes anything. So a launch that starts after the preemption writes nothing: launches
-// queued after a preempted step cannot corrupt what that step still reads or has written, even if
-// they share memory.
+// A tile loads the epoch counter of its run directly after the dependency, with its operands, and
+// decides before it writes anything. So a launch that starts after the preemption writes nothing:
+// launches queued after a preempted step cannot corrupt what that step still reads or has written,
+// even if they share memory.
 
 // Real-time work is never preempted and has no checks.
-struct NoWatch {
-    static constexpr bool kLeaves = false;
-    __device__ __forceinline__ void look() const {}
-    __device__ __forceinline__ bool told() const { return false; }
-    __device__ __forceinline__ void look_for_block() const {}
-    __device__ __forceinline__ bool block_told() const { return false; }
+struct NoYieldPoint {
+    static constexpr bool kPreemptible = false;
+    __device__ __forceinline__ void poll() const {}
+    __device__ __forceinline__ bool is_preempted() const { return false; }
+    __device__ __forceinline__ void poll_for_block() const {}
+    __device__ __forceinline__ bool block_is_preempted() const { return false; }
     template <int Period>
-    __device__ __forceinline__ bool due(int) const { return false; }
+    __device__ __forceinline__ bool due(int) const
+    { return false; }
     __device__ __forceinline__ bool verdict() const { return false; }
     __device__ __forceinline__ bool last() const
     {
         __syncthreads();
         return false;
     }
-    __device__ __forceinline__ bool peer_left() const { return false; }
+    __device__ __forceinline__ bool peer_is_preempted() const { return false; }
     __device__ __forceinline__ void finishing() const {}
 };
 
 // The epoch counter of a run and the epoch of its launches: the run is preempted once the counter
-// exceeds the epoch. Both are words of one load; 16 bytes are reserved (`EpochWatch::ask` copies as
-// many).
-struct Seat {
-    u32 order;  // the epoch counter; preempting the run increments it
-    u32 number; // the epoch of the run's launches
+// exceeds the epoch. Both are words of one load; 16 bytes are reserved (`EpochYieldPoint::ask`
+// copies as many).
+struct EpochCounter {
+    u32 counter; // the epoch counter; preempting the run increments it
+    u32 epoch; // the epoch of the run's launches
 };
 
-__device__ __forceinline__ Seat load_seat(const Seat* p)
+__device__ __forceinline__ EpochCounter load_epoch_counter(const EpochCounter* p)
 {
     u64 v;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p));
@@ -233,11 +249,11 @@ __device__ __forceinline__ Seat load_seat(const Seat* p)
 
 // Best-effort work exits when its run is preempted.
 //
-// Tiles without a loop call `look`: every thread loads the epoch counter with its operands and
+// Tiles without a loop call `poll`: every thread loads the epoch counter with its operands and
 // decides by itself before it stores. Threads of a block may disagree; the tile then counts as not
 // done.
 //
-// Tiles with a loop call `look_for_block`: one thread loads the counter, and the barrier that the
+// Tiles with a loop call `poll_for_block`: one thread loads the counter, and the barrier that the
 // first operands need anyway distributes the result to the block. Short tiles do no more: a branch
 // in the loop costs a small layer more than the rest of the tile. Long ones continue with `ask`:
 // the counter is copied into shared memory asynchronously, with the copies of the pipeline, so that
@@ -245,14 +261,14 @@ __device__ __forceinline__ Seat load_seat(const Seat* p)
 // barrier that the loop has anyway makes the decision the same for the whole block. `cg` copies
 // come from L2, where the host's writes arrive.
 template <bool Long>
-struct EpochWatch {
-    static constexpr bool kLeaves = true;
-    const Seat* seat;
+struct EpochYieldPoint {
+    static constexpr bool kPreemptible = true;
+    const EpochCounter* epoch_counter;
     // Shared memory: the epoch counter as last read; whether another block of the cluster exits.
     uint4* words;
-    u32* next;    // the launch's tile counter; null when every block has one tile
-    u32 number;   // the value that thread 0 got from it
-    Seat seen;
+    u32* next; // the launch's tile counter; null when every block has one tile
+    u32 number; // the value that thread 0 got from it
+    EpochCounter seen;
 
     // A tile calls this once, before its epilogue, so that the next tile's number arrives during
     // the epilogue. Requesting it earlier would assign the last tiles to the blocks that started
@@ -269,20 +285,20 @@ struct EpochWatch {
         if (threadIdx.x < 2) words[threadIdx.x] = make_uint4(0, ~0u, 0, 0);
     }
 
-    __device__ __forceinline__ void look() { seen = load_seat(seat); }
-    __device__ __forceinline__ bool told() const { return seen.order > seen.number; }
+    __device__ __forceinline__ void poll() { seen = load_epoch_counter(epoch_counter); }
+    __device__ __forceinline__ bool is_preempted() const { return seen.counter > seen.epoch; }
 
-    __device__ __forceinline__ void look_for_block()
+    __device__ __forceinline__ void poll_for_block()
     {
         seen = {0, 0};
-        if (threadIdx.x == 0) look();
+        if (threadIdx.x == 0) poll();
     }
     // A barrier. Returns true, with no copy in flight, when the block must exit. The result is the
     // same for all threads; `__any_sync` lets the compiler know, so that what follows stays
     // uniform.
-    __device__ __forceinline__ bool block_told() const
+    __device__ __forceinline__ bool block_is_preempted() const
     {
-        bool leave = __any_sync(~0u, __syncthreads_or(told()));
+        bool leave = __any_sync(~0u, __syncthreads_or(is_preempted()));
         if (leave) copy_wait_all();
         else if (Long) ask();
         return leave;
@@ -290,7 +306,7 @@ struct EpochWatch {
 
     __device__ __forceinline__ void ask() const
     {
-        if (threadIdx.x == 0) copy_async<16>(shared_address(words), seat, true);
+        if (threadIdx.x == 0) copy_async<16>(shared_address(words), epoch_counter, true);
     }
     __device__ __forceinline__ bool arrived() const
     {
@@ -300,7 +316,8 @@ struct EpochWatch {
     // Whether step `step` checks: every Period-th of a long tile, because steps of small tiles are
     // too short to check each.
     template <int Period>
-    __device__ __forceinline__ bool due(int step) const { return Long && step > 0 && step % Period == 0; }
+    __device__ __forceinline__ bool due(int step) const
+    { return Long && step > 0 && step % Period == 0; }
     // Replaces the barrier of a step that checks. Returns true, with no copy in flight, when the
     // block must exit. Threads may have read different words, so one positive result decides.
     __device__ __forceinline__ bool verdict() const
@@ -311,7 +328,8 @@ struct EpochWatch {
         return leave;
     }
     // After the barrier of a cluster: whether any of its blocks exits.
-    __device__ __forceinline__ bool peer_left() const { return ((const volatile uint4*)words)[1].x != 0; }
+    __device__ __forceinline__ bool peer_is_preempted() const
+    { return ((const volatile uint4*)words)[1].x != 0; }
     // Replaces the barrier before a tile is written, when all copies have arrived.
     __device__ __forceinline__ bool last() const
     {

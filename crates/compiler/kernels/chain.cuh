@@ -14,13 +14,13 @@ template <int Inputs, int Rank>
 struct ChainArgs {
     void* output;
     const void* input[Inputs ? Inputs : 1];
-    int items;              // vectors of all rows
-    int width;              // elements of a row
-    int padded;             // and of its slack, which is set to zero
+    int items; // vectors of all rows
+    int width; // elements of a row
+    int padded; // and of its slack, which is set to zero
     int apart[Inputs ? Inputs : 1]; // elements between neighbours in a row
     // The fastest dimension counts the vectors of a row. Operands: the output, the position in the
     // row, the inputs.
-    Walk<Rank, Inputs + 2> walk;
+    StridedLoop<Rank, Inputs + 2> loop;
 };
 
 // The position at which a thread computes one vector.
@@ -30,9 +30,10 @@ struct ChainPlace {
     int offset[Inputs + 2];
     int left; // elements from here to the end of the row
 
-    __device__ __forceinline__ ChainPlace(const ChainArgs<Inputs, Rank>& args, int item) : args(args)
+    __device__ __forceinline__ ChainPlace(const ChainArgs<Inputs, Rank>& args, int item)
+        : args(args)
     {
-        args.walk.offsets(item, offset);
+        args.loop.offsets(item, offset);
         left = args.width - offset[1];
     }
     // `Inputs` values of input `i`; zeros beyond the row.
@@ -56,7 +57,8 @@ struct ChainPlace {
             }
             int apart = Access == kRow ? 1 : args.apart[i];
 #pragma unroll
-            for (int j = 0; j < Count; ++j) x[j] = j < left ? (C)computed(load_one(p + j * apart)) : C(0);
+            for (int j = 0; j < Count; ++j)
+                x[j] = j < left ? (C)computed(load_one(p + j * apart)) : C(0);
         }
     }
     template <class T>
@@ -77,22 +79,23 @@ struct ChainPlace {
     }
 };
 
-// `Function` has kInputs, kRank, kCount (elements of a vector), and `apply(place, watch)`, which
-// loads, computes and stores.
+// `Function` has kInputs, kRank, kCount (elements of a vector), and `apply(place, yield_point)`,
+// which loads, computes and stores.
 template <class Function>
 struct Chain {
     using Args = ChainArgs<Function::kInputs, Function::kRank>;
     using Place = ChainPlace<Function::kInputs, Function::kRank, Function::kCount>;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x;
-        gate.wait();
-        watch.look();
-        return item >= a.items || Function::apply(Place(a, item), watch);
+        dependency.wait();
+        yield_point.poll();
+        return item >= a.items || Function::apply(Place(a, item), yield_point);
     }
 };
 
@@ -108,9 +111,9 @@ struct TurnArgs {
     int columns, column_stride;
     // Adjacent in the output; their stride in the input.
     int rows, row_stride;
-    int padded;                 // rows and slack, which is set to zero
+    int padded; // rows and slack, which is set to zero
     FastDiv by_columns, by_rows; // squares along each
-    Walk<Rank, 2> walk;          // all other dimensions, into input and output
+    StridedLoop<Rank, 2> loop; // all other dimensions, into input and output
 };
 
 // To[outer][column][row] = From[outer][row][column].
@@ -119,31 +122,34 @@ struct Turn {
     using Args = TurnArgs<Rank>;
     static constexpr int kThreads = 256, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
         __shared__ To square[kTurn][kTurn + 1];
-        watch.finishing();
+        yield_point.finishing();
         int column, row, base[2];
-        a.walk.offsets(a.by_rows.split(a.by_columns.split(t, column), row), base);
+        a.loop.offsets(a.by_rows.split(a.by_columns.split(t, column), row), base);
         column *= kTurn, row *= kTurn;
         int fast = threadIdx.x % kTurn, slow = threadIdx.x / kTurn;
         const From* from = (const From*)a.input + base[0];
         To* to = (To*)a.output + base[1];
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
 #pragma unroll
         for (int i = slow; i < kTurn; i += kThreads / kTurn) {
             C v = C(0);
             if (row + i < a.rows && column + fast < a.columns)
-                v = Convert<C>::of(computed(load_one(from + (row + i) * a.row_stride + column + fast)));
+                v = Convert<C>::of(
+                    computed(load_one(from + (row + i) * a.row_stride + column + fast)));
             square[i][fast] = Stored<To>::of(v);
         }
         __syncthreads();
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
 #pragma unroll
         for (int i = slow; i < kTurn; i += kThreads / kTurn)
-            if (row + fast < a.padded && column + i < a.columns) to[(column + i) * a.column_stride + row + fast] = square[fast][i];
+            if (row + fast < a.padded && column + i < a.columns)
+                to[(column + i) * a.column_stride + row + fast] = square[fast][i];
         return true;
     }
 };

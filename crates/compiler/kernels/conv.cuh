@@ -52,13 +52,16 @@ struct Fragments {
     u32 x[C::kFragM][4], w[C::kFragN / 2][4];
 
     // `pre` points at the stage's scales; the shifts are kPreDepth halves after them.
-    __device__ __forceinline__ void load(u32 stage, const FragmentPlace<C>& at, int step, const unsigned char* pre)
+    __device__ __forceinline__ void load(
+        u32 stage, const FragmentPlace<C>& at, int step, const unsigned char* pre)
     {
         u32 flip = step * C::WK * 32;
 #pragma unroll
-        for (int i = 0; i < C::kFragM; ++i) load_matrices(x[i], stage + (at.x ^ flip) + i * 16 * C::BK * 2);
+        for (int i = 0; i < C::kFragM; ++i)
+            load_matrices(x[i], stage + (at.x ^ flip) + i * 16 * C::BK * 2);
 #pragma unroll
-        for (int j = 0; j < C::kFragN / 2; ++j) load_matrices(w[j], stage + (at.w ^ flip) + j * 16 * C::BK * 2);
+        for (int j = 0; j < C::kFragN / 2; ++j)
+            load_matrices(w[j], stage + (at.w ^ flip) + j * 16 * C::BK * 2);
         if constexpr (C::kPre) {
             const u32* scale = (const u32*)(pre + at.pre + flip);
             const u32* shift = scale + C::kPreDepth / 2;
@@ -86,8 +89,8 @@ struct Fragments {
 // tiles are small, and the products of one warp then do not wait for each other. `between` runs
 // while the first operands are loaded.
 template <class C, class Between>
-__device__ __forceinline__ void multiply_stage(u32 stage, const FragmentPlace<C>& at, const unsigned char* pre, Accumulators<C>& acc,
-                                               const Between& between)
+__device__ __forceinline__ void multiply_stage(u32 stage, const FragmentPlace<C>& at,
+    const unsigned char* pre, Accumulators<C>& acc, const Between& between)
 {
     constexpr int kSteps = C::BK / 16 / C::WK;
     Fragments<C> f[2];
@@ -109,23 +112,28 @@ __device__ __forceinline__ void load_pre(const ConvArgs& a, const ConvPlace& p, 
         int depth = p.first * C::BK + k;
         uint4 zero = make_uint4(0, 0, 0, 0);
         *(uint4*)(to + k) = depth < a.depth ? load_weights(a.pre + depth) : zero;
-        *(uint4*)(to + C::kPreDepth + k) = depth < a.depth ? load_weights(a.pre + a.depth + depth) : zero;
+        *(uint4*)(to + C::kPreDepth + k) =
+            depth < a.depth ? load_weights(a.pre + a.depth + depth) : zero;
     }
 }
 
 template <class C>
-__device__ __forceinline__ void load_bias(const ConvArgs& a, const ConvPlace& p, unsigned char* shared)
+__device__ __forceinline__ void load_bias(
+    const ConvArgs& a, const ConvPlace& p, unsigned char* shared)
 {
     int n = threadIdx.x * 4;
     bool inside = a.bias && p.n + n < a.out_c;
-    if (n < C::BN) copy_async<16>(shared_address(shared + C::kBias + n * 4), inside ? a.bias + p.n + n : (const float*)a.weight, inside);
+    if (n < C::BN)
+        copy_async<16>(shared_address(shared + C::kBias + n * 4),
+            inside ? a.bias + p.n + n : (const float*)a.weight, inside);
 }
 
-// The main loop. Weights of the first stages are loaded before the gate: they do not depend on the
-// previous step, and at batch 1 their latency is most of a layer's time.
-template <class C, class Watch, class Gate>
-__device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p, unsigned char* shared, Watch& watch,
-                                           const Gate& gate, Accumulators<C>& acc)
+// The main loop. Weights of the first stages are loaded before the dependency: they do not depend
+// on the previous step, and at batch 1 their latency is most of a layer's time.
+template <class C, class YieldPoint, class Dependency>
+__device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p,
+    unsigned char* shared, YieldPoint& yield_point, const Dependency& dependency,
+    Accumulators<C>& acc)
 {
     u32 ring = kept(shared_address(shared));
     unsigned char* pre = shared + C::kPreAt;
@@ -135,9 +143,9 @@ __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p
         if (s < p.steps) weights.load(a, ring + s * C::kStageBytes);
     load_bias<C>(a, p, shared);
     if constexpr (C::kPre) load_pre<C>(a, p, (half*)pre);
-    InputLoader<C, C::kWalk> input(a, p);
-    gate.wait();
-    watch.look_for_block();
+    InputLoader<C, C::kAddressing> input(a, p);
+    dependency.wait();
+    yield_point.poll_for_block();
 #pragma unroll
     for (int s = 0; s < C::kStages - 1; ++s) {
         if (s < p.steps) input.load(a, ring + s * C::kStageBytes);
@@ -145,11 +153,11 @@ __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p
     }
     FragmentPlace<C> at;
     int stage = 0;
-    if (watch.block_told()) return false;
+    if (yield_point.block_is_preempted()) return false;
     for (int step = 0; step < p.steps; ++step) {
         copy_wait<C::kStages - 2>();
-        if (watch.template due<C::kWatchPeriod>(step)) {
-            if (watch.verdict()) return false;
+        if (yield_point.template due<C::kWatchPeriod>(step)) {
+            if (yield_point.verdict()) return false;
         } else {
             __syncthreads();
         }
@@ -164,7 +172,7 @@ __device__ __forceinline__ bool accumulate(const ConvArgs& a, const ConvPlace& p
         stage = stage == C::kStages - 1 ? 0 : stage + 1;
     }
     copy_wait<0>();
-    return !watch.last();
+    return !yield_point.last();
 }
 
 // Writes the block's sums to shared memory, row after row; warps that split the depth have a copy
@@ -209,8 +217,12 @@ struct Parts {
     static __device__ __forceinline__ void add(float (&v)[8], const float* at)
     {
         float f[8];
-        asm volatile("ld.volatile.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3]) : "l"(at));
-        asm volatile("ld.volatile.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(f[4]), "=f"(f[5]), "=f"(f[6]), "=f"(f[7]) : "l"(at + 4));
+        asm volatile("ld.volatile.v4.f32 {%0,%1,%2,%3}, [%4];"
+            : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3])
+            : "l"(at));
+        asm volatile("ld.volatile.v4.f32 {%0,%1,%2,%3}, [%4];"
+            : "=f"(f[4]), "=f"(f[5]), "=f"(f[6]), "=f"(f[7])
+            : "l"(at + 4));
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] += f[i];
     }
@@ -226,7 +238,8 @@ struct Parts {
 
 // Rows [first, last) of the tile: bias, residual, activation, eight channels per store.
 template <class C>
-__device__ __forceinline__ void emit(const ConvArgs& a, const ConvPlace& p, const Parts& parts, const float* bias, int first, int last)
+__device__ __forceinline__ void emit(const ConvArgs& a, const ConvPlace& p, const Parts& parts,
+    const float* bias, int first, int last)
 {
     constexpr int kChunks = C::BN / 8;
     for (int i = first * kChunks + threadIdx.x; i < last * kChunks; i += C::kThreads) {
@@ -269,14 +282,18 @@ __device__ __forceinline__ void cluster_barrier()
 // A cluster is preempted as a whole: a block that exits writes so into the shared memory of all its
 // peers before their common barrier. All of them have started by then and have cleared the word:
 // the first arrival ensures it.
-template <class Watch>
-__device__ __forceinline__ void tell_cluster(const Watch& watch, int splits)
+template <class YieldPoint>
+__device__ __forceinline__ void tell_cluster(const YieldPoint& yield_point, int splits)
 {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    if constexpr (Watch::kLeaves) {
+    if constexpr (YieldPoint::kPreemptible) {
         if ((int)threadIdx.x >= splits) return;
-        asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nst.shared::cluster.u32 [remote], %2;\n}"
-                     ::"r"(shared_address(watch.words + 1)), "r"(threadIdx.x), "r"(1u) : "memory");
+        asm volatile(
+            "{\n.reg .b32 remote;\n"
+            "mapa.shared::cluster.u32 remote, %0, %1;\n"
+            "st.shared::cluster.u32 [remote], %2;\n}" ::"r"(shared_address(yield_point.words + 1)),
+            "r"(threadIdx.x), "r"(1u)
+            : "memory");
     }
 #endif
 }
@@ -285,10 +302,12 @@ __device__ __forceinline__ void tell_cluster(const Watch& watch, int splits)
 // same. True for the block that completes the set; it adds all parts in order, so that the result
 // does not depend on timing.
 template <class C>
-__device__ __forceinline__ bool deliver(const ConvArgs& a, const ConvPlace& p, const float* staged, float* partial)
+__device__ __forceinline__ bool deliver(
+    const ConvArgs& a, const ConvPlace& p, const float* staged, float* partial)
 {
     float* own = partial + (size_t)p.split * C::WK * C::kPart;
-    for (int i = threadIdx.x * 4; i < C::WK * C::kPart; i += C::kThreads * 4) __stcg((float4*)(own + i), *(float4*)(staged + i));
+    for (int i = threadIdx.x * 4; i < C::WK * C::kPart; i += C::kThreads * 4)
+        __stcg((float4*)(own + i), *(float4*)(staged + i));
     __threadfence();
     __syncthreads();
     u32 all = a.splits == 32 ? ~0u : (1u << a.splits) - 1;
@@ -305,21 +324,22 @@ __device__ __forceinline__ bool deliver(const ConvArgs& a, const ConvPlace& p, c
     return true;
 }
 
-template <class C, class Watch, class Gate>
-__device__ __forceinline__ bool conv_tile(const ConvArgs& a, int tile, unsigned char* shared, Watch& watch, const Gate& gate)
+template <class C, class YieldPoint, class Dependency>
+__device__ __forceinline__ bool conv_tile(const ConvArgs& a, int tile, unsigned char* shared,
+    YieldPoint& yield_point, const Dependency& dependency)
 {
     ConvPlace p = locate<C>(a, tile);
     Accumulators<C> acc = {};
     bool cluster = a.reduce == kCluster;
-    if (Watch::kLeaves && cluster) cluster_arrive();
-    bool stay = accumulate<C>(a, p, shared, watch, gate, acc);
-    if (Watch::kLeaves && cluster) {
+    if (YieldPoint::kPreemptible && cluster) cluster_arrive();
+    bool stay = accumulate<C>(a, p, shared, yield_point, dependency, acc);
+    if (YieldPoint::kPreemptible && cluster) {
         cluster_wait();
-        if (!stay) tell_cluster(watch, a.splits);
+        if (!stay) tell_cluster(yield_point, a.splits);
     } else if (!stay) {
         return false;
     }
-    watch.finishing();
+    yield_point.finishing();
     float* staged = (float*)shared;
     stage_sums<C>(staged, acc);
     Parts parts = {staged, C::kPart, C::WK, 1, false};
@@ -327,7 +347,7 @@ __device__ __forceinline__ bool conv_tile(const ConvArgs& a, int tile, unsigned 
     if (cluster) {
         // Every block of the cluster finishes its share of the rows.
         cluster_barrier();
-        if (watch.peer_left()) return false;
+        if (yield_point.peer_is_preempted()) return false;
         parts.outer = a.splits, parts.cluster = true;
         int share = (C::BM + a.splits - 1) / a.splits;
         first = p.split * share, last = min(first + share, C::BM);
@@ -350,11 +370,10 @@ struct Conv {
     using Args = ConvArgs;
     using Config = C;
     static constexpr int kThreads = C::kThreads, kShared = C::kShared, kBlocks = C::kBlocks;
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char* shared, Watch& watch, const Gate& gate)
-    {
-        return conv_tile<C>(a, t, shared, watch, gate);
-    }
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char* shared,
+        YieldPoint& yield_point, const Dependency& dependency)
+    { return conv_tile<C>(a, t, shared, yield_point, dependency); }
 };
 
 } // namespace tiles

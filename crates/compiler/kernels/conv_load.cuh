@@ -7,17 +7,17 @@ namespace tiles {
 
 // How the parts of a product whose depth is split over blocks are added.
 enum Reduce : int {
-    kWhole = 0,      // not split
+    kWhole = 0, // not split
     // fp32 partial sums in memory; the last part to arrive adds them in a fixed order
     kWorkspace = 1,
-    kCluster = 2,    // the parts are one cluster and add through distributed shared memory
+    kCluster = 2, // the parts are one cluster and add through distributed shared memory
 };
 
 // How a thread addresses the input as the depth advances. Index arithmetic is a large part of a
 // small layer's instructions, so the common cases are specialised.
-enum Walk : int {
-    kGeneral = 0,  // any window, two divisions by multiplication per step
-    kPoint = 1,    // 1x1 without padding: pointers that only advance
+enum InputAddressing : int {
+    kGeneral = 0, // any window, two divisions by multiplication per step
+    kPoint = 1, // 1x1 without padding: pointers that only advance
     // in_c a multiple of BK, no dilation, at most 16 x 16: a whole step is in one filter tap
     kTaps = 2,
 };
@@ -25,12 +25,12 @@ enum Walk : int {
 struct ConvArgs {
     const half* input;
     const half* weight;
-    const float* bias;      // out_c values, or null
-    const half* residual;   // or null
+    const float* bias; // out_c values, or null
+    const half* residual; // or null
     half* output;
     // Config::kPre (1x1 only): depth scales, then depth shifts, applied to the input before a relu
     const half* pre;
-    float* workspace;       // kWorkspace: WK * BM * (BN + 8) floats per tile
+    float* workspace; // kWorkspace: WK * BM * (BN + 8) floats per tile
     // kWorkspace: one word per output tile, zero before a launch and after it
     u32* arrivals;
     int in_h, in_w, in_c, in_stride;
@@ -43,10 +43,11 @@ struct ConvArgs {
 
 // BM x BN outputs per block, BK of depth per step, WM x WN warps over the tile times WK over the
 // depth of a step, a ring of `Stages` steps in shared memory.
-template <int BM_, int BN_, int BK_, int WM_, int WN_, int WK_, int Stages_, int Walk_, int Vec_ = 8, bool Pre_ = false>
+template <int BM_, int BN_, int BK_, int WM_, int WN_, int WK_, int Stages_, int Addressing_,
+    int Vec_ = 8, bool Pre_ = false>
 struct ConvConfig {
     static constexpr int BM = BM_, BN = BN_, BK = BK_, WM = WM_, WN = WN_, WK = WK_;
-    static constexpr int kStages = Stages_, kWalk = Walk_, kVec = Vec_;
+    static constexpr int kStages = Stages_, kAddressing = Addressing_, kVec = Vec_;
     static constexpr bool kPre = Pre_;
     static constexpr int kThreads = WM * WN * WK * kWarp;
     static constexpr int kWarpM = BM / WM, kWarpN = BN / WN;
@@ -69,7 +70,9 @@ struct ConvConfig {
     // Steps between two checks of the epoch: about the same work, one to three microseconds, for
     // all but the smallest tiles.
     static constexpr int kWork = BM * BN * BK;
-    static constexpr int kWatchPeriod = kWork >= 128 * 128 * 64 ? 2 : kWork >= 128 * 128 * 32 ? 4 : 8;
+    static constexpr int kWatchPeriod = kWork >= 128 * 128 * 64   ? 2
+                                        : kWork >= 128 * 128 * 32 ? 4
+                                                                  : 8;
     static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0, "a warp's tile is made of 16x16 pieces");
     static_assert(BK == 32 || BK == 64, "the swizzle knows rows of 64 and 128 bytes");
     static_assert(BK / 16 % WK == 0, "every warp has the same number of k16 steps");
@@ -110,10 +113,12 @@ struct Share {
     static constexpr int kRows = C::kThreads / kChunks;
     static constexpr int kPasses = Rows / kRows;
     static constexpr int kPassBytes = kRows * C::BK * 2;
-    static_assert(kPasses >= 1 && Rows % kRows == 0 && kRows % 8 == 0, "every thread copies whole rows of chunks");
+    static_assert(kPasses >= 1 && Rows % kRows == 0 && kRows % 8 == 0,
+        "every thread copies whole rows of chunks");
     static __device__ __forceinline__ int chunk() { return (int)threadIdx.x % kChunks; }
     static __device__ __forceinline__ int row() { return (int)threadIdx.x / kChunks; }
-    static __device__ __forceinline__ u32 slot() { return swizzled<C::BK>(row(), chunk() * Vec / 8) + chunk() * Vec % 8 * 2; }
+    static __device__ __forceinline__ u32 slot()
+    { return swizzled<C::BK>(row(), chunk() * Vec / 8) + chunk() * Vec % 8 * 2; }
 };
 
 // Output pixel m: its image and the input pixel of the filter's first tap.
@@ -127,12 +132,10 @@ struct Corner {
         x = x * a.stride_w - a.pad_w;
     }
     __device__ __forceinline__ int offset(const ConvArgs& a) const
-    {
-        return ((image * a.in_h + y) * a.in_w + x) * a.in_stride;
-    }
+    { return ((image * a.in_h + y) * a.in_w + x) * a.in_stride; }
 };
 
-template <class C, int Walk>
+template <class C, int InputAddressing>
 struct InputLoader;
 
 template <class C>
@@ -166,7 +169,8 @@ struct InputLoader<C, kGeneral> {
         for (int i = 0; i < S::kPasses; ++i) {
             int y = (corner[i] >> 16) + ky, x = (int)(short)corner[i] + kx;
             bool inside = (u32)y < (u32)a.in_h && (u32)x < (u32)a.in_w && depth < a.depth;
-            copy_async<C::kVec * 2>(stage + slot + i * S::kPassBytes, inside ? a.input + (offset[i] + shift) : a.input, inside);
+            copy_async<C::kVec * 2>(stage + slot + i * S::kPassBytes,
+                inside ? a.input + (offset[i] + shift) : a.input, inside);
         }
         depth += C::BK;
     }
@@ -177,10 +181,11 @@ struct InputLoader<C, kPoint> {
     using S = Share<C, C::BM, 8>;
     const half* pixel[S::kPasses];
     u32 inside; // one bit per pass
-    int left;   // depth from this thread's chunk to the end
+    int left; // depth from this thread's chunk to the end
     u32 slot;
 
-    __device__ __forceinline__ InputLoader(const ConvArgs& a, const ConvPlace& p) : inside(0)
+    __device__ __forceinline__ InputLoader(const ConvArgs& a, const ConvPlace& p)
+        : inside(0)
     {
         int depth = p.first * C::BK + S::chunk() * 8;
         left = a.depth - depth;
@@ -197,7 +202,8 @@ struct InputLoader<C, kPoint> {
     {
 #pragma unroll
         for (int i = 0; i < S::kPasses; ++i) {
-            copy_async<16>(stage + slot + i * S::kPassBytes, pixel[i], (inside >> i & 1) && left > 0);
+            copy_async<16>(
+                stage + slot + i * S::kPassBytes, pixel[i], (inside >> i & 1) && left > 0);
             pixel[i] += C::BK;
         }
         left -= C::BK;
@@ -209,7 +215,7 @@ struct InputLoader<C, kTaps> {
     using S = Share<C, C::BM, 8>;
     const half* corner[S::kPasses];
     u32 inside[S::kPasses]; // bit ky: the tap's row is in the image; bit 16 + kx: its column is
-    int channel, ky, kx;    // the same for all threads
+    int channel, ky, kx; // the same for all threads
     u32 slot;
 
     __device__ __forceinline__ InputLoader(const ConvArgs& a, const ConvPlace& p)
@@ -236,7 +242,8 @@ struct InputLoader<C, kTaps> {
         u32 tap = 1u << ky | 65536u << kx;
 #pragma unroll
         for (int i = 0; i < S::kPasses; ++i)
-            copy_async<16>(stage + slot + i * S::kPassBytes, corner[i] + shift, (inside[i] & tap) == tap);
+            copy_async<16>(
+                stage + slot + i * S::kPassBytes, corner[i] + shift, (inside[i] & tap) == tap);
         channel += C::BK;
         if (channel == a.in_c) {
             channel = 0;
@@ -249,11 +256,12 @@ template <class C>
 struct WeightLoader {
     using S = Share<C, C::BN, 8>;
     const half* row;
-    int left;     // depth from this thread's chunk to the end
-    u32 inside;   // one bit per pass: the output channel exists
+    int left; // depth from this thread's chunk to the end
+    u32 inside; // one bit per pass: the output channel exists
     u32 slot;
 
-    __device__ __forceinline__ WeightLoader(const ConvArgs& a, const ConvPlace& p) : inside(0)
+    __device__ __forceinline__ WeightLoader(const ConvArgs& a, const ConvPlace& p)
+        : inside(0)
     {
         int depth = p.first * C::BK + S::chunk() * 8, n = p.n + S::row();
         left = a.weight_stride - depth;

@@ -54,14 +54,16 @@ struct Depthwise {
     }
     // Iterates over the filter's rows: the input columns of a row are loaded together, then used by
     // every output.
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ void fixed_filter(const Args& a, const Place& p, Watch& watch, const Gate& gate, float (&acc)[Wide][8])
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ void fixed_filter(const Args& a, const Place& p,
+        YieldPoint& yield_point, const Dependency& dependency, float (&acc)[Wide][8])
     {
         uint4 w[Ker == 0 ? 1 : Ker * Ker];
 #pragma unroll
-        for (int k = 0; k < Ker * Ker; ++k) w[k] = load_weights(a.weight + k * (int)a.by_chunks.divisor * 8 + p.channel);
-        gate.wait();
-        watch.look();
+        for (int k = 0; k < Ker * Ker; ++k)
+            w[k] = load_weights(a.weight + k * (int)a.by_chunks.divisor * 8 + p.channel);
+        dependency.wait();
+        yield_point.poll();
 #pragma unroll
         for (int ky = 0; ky < Ker; ++ky) {
             int y = p.y * Stride - a.pad_h + ky;
@@ -76,24 +78,26 @@ struct Depthwise {
 #pragma unroll
             for (int o = 0; o < Wide; ++o)
 #pragma unroll
-                for (int kx = 0; kx < Ker; ++kx) multiply_add8(acc[o], row[o * Stride + kx], w[ky * Ker + kx]);
+                for (int kx = 0; kx < Ker; ++kx)
+                    multiply_add8(acc[o], row[o * Stride + kx], w[ky * Ker + kx]);
         }
     }
     static __device__ __forceinline__ const half* at(const Args& a, const Place& p, int y, int x)
+    { return a.input + (size_t)((p.image * a.in_h + y) * a.in_w + x) * a.in_stride + p.channel; }
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ void any_filter(const Args& a, const Place& p,
+        YieldPoint& yield_point, const Dependency& dependency, float (&acc)[Wide][8])
     {
-        return a.input + (size_t)((p.image * a.in_h + y) * a.in_w + x) * a.in_stride + p.channel;
-    }
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ void any_filter(const Args& a, const Place& p, Watch& watch, const Gate& gate, float (&acc)[Wide][8])
-    {
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         for (int ky = 0; ky < a.ker_h; ++ky)
             for (int kx = 0; kx < a.ker_w; ++kx) {
-                int y = p.y * a.stride_h - a.pad_h + ky * a.dil_h, x = p.x * a.stride_w - a.pad_w + kx * a.dil_w;
+                int y = p.y * a.stride_h - a.pad_h + ky * a.dil_h,
+                    x = p.x * a.stride_w - a.pad_w + kx * a.dil_w;
                 if ((u32)y >= (u32)a.in_h || (u32)x >= (u32)a.in_w) continue;
                 int tap = (ky * a.ker_w + kx) * (int)a.by_chunks.divisor * 8;
-                multiply_add8(acc[0], load_activations(at(a, p, y, x)), load_weights(a.weight + tap + p.channel));
+                multiply_add8(acc[0], load_activations(at(a, p, y, x)),
+                    load_weights(a.weight + tap + p.channel));
             }
     }
     static __device__ __forceinline__ void emit(const Args& a, const Place& p, int x, float (&v)[8])
@@ -109,22 +113,21 @@ struct Depthwise {
         activate(v, a.act);
         *(uint4*)(a.output + m * a.out_stride + p.channel) = pack(v);
     }
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x;
         if (item >= a.items) {
-            gate.wait();
+            dependency.wait();
             return true;
         }
         Place p = locate(a, item);
         float acc[Wide][8] = {};
-        if constexpr (Ker > 0)
-            fixed_filter(a, p, watch, gate, acc);
-        else
-            any_filter(a, p, watch, gate, acc);
-        if (watch.told()) return false;
+        if constexpr (Ker > 0) fixed_filter(a, p, yield_point, dependency, acc);
+        else any_filter(a, p, yield_point, dependency, acc);
+        if (yield_point.is_preempted()) return false;
 #pragma unroll
         for (int o = 0; o < Wide; ++o)
             if (p.x + o < a.out_w) emit(a, p, p.x + o, acc[o]);

@@ -7,7 +7,8 @@
 namespace tiles {
 
 // An index counted from either end.
-__device__ __forceinline__ long long from_start(long long index, int size) { return index < 0 ? index + size : index; }
+__device__ __forceinline__ long long from_start(long long index, int size)
+{ return index < 0 ? index + size : index; }
 
 // Whether an index counted from the start is valid; if not, marks the run as failed. All threads
 // that mark it write the same value.
@@ -27,10 +28,10 @@ struct GatherArgs {
     void* output;
     u32* fault;
     int items;
-    int part;           // elements between the parts of an index
-    int size[Parts];    // of the dimensions that an index addresses
-    int stride[Parts];  // in units
-    Walk<Rank, 3> walk; // output, data, indices
+    int part; // elements between the parts of an index
+    int size[Parts]; // of the dimensions that an index addresses
+    int stride[Parts]; // in units
+    StridedLoop<Rank, 3> loop; // output, data, indices
 };
 
 // A unit is one element or several adjacent ones.
@@ -39,24 +40,26 @@ struct Gather {
     using Args = GatherArgs<Rank, Parts>;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x, at[3];
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (item >= a.items) return true;
-        a.walk.offsets(item, at);
+        a.loop.offsets(item, at);
         int offset = at[1];
 #pragma unroll
         for (int i = 0; i < Parts; ++i) {
-            long long index = from_start((long long)load_one((const I*)a.indices + at[2] + i * a.part), a.size[i]);
+            long long index = from_start(
+                (long long)load_one((const I*)a.indices + at[2] + i * a.part), a.size[i]);
             if (!in_range(index, a.size[i], a.fault)) index = index < 0 ? 0 : a.size[i] - 1;
             offset += (int)index * a.stride[i];
         }
         Unit unit = load_one((const Unit*)a.data + offset);
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         ((Unit*)a.output)[at[0]] = unit;
         return true;
     }
@@ -74,7 +77,7 @@ struct ScatterArgs {
     int part;
     int size[Parts];
     int stride[Parts];
-    Walk<Rank, 3> walk; // updates, indices, output
+    StridedLoop<Rank, 3> loop; // updates, indices, output
 };
 
 // Writes updates over the existing elements; of several with one position, any may win.
@@ -83,24 +86,26 @@ struct Scatter {
     using Args = ScatterArgs<Rank, Parts>;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x, at[3];
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (item >= a.items) return true;
-        a.walk.offsets(item, at);
+        a.loop.offsets(item, at);
         int offset = at[2];
 #pragma unroll
         for (int i = 0; i < Parts; ++i) {
-            long long index = from_start((long long)load_one((const I*)a.indices + at[1] + i * a.part), a.size[i]);
+            long long index = from_start(
+                (long long)load_one((const I*)a.indices + at[1] + i * a.part), a.size[i]);
             if (!in_range(index, a.size[i], a.fault)) return true;
             offset += (int)index * a.stride[i];
         }
         T update = load_one((const T*)a.updates + at[0]);
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         ((T*)a.output)[offset] = update;
         return true;
     }
@@ -120,8 +125,8 @@ struct ScatterFoldArgs {
     int part;
     int size[Parts];
     // output, data, updates, indices, index along each dimension that an index addresses
-    Walk<Rank, 4 + Parts> walk;
-    Walk<Along, 2> along;       // over the candidate updates: updates, indices
+    StridedLoop<Rank, 4 + Parts> loop;
+    StridedLoop<Along, 2> along; // over the candidate updates: updates, indices
 };
 
 // Every output searches the updates that address it, in their order: the result does not depend on
@@ -131,12 +136,14 @@ struct ScatterFold {
     using Args = ScatterFoldArgs<Rank, Along, Parts>;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    static __device__ __forceinline__ bool meant(const Args& a, const int (&at)[4 + Parts], int indices)
+    static __device__ __forceinline__ bool meant(
+        const Args& a, const int (&at)[4 + Parts], int indices)
     {
         bool all = true;
 #pragma unroll
         for (int i = 0; i < Parts; ++i) {
-            long long index = from_start((long long)load_one((const I*)a.indices + indices + i * a.part), a.size[i]);
+            long long index = from_start(
+                (long long)load_one((const I*)a.indices + indices + i * a.part), a.size[i]);
             all &= in_range(index, a.size[i], a.fault) && index == at[4 + i];
         }
         return all;
@@ -148,21 +155,23 @@ struct ScatterFold {
         if (Kind == kLargest) return number::larger(v, x);
         return Kind == kSmallest ? number::smaller(v, x) : x;
     }
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x, at[4 + Parts], next[2];
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (item >= a.items) return true;
-        a.walk.offsets(item, at);
+        a.loop.offsets(item, at);
         C v = (C)computed(load_one((const T*)a.data + at[1]));
         for (int i = 0; i < a.candidates; ++i) {
             a.along.offsets(i, next);
-            if (meant(a, at, at[3] + next[1])) v = fold(v, (C)computed(load_one((const T*)a.updates + at[2] + next[0])));
+            if (meant(a, at, at[3] + next[1]))
+                v = fold(v, (C)computed(load_one((const T*)a.updates + at[2] + next[0])));
         }
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         ((T*)a.output)[at[0]] = Stored<T>::of(v);
         return true;
     }
@@ -181,7 +190,7 @@ struct PadArgs {
     int value_low, value_high; // of the padding, a double
     FastDiv by[Rank];
     int out_stride[Rank], in_stride[Rank];
-    int size[Rank];  // of the input
+    int size[Rank]; // of the input
     int begin[Rank]; // output index i is input index i * step - begin
     int step[Rank];
 };
@@ -201,13 +210,14 @@ struct Pad {
         rest = rest < 0 ? rest + period : rest;
         return rest < size ? rest : period - rest;
     }
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x;
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (item >= a.items) return true;
         int to = 0, from = 0;
         bool inside = true;
@@ -220,8 +230,9 @@ struct Pad {
             to += at * a.out_stride[d];
             from += place * a.in_stride[d];
         }
-        T y = inside ? load_one((const T*)a.input + from) : Stored<T>::of(Convert<C>::of(__hiloint2double(a.value_high, a.value_low)));
-        if (watch.told()) return false;
+        T y = inside ? load_one((const T*)a.input + from)
+                     : Stored<T>::of(Convert<C>::of(__hiloint2double(a.value_high, a.value_low)));
+        if (yield_point.is_preempted()) return false;
         ((T*)a.output)[to] = y;
         return true;
     }
@@ -235,7 +246,7 @@ struct ReverseArgs {
     const void* lengths;
     void* output;
     int items, size, stride; // of the time dimension
-    Walk<Rank, 4> walk;      // output, input without time, lengths, time
+    StridedLoop<Rank, 4> loop; // output, input without time, lengths, time
 };
 
 // Reverses the first elements of each sequence.
@@ -244,20 +255,21 @@ struct Reverse {
     using Args = ReverseArgs<Rank>;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x, at[4];
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (item >= a.items) return true;
-        a.walk.offsets(item, at);
-        long long told = (long long)load_one((const I*)a.lengths + at[2]);
-        int length = (int)(told < 0 ? 0 : told > a.size ? a.size : told);
+        a.loop.offsets(item, at);
+        long long given = (long long)load_one((const I*)a.lengths + at[2]);
+        int length = (int)(given < 0 ? 0 : given > a.size ? a.size : given);
         int time = at[3] < length ? length - 1 - at[3] : at[3];
         T y = load_one((const T*)a.input + at[1] + time * a.stride);
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         ((T*)a.output)[at[0]] = y;
         return true;
     }

@@ -23,9 +23,11 @@ template <int Chunks>
 struct WarpRow {
     float v[Chunks][8];
 
-    static __device__ __forceinline__ int column(int i) { return (i * kWarp + (int)threadIdx.x % kWarp) * 8; }
-    template <class Watch>
-    __device__ __forceinline__ bool normalize(int width, float epsilon, const float* gamma, const float* beta, half* to, const Watch& watch)
+    static __device__ __forceinline__ int column(int i)
+    { return (i * kWarp + (int)threadIdx.x % kWarp) * 8; }
+    template <class YieldPoint>
+    __device__ __forceinline__ bool normalize(int width, float epsilon, const float* gamma,
+        const float* beta, half* to, const YieldPoint& yield_point)
     {
         float sum = 0.f, square = 0.f;
 #pragma unroll
@@ -43,7 +45,7 @@ struct WarpRow {
                 square += d * d;
             }
         float scale = rsqrtf(warp_sum(square) / (float)width + epsilon);
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
 #pragma unroll
         for (int i = 0; i < Chunks; ++i) {
             int c = column(i);
@@ -99,14 +101,15 @@ struct LayerNorm {
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
     static constexpr int kRows = kThreads / kWarp;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int row = t * kRows + threadIdx.x / kWarp;
         WarpRow<Chunks> r;
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (row >= a.rows) return true;
         if constexpr (Embed) {
             int position;
@@ -116,7 +119,8 @@ struct LayerNorm {
         } else {
             r.load(a.input + (size_t)row * a.width, a.width);
         }
-        return r.normalize(a.width, a.epsilon, a.gamma, a.beta, a.output + (size_t)row * a.width, watch);
+        return r.normalize(
+            a.width, a.epsilon, a.gamma, a.beta, a.output + (size_t)row * a.width, yield_point);
     }
 };
 
@@ -132,13 +136,14 @@ struct Softmax {
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
     static constexpr int kRows = kThreads / kWarp;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int row = t * kRows + threadIdx.x / kWarp;
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (row >= a.rows) return true;
         WarpRow<Chunks> r;
         r.load(a.input + (size_t)row * a.width, a.width);
@@ -156,7 +161,7 @@ struct Softmax {
                 sum += r.v[i][j];
             }
         float scale = 1.f / warp_sum(sum);
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
 #pragma unroll
         for (int i = 0; i < Chunks; ++i) {
             if (r.column(i) >= a.width) continue;

@@ -1,6 +1,6 @@
 // Numbers of any stored type: conversion to the computed type and back, the ONNX functions on them,
-// and loops over strided operands (`Walk`). Floating-point numbers of 16 and 32 bits are computed
-// in single precision, all others in their own type.
+// and loops over strided operands (`StridedLoop`). Floating-point numbers of 16 and 32 bits are
+// computed in single precision, all others in their own type.
 //
 // Compiling <cuda_bf16.h> takes as long as all of this, so only kernels that define TILES_BF16
 // include it.
@@ -14,14 +14,24 @@ namespace tiles {
 
 // ---- stored and computed ------------------------------------------------------------------------
 
-template <class T> struct Computed { using Type = T; };
-template <> struct Computed<half> { using Type = float; };
+template <class T>
+struct Computed {
+    using Type = T;
+};
+template <>
+struct Computed<half> {
+    using Type = float;
+};
 #ifdef TILES_BF16
-template <> struct Computed<__nv_bfloat16> { using Type = float; };
+template <>
+struct Computed<__nv_bfloat16> {
+    using Type = float;
+};
 #endif
 
 template <class T>
-__device__ __forceinline__ T computed(T v) { return v; }
+__device__ __forceinline__ T computed(T v)
+{ return v; }
 __device__ __forceinline__ float computed(half v) { return __half2float(v); }
 #ifdef TILES_BF16
 __device__ __forceinline__ float computed(__nv_bfloat16 v) { return __bfloat162float(v); }
@@ -32,31 +42,37 @@ __device__ __forceinline__ float computed(__nv_bfloat16 v) { return __bfloat162f
 template <class To>
 struct Convert {
     template <class From>
-    static __device__ __forceinline__ To of(From v) { return (To)v; }
+    static __device__ __forceinline__ To of(From v)
+    { return (To)v; }
     static __device__ __forceinline__ To of(float v) { return sizeof(To) < 4 ? (To)(int)v : (To)v; }
-    static __device__ __forceinline__ To of(double v) { return sizeof(To) < 4 ? (To)(int)v : (To)v; }
+    static __device__ __forceinline__ To of(double v)
+    { return sizeof(To) < 4 ? (To)(int)v : (To)v; }
 };
 template <>
 struct Convert<bool> {
     template <class From>
-    static __device__ __forceinline__ bool of(From v) { return v != From(0); }
+    static __device__ __forceinline__ bool of(From v)
+    { return v != From(0); }
 };
 template <>
 struct Convert<float> {
     template <class From>
-    static __device__ __forceinline__ float of(From v) { return (float)v; }
+    static __device__ __forceinline__ float of(From v)
+    { return (float)v; }
 };
 template <>
 struct Convert<double> {
     template <class From>
-    static __device__ __forceinline__ double of(From v) { return (double)v; }
+    static __device__ __forceinline__ double of(From v)
+    { return (double)v; }
 };
 
 // The stored form of a computed value of the same kind.
 template <class T>
 struct Stored {
     template <class C>
-    static __device__ __forceinline__ T of(C v) { return (T)v; }
+    static __device__ __forceinline__ T of(C v)
+    { return (T)v; }
 };
 template <>
 struct Stored<half> {
@@ -79,7 +95,8 @@ struct alignas(sizeof(T) * Count < 16 ? sizeof(T) * Count : 16) Pack {
 
 // Everything is read past L1: see load_activations.
 template <class T>
-__device__ __forceinline__ T load_one(const T* p) { return __ldcg(p); }
+__device__ __forceinline__ T load_one(const T* p)
+{ return __ldcg(p); }
 
 template <class T, int Count>
 __device__ __forceinline__ Pack<T, Count> load_pack(const T* p)
@@ -115,7 +132,7 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T, Count>& r)
 // Nested loops over several operands: maps the number of an iteration to an offset into each
 // operand. Dimensions are ordered from the slowest to the fastest; the first needs no division.
 template <int Rank, int Operands>
-struct Walk {
+struct StridedLoop {
     FastDiv by[Rank];
     int stride[Operands][Rank];
 
@@ -143,8 +160,8 @@ struct Walk {
 
 namespace number {
 
-#define TILES_MATH(name, single, twice)                                                                                         \
-    __device__ __forceinline__ float name(float x) { return ::single(x); }                                                      \
+#define TILES_MATH(name, single, twice) \
+    __device__ __forceinline__ float name(float x) { return ::single(x); } \
     __device__ __forceinline__ double name(double x) { return ::twice(x); }
 TILES_MATH(acos, acosf, acos)
 TILES_MATH(acosh, acoshf, acosh)
@@ -175,59 +192,79 @@ __device__ __forceinline__ float power(float a, float b) { return ::powf(a, b); 
 __device__ __forceinline__ double power(double a, double b) { return ::pow(a, b); }
 
 template <class T>
-__device__ __forceinline__ T abs(T x) { return x < T(0) ? (T)(T(0) - x) : x; }
+__device__ __forceinline__ T abs(T x)
+{ return x < T(0) ? (T)(T(0) - x) : x; }
 __device__ __forceinline__ float abs(float x) { return ::fabsf(x); }
 __device__ __forceinline__ double abs(double x) { return ::fabs(x); }
 template <class T>
-__device__ __forceinline__ T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? (T)(T(0) - T(1)) : x; }
+__device__ __forceinline__ T sign(T x)
+{ return x > T(0) ? T(1) : x < T(0) ? (T)(T(0) - T(1)) : x; }
 template <class T>
-__device__ __forceinline__ T relu(T x) { return x < T(0) ? T(0) : x; }
+__device__ __forceinline__ T relu(T x)
+{ return x < T(0) ? T(0) : x; }
 // NaN if either is.
 template <class T>
-__device__ __forceinline__ T larger(T a, T b) { return a > b || a != a ? a : b; }
+__device__ __forceinline__ T larger(T a, T b)
+{ return a > b || a != a ? a : b; }
 template <class T>
-__device__ __forceinline__ T smaller(T a, T b) { return a < b || a != a ? a : b; }
+__device__ __forceinline__ T smaller(T a, T b)
+{ return a < b || a != a ? a : b; }
 // NaN is kept.
 template <class T>
-__device__ __forceinline__ T at_least(T x, T low) { return x < low ? low : x; }
+__device__ __forceinline__ T at_least(T x, T low)
+{ return x < low ? low : x; }
 template <class T>
-__device__ __forceinline__ T at_most(T x, T high) { return x > high ? high : x; }
+__device__ __forceinline__ T at_most(T x, T high)
+{ return x > high ? high : x; }
 template <class T>
-__device__ __forceinline__ T between(T x, T low, T high) { return at_most(at_least(x, low), high); }
+__device__ __forceinline__ T between(T x, T low, T high)
+{ return at_most(at_least(x, low), high); }
 
 template <class T>
-__device__ __forceinline__ T sigmoid(T x) { return T(1) / (T(1) + exp(-x)); }
+__device__ __forceinline__ T sigmoid(T x)
+{ return T(1) / (T(1) + exp(-x)); }
 template <class T>
-__device__ __forceinline__ T silu(T x, T alpha) { return x / (T(1) + exp(-alpha * x)); }
+__device__ __forceinline__ T silu(T x, T alpha)
+{ return x / (T(1) + exp(-alpha * x)); }
 template <class T>
-__device__ __forceinline__ T gelu(T x) { return T(0.5) * x * (T(1) + erf(x * T(0.70710678118654752))); }
+__device__ __forceinline__ T gelu(T x)
+{ return T(0.5) * x * (T(1) + erf(x * T(0.70710678118654752))); }
 template <class T>
 __device__ __forceinline__ T gelu_tanh(T x)
-{
-    return T(0.5) * x * (T(1) + tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x)));
-}
+{ return T(0.5) * x * (T(1) + tanh(T(0.79788456080286536) * (x + T(0.044715) * x * x * x))); }
 template <class T>
-__device__ __forceinline__ T hard_sigmoid(T x, T alpha, T beta) { return between(alpha * x + beta, T(0), T(1)); }
+__device__ __forceinline__ T hard_sigmoid(T x, T alpha, T beta)
+{ return between(alpha * x + beta, T(0), T(1)); }
 template <class T>
-__device__ __forceinline__ T hard_swish(T x) { return x * hard_sigmoid(x, T(1) / T(6), T(0.5)); }
+__device__ __forceinline__ T hard_swish(T x)
+{ return x * hard_sigmoid(x, T(1) / T(6), T(0.5)); }
 template <class T>
-__device__ __forceinline__ T softplus(T x) { return at_least(x, T(0)) + log1p(exp(-abs(x))); }
+__device__ __forceinline__ T softplus(T x)
+{ return at_least(x, T(0)) + log1p(exp(-abs(x))); }
 template <class T>
-__device__ __forceinline__ T softsign(T x) { return x / (T(1) + abs(x)); }
+__device__ __forceinline__ T softsign(T x)
+{ return x / (T(1) + abs(x)); }
 template <class T>
-__device__ __forceinline__ T mish(T x) { return x * tanh(softplus(x)); }
+__device__ __forceinline__ T mish(T x)
+{ return x * tanh(softplus(x)); }
 template <class T>
-__device__ __forceinline__ T celu(T x, T alpha) { return x < T(0) ? alpha * expm1(x / alpha) : x; }
+__device__ __forceinline__ T celu(T x, T alpha)
+{ return x < T(0) ? alpha * expm1(x / alpha) : x; }
 template <class T>
-__device__ __forceinline__ T elu(T x, T alpha) { return x < T(0) ? alpha * expm1(x) : x; }
+__device__ __forceinline__ T elu(T x, T alpha)
+{ return x < T(0) ? alpha * expm1(x) : x; }
 template <class T>
-__device__ __forceinline__ T selu(T x, T alpha, T gamma) { return gamma * (x > T(0) ? x : alpha * expm1(x)); }
+__device__ __forceinline__ T selu(T x, T alpha, T gamma)
+{ return gamma * (x > T(0) ? x : alpha * expm1(x)); }
 template <class T>
-__device__ __forceinline__ T leaky_relu(T x, T alpha) { return x < T(0) ? (T)(alpha * x) : x; }
+__device__ __forceinline__ T leaky_relu(T x, T alpha)
+{ return x < T(0) ? (T)(alpha * x) : x; }
 template <class T>
-__device__ __forceinline__ T shrink(T x, T bias, T lambda) { return x < -lambda ? x + bias : x > lambda ? x - bias : T(0); }
+__device__ __forceinline__ T shrink(T x, T bias, T lambda)
+{ return x < -lambda ? x + bias : x > lambda ? x - bias : T(0); }
 template <class T>
-__device__ __forceinline__ T thresholded_relu(T x, T alpha) { return x > alpha ? x : T(0); }
+__device__ __forceinline__ T thresholded_relu(T x, T alpha)
+{ return x > alpha ? x : T(0); }
 template <class T>
 __device__ __forceinline__ bool is_infinite(T x, bool positive, bool negative)
 {
@@ -261,14 +298,17 @@ __device__ __forceinline__ T modulo(T a, T b)
 }
 // The result is zero when all bits are shifted out.
 template <class T>
-__device__ __forceinline__ T shift_left(T a, T b) { return (unsigned long long)b < sizeof(T) * 8 ? (T)((u64)a << b) : T(0); }
+__device__ __forceinline__ T shift_left(T a, T b)
+{ return (unsigned long long)b < sizeof(T) * 8 ? (T)((u64)a << b) : T(0); }
 template <class T>
-__device__ __forceinline__ T shift_right(T a, T b) { return (unsigned long long)b < sizeof(T) * 8 ? (T)(a >> b) : T(0); }
+__device__ __forceinline__ T shift_right(T a, T b)
+{ return (unsigned long long)b < sizeof(T) * 8 ? (T)(a >> b) : T(0); }
 // By repeated squaring, with wrap-around; an inverse truncates.
 template <class T>
 __device__ __forceinline__ T integer_power(T base, long long exponent)
 {
-    if (exponent < 0) return base == T(1) ? T(1) : base == T(-1) ? (exponent & 1 ? base : T(1)) : T(0);
+    if (exponent < 0)
+        return base == T(1) ? T(1) : base == T(-1) ? (exponent & 1 ? base : T(1)) : T(0);
     u64 result = 1, square = (u64)(long long)base;
     for (; exponent; exponent >>= 1, square *= square)
         if (exponent & 1) result *= square;

@@ -14,8 +14,10 @@ constexpr int kReduceThreads = 256;
 template <int Across, bool Rows>
 struct Team {
     static constexpr int kAlong = kReduceThreads / Across;
-    static __device__ __forceinline__ int along() { return Rows ? threadIdx.x % kAlong : threadIdx.x / Across; }
-    static __device__ __forceinline__ int across() { return Rows ? threadIdx.x / kAlong : threadIdx.x % Across; }
+    static __device__ __forceinline__ int along()
+    { return Rows ? threadIdx.x % kAlong : threadIdx.x / Across; }
+    static __device__ __forceinline__ int across()
+    { return Rows ? threadIdx.x / kAlong : threadIdx.x % Across; }
 
     // The fold of the values of all threads of a result, in an order that does not depend on
     // timing.
@@ -63,7 +65,8 @@ struct Fold {
         if (Kind == kL2 || Kind == kSumSquare) x = x * x;
         combine(s, x, 1);
     }
-    static __device__ __forceinline__ void join(State& s, const State& other) { combine(s, other.v, other.count); }
+    static __device__ __forceinline__ void join(State& s, const State& other)
+    { combine(s, other.v, other.count); }
     static __device__ __forceinline__ C finish(const State& s)
     {
         if constexpr (Kind == kL2) return (C)number::sqrt(s.v);
@@ -95,10 +98,12 @@ struct ExponentialFold {
         }
         C top = number::larger(s.top, other.top);
         // Equal maxima are the normal case for infinities, whose difference is NaN.
-        C mine = s.top == top ? C(1) : number::exp(s.top - top), theirs = other.top == top ? C(1) : number::exp(other.top - top);
+        C mine = s.top == top ? C(1) : number::exp(s.top - top),
+          theirs = other.top == top ? C(1) : number::exp(other.top - top);
         s = {top, s.sum * mine + other.sum * theirs, s.count + other.count};
     }
-    static __device__ __forceinline__ C finish(const State& s) { return s.top + number::log(s.sum); }
+    static __device__ __forceinline__ C finish(const State& s)
+    { return s.top + number::log(s.sum); }
 };
 template <class C>
 struct Fold<C, kLogSumExp> : ExponentialFold<C> {};
@@ -126,7 +131,8 @@ struct PlaceFold {
     {
         if (better(other, s)) s = other;
     }
-    static __device__ __forceinline__ long long finish(const State& s) { return s.at < 0 ? 0 : s.at; }
+    static __device__ __forceinline__ long long finish(const State& s)
+    { return s.at < 0 ? 0 : s.at; }
 };
 
 // ---- reductions ---------------------------------------------------------------------------------
@@ -136,8 +142,8 @@ struct ReduceArgs {
     const void* input;
     void* output;
     int results, length;
-    Walk<Outer, 2> outer; // into input and output
-    Walk<Inner, 1> inner; // into the input
+    StridedLoop<Outer, 2> outer; // into input and output
+    StridedLoop<Inner, 1> inner; // into the input
 };
 
 template <class T, class Out, class C, class F, int Outer, int Inner, int Across, bool Rows>
@@ -146,43 +152,54 @@ struct Reduce {
     using Threads = Team<Across, Rows>;
     static constexpr int kThreads = kReduceThreads, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int result = t * Across + Threads::across(), at[2];
         bool live = result < a.results;
         a.outer.offsets(live ? result : 0, at);
         typename F::State state = F::start();
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (live)
             for (int i = Threads::along(); i < a.length; i += Threads::kAlong)
-                F::add(state, (C)computed(load_one((const T*)a.input + at[0] + a.inner.offset(i))), i);
+                F::add(
+                    state, (C)computed(load_one((const T*)a.input + at[0] + a.inner.offset(i))), i);
         state = Threads::template join<F>(state);
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         if (live && Threads::along() == 0)
-            ((Out*)a.output)[at[1]] = Stored<Out>::of(Convert<typename Computed<Out>::Type>::of(F::finish(state)));
+            ((Out*)a.output)[at[1]] =
+                Stored<Out>::of(Convert<typename Computed<Out>::Type>::of(F::finish(state)));
         return true;
     }
 };
 
 // ---- softmax and normalizations -----------------------------------------------------------------
 
-enum Normalization : int { kSoftmax, kLogSoftmax, kHardmax, kLayer, kRootMeanSquare, kNorm1, kNorm2 };
+enum Normalization : int {
+    kSoftmax,
+    kLogSoftmax,
+    kHardmax,
+    kLayer,
+    kRootMeanSquare,
+    kNorm1,
+    kNorm2
+};
 
 template <int Outer, int Inner>
 struct NormalizeArgs {
     const void* input;
     void* output;
     const void* scale; // null for ones
-    const void* bias;  // null for zeros
-    void* mean;        // null if not requested
-    void* deviation;   // its inverse, likewise
+    const void* bias; // null for zeros
+    void* mean; // null if not requested
+    void* deviation; // its inverse, likewise
     int results, length;
     float epsilon;
-    Walk<Outer, 6> outer; // in the order of the pointers
-    Walk<Inner, 4> inner; // without mean and deviation
+    StridedLoop<Outer, 6> outer; // in the order of the pointers
+    StridedLoop<Inner, 4> inner; // without mean and deviation
 };
 
 // The map of every element of a row: (x - shift) * factor, of its exponential if requested.
@@ -191,14 +208,16 @@ struct RowMap {
     int place;
 };
 
-template <int Kind, class T, class Out, class W, class M, int Outer, int Inner, int Across, bool Rows>
+template <int Kind, class T, class Out, class W, class M, int Outer, int Inner, int Across,
+    bool Rows>
 struct Normalize {
     using Args = NormalizeArgs<Outer, Inner>;
     using Threads = Team<Across, Rows>;
     static constexpr int kThreads = kReduceThreads, kShared = 0, kBlocks = 1;
 
     template <class F, class Map>
-    static __device__ __forceinline__ typename F::State fold(const Args& a, const T* row, bool live, Map map)
+    static __device__ __forceinline__ typename F::State fold(
+        const Args& a, const T* row, bool live, Map map)
     {
         typename F::State state = F::start();
         if (live)
@@ -218,7 +237,8 @@ struct Normalize {
             // Deviations are squared after the mean is known: E[x^2] - mean^2 loses all digits of a
             // small variance.
             float mean = fold<Fold<float, kMean>>(a, row, live, same).v / (float)a.length;
-            auto square = fold<Fold<float, kSumSquare>>(a, row, live, [=](float x) { return x - mean; });
+            auto square =
+                fold<Fold<float, kSumSquare>>(a, row, live, [=](float x) { return x - mean; });
             return {mean, 1.f / sqrtf(square.v / (float)a.length + a.epsilon), 0};
         } else if constexpr (Kind == kRootMeanSquare) {
             auto square = fold<Fold<float, kSumSquare>>(a, row, live, same);
@@ -236,7 +256,8 @@ struct Normalize {
         if (Kind == kHardmax) return i == map.place ? 1.f : 0.f;
         return (x - map.shift) * map.factor;
     }
-    static __device__ __forceinline__ void write(const Args& a, const RowMap& map, const int (&base)[6])
+    static __device__ __forceinline__ void write(
+        const Args& a, const RowMap& map, const int (&base)[6])
     {
         for (int i = Threads::along(); i < a.length; i += Threads::kAlong) {
             int at[4];
@@ -250,17 +271,18 @@ struct Normalize {
         if (a.mean) ((M*)a.mean)[base[4]] = Stored<M>::of(map.shift);
         if (a.deviation) ((M*)a.deviation)[base[5]] = Stored<M>::of(map.factor);
     }
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int result = t * Across + Threads::across(), base[6];
         bool live = result < a.results;
         a.outer.offsets(live ? result : 0, base);
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         RowMap map = measure(a, (const T*)a.input + base[0], live);
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         if (live) write(a, map, base);
         return true;
     }
@@ -275,7 +297,7 @@ struct RunningArgs {
     int lines, length;
     int in_stride, out_stride; // along the line
     int exclusive, reverse;
-    Walk<Outer, 2> outer;
+    StridedLoop<Outer, 2> outer;
 };
 
 // A warp sums a line.
@@ -284,21 +306,24 @@ struct RunningSum {
     using Args = RunningArgs<Outer>;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
-        int line = t * (kThreads / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp, base[2];
-        gate.wait();
-        watch.look();
+        yield_point.finishing();
+        int line = t * (kThreads / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp,
+            base[2];
+        dependency.wait();
+        yield_point.poll();
         if (line >= a.lines) return true;
         a.outer.offsets(line, base);
-        if (__any_sync(~0u, watch.told())) return false;
+        if (__any_sync(~0u, yield_point.is_preempted())) return false;
         C carry = C(0);
         for (int first = 0; first < a.length; first += kWarp) {
             int place = first + lane, at = a.reverse ? a.length - 1 - place : place;
             bool inside = place < a.length;
-            C sum = inside ? (C)computed(load_one((const T*)a.input + base[0] + at * a.in_stride)) : C(0);
+            C sum = inside ? (C)computed(load_one((const T*)a.input + base[0] + at * a.in_stride))
+                           : C(0);
 #pragma unroll
             for (int d = 1; d < kWarp; d *= 2) {
                 C before = __shfl_up_sync(~0u, sum, d);
@@ -306,7 +331,9 @@ struct RunningSum {
             }
             C before = __shfl_up_sync(~0u, sum, 1);
             C y = carry + (a.exclusive ? (lane ? before : C(0)) : sum);
-            if (inside) ((T*)a.output)[base[1] + at * a.out_stride] = Stored<T>::of(Convert<typename Computed<T>::Type>::of(y));
+            if (inside)
+                ((T*)a.output)[base[1] + at * a.out_stride] =
+                    Stored<T>::of(Convert<typename Computed<T>::Type>::of(y));
             carry += __shfl_sync(~0u, sum, kWarp - 1);
         }
         return true;
@@ -322,7 +349,7 @@ struct TopArgs {
     void* places;
     int length, count;
     int in_stride, value_stride, place_stride; // along the dimension
-    Walk<Outer, 3> outer;
+    StridedLoop<Outer, 3> outer;
 };
 
 // A block repeatedly takes the best element of a row after the previous one: nothing is stored or
@@ -334,15 +361,16 @@ struct Top {
     using F = PlaceFold<C, Largest, false>;
     static constexpr int kThreads = kReduceThreads, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
         int base[3];
         a.outer.offsets(t, base);
         const T* row = (const T*)a.input + base[0];
-        gate.wait();
-        watch.look();
-        if (__syncthreads_or(watch.told())) return false;
+        dependency.wait();
+        yield_point.poll();
+        if (__syncthreads_or(yield_point.is_preempted())) return false;
         typename F::State last = F::start();
         for (int k = 0; k < a.count; ++k) {
             typename F::State best = F::start();
@@ -357,7 +385,7 @@ struct Top {
                 ((long long*)a.places)[base[2] + k * a.place_stride] = at;
             }
         }
-        watch.finishing();
+        yield_point.finishing();
         return true;
     }
 };

@@ -18,10 +18,10 @@ struct PoolWindowArgs {
     int items;
     int size[3], stride[3], kernel[3], dilation[3], pad[3];
     int counted[3]; // average: the extent that counts, including counted padding
-    int place[3];   // strides for the index of an element
-    float order;    // of a norm
+    int place[3]; // strides for the index of an element
+    float order; // of a norm
     // output, indices, input, the index of a plane's first element, the start of the window
-    Walk<Rank, 7> walk;
+    StridedLoop<Rank, 7> loop;
 };
 
 template <int Kind, class T, class C, int Rank>
@@ -57,7 +57,8 @@ struct PoolWindow {
                 for (int k = 0; k < a.kernel[2]; ++k) {
                     int x = at[6] - a.pad[2] + k * a.dilation[2];
                     if ((u32)x >= (u32)a.size[2]) continue;
-                    C v = (C)computed(load_one(input + z * a.stride[0] + y * a.stride[1] + x * a.stride[2]));
+                    C v = (C)computed(
+                        load_one(input + z * a.stride[0] + y * a.stride[1] + x * a.stride[2]));
                     fold(a, r, v, z * a.place[0] + y * a.place[1] + x * a.place[2]);
                 }
             }
@@ -76,22 +77,23 @@ struct PoolWindow {
         }
         return all;
     }
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x, at[7];
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (item >= a.items) return true;
-        a.walk.offsets(item, at);
+        a.loop.offsets(item, at);
         Result r = visit(a, at);
         if (Kind == kPoolAverage) {
             int count = taps(a, at, r.taps);
             r.v = count ? (C)(r.v / (C)count) : C(0);
         }
         if (Kind == kPoolNorm) r.v = (C)number::power((float)r.v, 1.f / a.order);
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         ((T*)a.output)[at[0]] = Stored<T>::of(r.v);
         if (Kind == kPoolPlace) a.places[at[1]] = (long long)at[3] + r.place;
         return true;
@@ -120,7 +122,8 @@ struct Taps {
 
 // The weighted sum of the taps of `Axes` dimensions.
 template <int Mode, int Axes, class T, class C>
-__device__ __forceinline__ C blend(const T* input, const Taps<Mode> (&taps)[Axes], const int (&stride)[Axes])
+__device__ __forceinline__ C blend(
+    const T* input, const Taps<Mode> (&taps)[Axes], const int (&stride)[Axes])
 {
     constexpr int kCount = Taps<Mode>::kCount;
     C sum = C(0);
@@ -150,7 +153,14 @@ __device__ __forceinline__ C blend(const T* input, const Taps<Mode> (&taps)[Axes
 // ---- resizing -----------------------------------------------------------------------------------
 
 // In declaration order of model::op::CoordinateMode and NearestMode.
-enum Coordinates : int { kHalfPixel, kHalfPixelSymmetric, kPytorchHalfPixel, kAlignCorners, kAsymmetric, kCropAndResize };
+enum Coordinates : int {
+    kHalfPixel,
+    kHalfPixelSymmetric,
+    kPytorchHalfPixel,
+    kAlignCorners,
+    kAsymmetric,
+    kCropAndResize
+};
 enum NearestPixel : int { kPreferFloor, kPreferCeil, kFloor, kCeil };
 
 // Coordinates are computed in double precision: an error of a pixel is visible, and positions are
@@ -171,10 +181,12 @@ struct ResizeAxis {
         case kAlignCorners: return width == 1.0 ? 0.0 : x * last / (width - 1.0);
         case kAsymmetric: return x / by;
         case kPytorchHalfPixel: return width == 1.0 ? -0.5 : (x + 0.5) / by - 0.5;
-        case kHalfPixelSymmetric: return input / 2.0 * (1.0 - output / width) + (x + 0.5) / by - 0.5;
+        case kHalfPixelSymmetric:
+            return input / 2.0 * (1.0 - output / width) + (x + 0.5) / by - 0.5;
         case kCropAndResize: {
             double part = end.value() - begin.value();
-            return (width == 1.0 ? part * last / 2.0 : x * part * last / (width - 1.0)) + begin.value() * last;
+            return (width == 1.0 ? part * last / 2.0 : x * part * last / (width - 1.0)) +
+                   begin.value() * last;
         }
         default: return (x + 0.5) / by - 0.5;
         }
@@ -189,7 +201,7 @@ struct ResizeArgs {
     int coordinates, nearest, exclude_outside;
     float cubic, extrapolation;
     ResizeAxis axis[Axes];
-    Walk<Rank, 2 + Axes> walk; // output, input, position along each resized dimension
+    StridedLoop<Rank, 2 + Axes> loop; // output, input, position along each resized dimension
 };
 
 template <int Mode, class T, class C, int Rank, int Axes>
@@ -203,7 +215,8 @@ struct Resize {
         return mode == kPreferFloor ? ratio > 0.5 : mode == kPreferCeil ? ratio >= 0.5 : 0;
     }
     // The pixel on the left is preferred: on a pixel the ratio is one, not zero.
-    static __device__ __forceinline__ Taps<Mode> taps(const Args& a, const ResizeAxis& axis, double x)
+    static __device__ __forceinline__ Taps<Mode> taps(
+        const Args& a, const ResizeAxis& axis, double x)
     {
         Taps<Mode> r;
         x = fmin(fmax(x, -1e9), 1e9);
@@ -211,10 +224,14 @@ struct Resize {
         double ratio = x - below;
         float f = (float)ratio, sum = 0.f;
         constexpr int kCount = Taps<Mode>::kCount;
-        int first = Mode == kSampleNearest ? below + pick(a.nearest, ratio) : Mode == kSampleLinear ? below : below - 1;
+        int first = Mode == kSampleNearest  ? below + pick(a.nearest, ratio)
+                    : Mode == kSampleLinear ? below
+                                            : below - 1;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            float weight = Mode == kSampleNearest ? 1.f : Mode == kSampleLinear ? (i ? f : 1.f - f) : cubic_weight((float)(i - 1) - f, a.cubic);
+            float weight = Mode == kSampleNearest  ? 1.f
+                           : Mode == kSampleLinear ? (i ? f : 1.f - f)
+                                                   : cubic_weight((float)(i - 1) - f, a.cubic);
             if (a.exclude_outside && (u32)(first + i) >= (u32)axis.input) weight = 0.f;
             r.at[i] = min(max(first + i, 0), axis.input - 1);
             r.weight[i] = weight;
@@ -225,15 +242,16 @@ struct Resize {
             for (int i = 0; i < kCount; ++i) r.weight[i] /= sum;
         return r;
     }
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x, at[2 + Axes], stride[Axes];
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (item >= a.items) return true;
-        a.walk.offsets(item, at);
+        a.loop.offsets(item, at);
         Taps<Mode> all[Axes];
         bool outside = false;
 #pragma unroll
@@ -243,8 +261,9 @@ struct Resize {
             all[i] = taps(a, a.axis[i], x);
             stride[i] = a.axis[i].stride;
         }
-        C y = outside ? (C)a.extrapolation : blend<Mode, Axes, T, C>((const T*)a.input + at[1], all, stride);
-        if (watch.told()) return false;
+        C y = outside ? (C)a.extrapolation
+                      : blend<Mode, Axes, T, C>((const T*)a.input + at[1], all, stride);
+        if (yield_point.is_preempted()) return false;
         ((T*)a.output)[at[0]] = Stored<T>::of(y);
         return true;
     }
@@ -263,7 +282,7 @@ struct GridArgs {
     int items, padding, align_corners;
     int component; // elements between the coordinates of a point, the innermost dimension first
     int size[Axes], stride[Axes];
-    Walk<Rank, 3> walk; // output, input, grid
+    StridedLoop<Rank, 3> loop; // output, input, grid
 };
 
 template <int Mode, class T, class G, int Rank, int Axes>
@@ -280,7 +299,8 @@ struct GridSample {
         bool even = fmod(trunc(over / range), 2.0) == 0.0;
         return (x < low) == even ? low + rest : high - rest;
     }
-    static __device__ __forceinline__ int pixel(const Args& a, int index, int size, double low, double high)
+    static __device__ __forceinline__ int pixel(
+        const Args& a, int index, int size, double low, double high)
     {
         if (a.padding == kZeros) return (u32)index < (u32)size ? index : -1;
         if (a.padding == kReflection) index = (int)reflected(index, low, high);
@@ -289,9 +309,13 @@ struct GridSample {
     static __device__ __forceinline__ Taps<Mode> taps(const Args& a, float point, int size)
     {
         double low = a.align_corners ? 0.0 : -0.5, high = a.align_corners ? size - 1.0 : size - 0.5;
-        double x = a.align_corners ? (point + 1.f) / 2.f * ((float)size - 1.f) : ((point + 1.f) * (float)size - 1.f) / 2.f;
+        double x = a.align_corners ? (point + 1.f) / 2.f * ((float)size - 1.f)
+                                   : ((point + 1.f) * (float)size - 1.f) / 2.f;
         if (Mode == kSampleNearest) x = rint(x);
-        if (x < low || x > high) x = a.padding == kZeros ? x : a.padding == kBorder ? fmin(fmax(x, 0.0), size - 1.0) : reflected(x, low, high);
+        if (x < low || x > high)
+            x = a.padding == kZeros    ? x
+                : a.padding == kBorder ? fmin(fmax(x, 0.0), size - 1.0)
+                                       : reflected(x, low, high);
         x = x == x ? fmin(fmax(x, -1e9), 1e9) : -1e9;
         int first = Mode == kSampleNearest ? (int)x : (int)floor(x) - (Mode == kSampleCubic);
         float ratio = (float)(x - floor(x));
@@ -299,25 +323,30 @@ struct GridSample {
 #pragma unroll
         for (int i = 0; i < Taps<Mode>::kCount; ++i) {
             r.at[i] = pixel(a, first + i, size, low, high);
-            r.weight[i] = Mode == kSampleNearest ? 1.f : Mode == kSampleLinear ? (i ? ratio : 1.f - ratio) : cubic_weight((float)(i - 1) - ratio, -0.75f);
+            r.weight[i] = Mode == kSampleNearest  ? 1.f
+                          : Mode == kSampleLinear ? (i ? ratio : 1.f - ratio)
+                                                  : cubic_weight((float)(i - 1) - ratio, -0.75f);
         }
         return r;
     }
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x, at[3];
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (item >= a.items) return true;
-        a.walk.offsets(item, at);
+        a.loop.offsets(item, at);
         Taps<Mode> all[Axes];
 #pragma unroll
         for (int i = 0; i < Axes; ++i)
-            all[i] = taps(a, computed(load_one((const G*)a.grid + at[2] + (Axes - 1 - i) * a.component)), a.size[i]);
+            all[i] =
+                taps(a, computed(load_one((const G*)a.grid + at[2] + (Axes - 1 - i) * a.component)),
+                    a.size[i]);
         float y = blend<Mode, Axes, T, float>((const T*)a.input + at[1], all, a.stride);
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         ((T*)a.output)[at[0]] = Stored<T>::of(y);
         return true;
     }
@@ -331,7 +360,7 @@ struct ResponseArgs {
     void* output;
     int items, channels, channel_stride, before, after;
     float alpha, beta, bias; // alpha already divided by the window
-    Walk<Rank, 3> walk;      // output, input at channel 0, channel
+    StridedLoop<Rank, 3> loop; // output, input at channel 0, channel
 };
 
 template <class T, int Rank>
@@ -339,15 +368,16 @@ struct Response {
     using Args = ResponseArgs<Rank>;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*, Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        watch.finishing();
+        yield_point.finishing();
         int item = t * kThreads + threadIdx.x, at[3];
-        gate.wait();
-        watch.look();
+        dependency.wait();
+        yield_point.poll();
         if (item >= a.items) return true;
-        a.walk.offsets(item, at);
+        a.loop.offsets(item, at);
         const T* input = (const T*)a.input + at[1];
         float sum = 0.f;
         for (int c = max(at[2] - a.before, 0); c <= min(at[2] + a.after, a.channels - 1); ++c) {
@@ -355,7 +385,7 @@ struct Response {
             sum = fmaf(x, x, sum);
         }
         float x = computed(load_one(input + at[2] * a.channel_stride));
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         ((T*)a.output)[at[0]] = Stored<T>::of(x / number::power(a.bias + a.alpha * sum, a.beta));
         return true;
     }

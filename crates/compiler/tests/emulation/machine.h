@@ -56,10 +56,10 @@ bool release(unsigned threads)
     return any;
 }
 
-// The watch of work that is preempted before it starts.
-struct PreemptedWatch : tiles::NoWatch {
-    static constexpr bool kLeaves = true;
-    bool told() const { return true; }
+// The yield_point of work that is preempted before it starts.
+struct PreemptedWatch : tiles::NoYieldPoint {
+    static constexpr bool kPreemptible = true;
+    bool is_preempted() const { return true; }
     bool last() const
     {
         block_barrier();
@@ -67,7 +67,7 @@ struct PreemptedWatch : tiles::NoWatch {
     }
 };
 
-template <class Op, class Watch>
+template <class Op, class YieldPoint>
 void run_tiles(const unsigned char* args, unsigned first, unsigned last)
 {
     alignas(16) typename Op::Args a;
@@ -77,8 +77,8 @@ void run_tiles(const unsigned char* args, unsigned first, unsigned last)
     for (unsigned tile = first; tile < last; ++tile) {
         blockIdx.x = tile;
         body = [&] {
-            Watch watch;
-            Op::tile(a, (int)tile, aligned, watch, tiles::NoGate());
+            YieldPoint yield_point;
+            Op::tile(a, (int)tile, aligned, yield_point, tiles::NoDependency());
         };
         for (unsigned i = 0; i < Op::kThreads; ++i) {
             Fiber& fiber = fibers[i];
@@ -127,7 +127,7 @@ void launch(const unsigned char* args, unsigned tiles)
     gridDim.x = tiles;
     check_preempted<Op>(args, 0);
     check_preempted<Op>(args, tiles - 1);
-    run_tiles<Op, tiles::NoWatch>(args, 0, tiles);
+    run_tiles<Op, tiles::NoYieldPoint>(args, 0, tiles);
 }
 
 struct Reader {

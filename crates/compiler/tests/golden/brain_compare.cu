@@ -3,8 +3,8 @@
 namespace tiles {
 struct Function {
     static constexpr int kInputs = 1, kRank = 1, kCount = 8;
-    template <class Watch>
-    static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const Watch& watch)
+    template <class YieldPoint>
+    static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const YieldPoint& yield_point)
     {
         float x0[kCount];
         place.load<__nv_bfloat16, kRow>(0, x0);
@@ -15,7 +15,7 @@ struct Function {
             const bool t1 = t0 < 0.5f;
             y.v[i] = Stored<unsigned char>::of(t1);
         }
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         place.store(y);
         return true;
     }

@@ -2,8 +2,8 @@
 namespace tiles {
 struct Function {
     static constexpr int kInputs = 3, kRank = 2, kCount = 4;
-    template <class Watch>
-    static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const Watch& watch)
+    template <class YieldPoint>
+    static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const YieldPoint& yield_point)
     {
         float x0[kCount];
         place.load<float, kRow>(0, x0);
@@ -18,7 +18,7 @@ struct Function {
             const float t1 = t0 ? x0[i] : __int_as_float(0xff800000);
             y.v[i] = Stored<half>::of(t1);
         }
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         place.store(y);
         return true;
     }

@@ -2,8 +2,8 @@
 namespace tiles {
 struct Function {
     static constexpr int kInputs = 1, kRank = 1, kCount = 4;
-    template <class Watch>
-    static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const Watch& watch)
+    template <class YieldPoint>
+    static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const YieldPoint& yield_point)
     {
         float x0[kCount];
         place.load<float, kApart>(0, x0);
@@ -12,7 +12,7 @@ struct Function {
         for (int i = 0; i < kCount; ++i) {
             y.v[i] = Stored<half>::of(x0[i]);
         }
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         place.store(y);
         return true;
     }

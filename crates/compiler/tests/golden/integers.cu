@@ -2,8 +2,8 @@
 namespace tiles {
 struct Function {
     static constexpr int kInputs = 2, kRank = 2, kCount = 1;
-    template <class Watch>
-    static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const Watch& watch)
+    template <class YieldPoint>
+    static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const YieldPoint& yield_point)
     {
         long long x0[kCount];
         place.load<long long, kRow>(0, x0);
@@ -16,7 +16,7 @@ struct Function {
             const long long t1 = number::quotient(t0, x1[i]);
             y.v[i] = Stored<long long>::of(t1);
         }
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         place.store(y);
         return true;
     }

@@ -2,8 +2,8 @@
 namespace tiles {
 struct Function {
     static constexpr int kInputs = 4, kRank = 2, kCount = 8;
-    template <class Watch>
-    static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const Watch& watch)
+    template <class YieldPoint>
+    static __device__ __forceinline__ bool apply(const ChainPlace<kInputs, kRank, kCount>& place, const YieldPoint& yield_point)
     {
         float x0[kCount];
         place.load<half, kRow>(0, x0);
@@ -21,7 +21,7 @@ struct Function {
             const float t2 = (float)(t1 + x3[i]);
             y.v[i] = Stored<half>::of(t2);
         }
-        if (watch.told()) return false;
+        if (yield_point.is_preempted()) return false;
         place.store(y);
         return true;
     }

@@ -37,9 +37,9 @@ struct SmLocator {
         asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
         return ns;
     }
-    template <class Watch, class Gate>
+    template <class YieldPoint, class Dependency>
     static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*,
-                                                Watch&, const Gate&)
+                                                YieldPoint&, const Dependency&)
     {
         u32 multiprocessor;
         asm volatile("mov.u32 %0, %smid;" : "=r"(multiprocessor));

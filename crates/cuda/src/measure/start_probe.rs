@@ -37,9 +37,9 @@ struct ProbeArgs {
 struct Probe {
     using Args = ProbeArgs;
     static constexpr int kThreads = 128, kShared = 96 << 10, kBlocks = 1;
-    template <class Watch, class Gate>
+    template <class YieldPoint, class Dependency>
     static __device__ __forceinline__ bool tile(const Args& a, int, unsigned char* shared,
-                                                Watch&, const Gate&)
+                                                YieldPoint&, const Dependency&)
     {
         if (threadIdx.x == 0) {
             shared[0] = 1;

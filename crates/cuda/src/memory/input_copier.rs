@@ -37,13 +37,13 @@ struct InputCopyArgs {
 struct InputCopy {
     using Args = InputCopyArgs;
     static constexpr int kThreads = 256, kShared = 0, kBlocks = 1, kVectors = 4;
-    template <class Watch, class Gate>
+    template <class YieldPoint, class Dependency>
     static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*,
-                                                Watch&, const Gate& gate)
+                                                YieldPoint&, const Dependency& dependency)
     {
         unsigned long long first = ((unsigned long long)t * kThreads * kVectors + threadIdx.x) * 16;
         uint4 v[kVectors];
-        gate.wait();
+        dependency.wait();
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
             unsigned long long at = first + i * kThreads * 16;

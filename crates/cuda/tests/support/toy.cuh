@@ -16,26 +16,26 @@ struct Scale {
     using Args = ScaleArgs;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char*,
-                                                Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
         float scale = __ldg(a.weight), shift = __ldg(a.weight + 1);
         int i = t * kThreads + threadIdx.x;
-        gate.wait();
-        watch.look_for_block();
+        dependency.wait();
+        yield_point.poll_for_block();
         float v = i < a.count ? __ldcg(a.input + i) : 0.f;
-        if (watch.block_told()) return false;
+        if (yield_point.block_is_preempted()) return false;
         float noise = v;
         for (int round = 0; round < a.rounds; ++round) {
             for (int k = 0; k < 64; ++k) noise = fmaf(noise, 0.9990234375f, 0.25f);
-            if (watch.template due<4>(round)) {
+            if (yield_point.template due<4>(round)) {
                 tiles::copy_wait_all();
-                if (watch.verdict()) return false;
+                if (yield_point.verdict()) return false;
             }
         }
-        if (Watch::kLeaves && watch.last()) return false;
-        watch.finishing();
+        if (YieldPoint::kPreemptible && yield_point.last()) return false;
+        yield_point.finishing();
         // The work must not be optimized away, and must not change the result.
         if (i < a.count) a.output[i] = fmaf(v, scale, shift) + (noise > 1e30f ? 1.f : 0.f);
         return true;
@@ -47,12 +47,12 @@ struct Wild {
     using Args = ScaleArgs;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
 
-    template <class Watch, class Gate>
-    static __device__ __forceinline__ bool tile(const Args& a, int, unsigned char*,
-                                                Watch& watch, const Gate& gate)
+    template <class YieldPoint, class Dependency>
+    static __device__ __forceinline__ bool tile(
+        const Args& a, int, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
-        gate.wait();
-        watch.finishing();
+        dependency.wait();
+        yield_point.finishing();
         *(volatile float*)(0x10ull + threadIdx.x * 16) = (float)a.count;
         return true;
     }

@@ -38,9 +38,9 @@ pub(super) fn source(
         text,
         "namespace tiles {{\nstruct Function {{\n    \
          static constexpr int kInputs = {inputs}, kRank = {rank}, kCount = {count};\n    \
-         template <class Watch>\n    \
+         template <class YieldPoint>\n    \
          static __device__ __forceinline__ bool apply(\
-         const ChainPlace<kInputs, kRank, kCount>& place, const Watch& watch)\n    {{\n"
+         const ChainPlace<kInputs, kRank, kCount>& place, const YieldPoint& yield_point)\n    {{\n"
     );
     for (i, operand) in operands.iter().enumerate() {
         let (kind, element) = (computed_name(operand.element), operand.element.cuda_name());
@@ -58,7 +58,7 @@ pub(super) fn source(
         "        Pack<{stored}, kCount> y;\n#pragma unroll\n        \
          for (int i = 0; i < kCount; ++i) {{\n{}            \
          y.v[i] = Stored<{stored}>::of({result});\n        }}\n        \
-         if (watch.told()) return false;\n        \
+         if (yield_point.is_preempted()) return false;\n        \
          place.store(y);\n        return true;\n    }}\n}};\n}} // namespace tiles\n",
         writer.lines
     );
