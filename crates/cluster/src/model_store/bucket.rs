@@ -222,7 +222,7 @@ impl BucketStore {
         let name = name.map_err(|error| ModelStoreError::Unavailable(error.to_string()))?;
         if size > OBJECT_MAX {
             let why = format!(
-                "{size} bytes exceed the limit of one S3 request (5 GiB): copy the file to {} yourself",
+                "{size} bytes exceed the limit of an S3 request (5 GiB): copy the file to {}",
                 self.address(&name)
             );
             return Err(ModelStoreError::Unavailable(why));

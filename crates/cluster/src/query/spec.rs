@@ -300,7 +300,9 @@ impl QuerySpec {
             match self.reference(self.stages.len(), from) {
                 Ok(Reference::Output(..)) => {}
                 _ => {
-                    return refuse(format!("output '{name}': '{from}' is not an output of a stage"));
+                    return refuse(format!(
+                        "output '{name}': '{from}' is not an output of a stage"
+                    ));
                 }
             }
         }

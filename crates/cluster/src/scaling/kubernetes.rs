@@ -1,9 +1,9 @@
 //! A Deployment or StatefulSet of backends, scaled through the Kubernetes API.
 //!
-//! Only its `scale` sub-resource is read and changed. A change carries the version that was read, so
-//! that of two concurrent writers one gets a conflict and reads again. The annotation for deletion
-//! cost decides which pods of a Deployment are removed first; a StatefulSet always removes the pods
-//! with the highest ordinals.
+//! Only its `scale` sub-resource is read and changed. A change carries the version that was read,
+//! so that of two concurrent writers one gets a conflict and reads again. The annotation for
+//! deletion cost decides which pods of a Deployment are removed first; a StatefulSet always
+//! removes the pods with the highest ordinals.
 
 mod client;
 mod config;
