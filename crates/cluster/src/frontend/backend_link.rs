@@ -50,7 +50,7 @@ impl BackendLink {
             .max_encoding_message_size(usize::MAX)
     }
 
-    /// Whether it failed less than [`PAUSE`] ago.
+    /// Whether it failed a moment ago.
     pub fn is_down(&self, now: Nanos) -> bool {
         now.0 < self.down_until.load(Relaxed)
     }

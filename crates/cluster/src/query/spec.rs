@@ -518,12 +518,12 @@ mod tests {
             let spec = QuerySpec::read(&OCR.replace(from, to));
             spec.and_then(QuerySpec::check).unwrap_err().to_string()
         };
-        assert!(error("find.map", "find").contains("no output of a stage"));
-        assert!(error("find.map", "lost.map").contains("comes before"));
+        assert!(error("find.map", "find").contains("not an output of a stage"));
+        assert!(error("find.map", "lost.map").contains("earlier stage"));
         assert!(error("name = \"read\"", "name = \"find\"").contains("two stages"));
-        assert!(error("slo_ms = 2000", "slo_ms = -1").contains("no objective"));
+        assert!(error("slo_ms = 2000", "slo_ms = -1").contains("out of range"));
         assert!(error("height = 48", "height = 0").contains("pixels"));
-        assert!(error("read.text", "text").contains("no output"));
+        assert!(error("read.text", "text").contains("not an output"));
         assert!(error("fan_out = 10", "fan_aut = 10").contains("fan_aut"));
         assert!(error("each.regions = { map = \"find.map\" }", "batch = 1").contains("crop needs"));
         assert!(QuerySpec::read("{").is_err() && QuerySpec::read("").is_err());
@@ -555,7 +555,7 @@ mod tests {
             y = "d.y"
         "#;
         let error = QuerySpec::read(text).unwrap().check().unwrap_err();
-        assert!(error.to_string().contains("fan out separately"), "{error}");
+        assert!(error.to_string().contains("unrelated fan-outs"), "{error}");
         let joined = text.replace("c.y", "a.y");
         let checked = QuerySpec::read(&joined).unwrap().check().unwrap();
         assert_eq!(checked.chains[3], [1]);
