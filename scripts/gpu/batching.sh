@@ -24,6 +24,7 @@ for name in ${NETWORKS:-resnet50 resnet101 resnet152 inception_v3 vgg16 vgg19}; 
     [ ! -f "$models/$name.onnx" ] || found+=("$name")
 done
 [ ${#found[@]} -gt 0 ] || { echo "no network in $models" >&2; exit 2; }
-"$atoll" bench batching --device "$device" --models "$models" --network "$(IFS=,; echo "${found[*]}")" \
-    --policy window,elastic,auto --waits 0,1000,2000 --seconds "$seconds" --probes 5 --concurrent-batches "${LANES:-2}" --seed 1 \
+"$atoll" bench batching --device "$device" --models "$models" \
+    --network "$(IFS=,; echo "${found[*]}")" --policy window,elastic,auto --waits 0,1000,2000 \
+    --seconds "$seconds" --probes 5 --concurrent-batches "${LANES:-2}" --seed 1 \
     --json "$out/batching.json" --svg "$out/batching.svg"

@@ -180,7 +180,7 @@ def main() -> None:
         "big.json",
         "server.json",
         "pairs.json",
-        "corner.json",
+        "sm_partition.json",
         "padding.json",
         "soak_swap.json",
         "soak_real.json",

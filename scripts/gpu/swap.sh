@@ -21,9 +21,11 @@ run() { # MAX_SECONDS NAME ARGUMENTS...
     timeout "$limit" "$atoll" --log warn bench swap --device "$device" --models "$models" \
         --json "$out/$name.json" "$@" || failed=1
 }
-run 45 swap --network resnet50 --count 5,50 --resident 4,20 --concurrency 1,64 --seconds 1 --co-located
+run 45 swap --network resnet50 --count 5,50 --resident 4,20 --concurrency 1,64 --seconds 1 \
+    --co-located
 if [ -f "$models/bert_large.onnx" ]; then
-    run 35 load --network resnet50 --count 2 --resident 2 --access sequential --concurrency 1 --seconds 2 --co-located --large-model "$models/bert_large.onnx"
+    run 35 load --network resnet50 --count 2 --resident 2 --access sequential --concurrency 1 \
+        --seconds 2 --co-located --large-model "$models/bert_large.onnx"
 fi
 run 60 big --network resnet50 --large-model --seconds 4
 run 60 soak --network resnet50,mobilenet_v2 --resident 1 --soak 2000

@@ -126,8 +126,10 @@ def test_evicted_models_return_their_memory_to_the_system(tmp_path: Path) -> Non
         tmp_path / "layers.onnx",
     )
     report = tmp_path / "soak.json"
-    options = ["--resident", "1", "--soak", "300", "--threads", "1", "--link", "20000", "--json", report]
-    done = atoll("bench", "swap", "--models", tmp_path, "--network", "layers", *options)
+    options = ["--resident", "1", "--soak", "300", "--threads", "1", "--link", "20000"]
+    done = atoll(
+        "bench", "swap", "--models", tmp_path, "--network", "layers", *options, "--json", report
+    )
     assert done.returncode == 0, done.stderr
     rests = json.loads(report.read_text())["rests"]
     # By default the C library keeps about ten times the size of the model here.
