@@ -55,7 +55,7 @@ fn source_hash(bytes: &[u8]) -> String {
 }
 
 /// `source` without line comments, and without white space except between two words. No source
-/// that is hashed has a block comment, or `//` inside a string; `evidence.py` refuses block comments.
+/// that is hashed has a block comment, or `//` inside a string; `evidence.py` refuses the former.
 fn without_comments(source: &str) -> String {
     let lines = source.lines().map(|line| line.split("//").next().unwrap_or_default());
     let mut text = String::new();

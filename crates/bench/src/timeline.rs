@@ -131,8 +131,8 @@ fn draw_row(
     for at in preemptions {
         let _ = writeln!(
             text,
-            "<path d=\"M{0:.2} {1}l-4 -7h8z\" fill=\"{PREEMPTED_COLOUR}\"><title>preempted at {2:.3} \
-             ms</title></path>",
+            "<path d=\"M{0:.2} {1}l-4 -7h8z\" fill=\"{PREEMPTED_COLOUR}\">\
+             <title>preempted at {2:.3} ms</title></path>",
             x(at),
             bottom - ROW_HEIGHT + 13.0,
             at.as_millis_f64()
