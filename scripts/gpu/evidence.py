@@ -12,7 +12,7 @@ Writes these files of evidence/, each if RUN_DIR has the results it is made from
     batching                  scripts/gpu/batching.sh
     swap, big                 scripts/gpu/swap.sh
     server                    atoll bench server
-    pairs, corner             atoll bench disb with other workloads and settings
+    pairs, sm_partition       atoll bench disb with other workloads and settings
     padding                   atoll bench padding
     soak_swap, soak_real      atoll bench swap --soak, atoll bench disb --soak
 
