@@ -13,9 +13,9 @@ pub(crate) fn reshaped(value: Value, shape: &[usize]) -> Result<Value, String> {
     if model::tensor::element_count(shape).ok() != Some(have) {
         return Err(format!("shape {:?} cannot become {shape:?}", value.shape()));
     }
-    Ok(
-        with_value!(value, tensor => Value::from(TypedTensor::from_data(shape, into_elements(tensor)))),
-    )
+    Ok(with_value!(value, tensor => {
+        Value::from(TypedTensor::from_data(shape, into_elements(tensor)))
+    }))
 }
 
 pub(super) fn shape(inputs: &Inputs, start: i64, end: Option<i64>) -> KernelResult {
