@@ -56,8 +56,8 @@ enum Benchmark {
     /// Batching policies: Nexus's drop curves and Ebird's step load, in virtual time or on a real
     /// device
     Batching(Box<BatchingArgs>),
-    /// Kernel padding: what best effort gains beside real time and costs it, fused into its
-    /// launches, in a stream, in an SM partition
+    /// Co-running: what best effort gains beside real time and costs it, in streams and on SM
+    /// partitions
     Padding(Box<PaddingArgs>),
 }
 

@@ -101,7 +101,7 @@ pub(crate) struct PlanningArgs {
     pub(crate) compact: bool,
 
     /// Do not form backend pools: backends with a single model do not share its requests in turn
-    #[arg(long, alias = "apart", env = "ATOLL_APART")]
+    #[arg(long, alias = "apart", env = "ATOLL_NO_BACKEND_POOLS")]
     pub(crate) no_backend_pools: bool,
 
     /// SLO in milliseconds of models without one in their settings

@@ -3,7 +3,8 @@
 use clap::{Arg, Command};
 
 /// Former and current names.
-const RENAMED: [(&str, &str); 3] = [
+const RENAMED: [(&str, &str); 4] = [
+    ("ATOLL_APART", "ATOLL_NO_BACKEND_POOLS"),
     ("ATOLL_CORNER", "ATOLL_BEST_EFFORT_SMS"),
     ("ATOLL_BEARABLE", "ATOLL_MAX_RT_SLOWDOWN"),
     ("ATOLL_REAL_TIME_LANES", "ATOLL_CONCURRENT_RT_BATCHES"),
