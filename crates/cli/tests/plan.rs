@@ -75,7 +75,7 @@ fn every_faulty_service_is_named_and_the_others_can_be_planned() {
     folder.write("one.toml", &faulty);
     let (code, message) = folder.refused("one.toml", &[]);
     assert!(
-        code == 1 && message.contains("nearest") && message.contains("--keep-going"),
+        code == 1 && message.contains("smallest feasible slo") && message.contains("--keep-going"),
         "{message}"
     );
     assert!(folder.plan("one.toml", &["--keep-going"]).status.success());
