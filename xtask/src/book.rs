@@ -5,7 +5,7 @@ use std::path::{Component, Path, PathBuf};
 use std::process::Command;
 
 /// The version of mdBook that builds it.
-const MDBOOK_VERSION: &str = "0.5.1";
+const MDBOOK_VERSION: &str = "0.5.4";
 
 /// Where the book's pages are.
 const PAGES: &str = "docs/book/src";
