@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 use half::{bf16, f16};
 
-/// PooledBuffers kept per element width. The oldest is freed when there are more.
+/// Buffers kept per element width. The oldest is freed when there are more.
 const MAX_BUFFERS: usize = 64;
 
 /// Bytes below which a buffer is not kept: the allocator is as fast.
