@@ -142,7 +142,7 @@ impl Host for NodeHost {
     fn set_pool_batch(&self, model: &str, batch: Option<PoolBatch>) {
         let turn = batch
             .map(|batch| runtime::batching::StaggeredBatch { batch: batch.max, least: batch.min });
-        self.0.set_turn(model, turn);
+        self.0.set_staggered_batch(model, turn);
     }
 
     fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>> {

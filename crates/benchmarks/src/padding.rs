@@ -12,7 +12,7 @@ use bench::padding::{
 };
 use clap::Args;
 use cuda::{
-    CudaDevice, PaddingBench, PaddingOptions, PaddingPair, PaddingTiming, PaddingWay, PairTiming,
+    CoRunMethod, CudaDevice, PaddingBench, PaddingOptions, PaddingPair, PaddingTiming, PairTiming,
 };
 use device::Device;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -112,7 +112,7 @@ pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
         pairs: Vec::new(),
     };
     let turn = Duration::from_secs_f64(args.seconds / TURNS as f64);
-    let options = PaddingOptions { ways: methods, turns: TURNS, turn };
+    let options = PaddingOptions { methods: methods, turns: TURNS, turn };
     for (number, pair) in pairs.iter().enumerate() {
         let measured = table.measure(pair, &options)?;
         print_pair(number + 1, pairs.len(), &measured);
@@ -147,16 +147,16 @@ fn pairs(requested: &str) -> Result<Vec<NetworkPair>, Failure> {
 }
 
 /// The methods to measure, alone first, one for each partition size.
-fn methods(requested: &[String], partitions: &[u32]) -> Result<Vec<PaddingWay>, Failure> {
-    let mut methods = vec![PaddingWay::Alone];
+fn methods(requested: &[String], partitions: &[u32]) -> Result<Vec<CoRunMethod>, Failure> {
+    let mut methods = vec![CoRunMethod::Alone];
     for name in requested {
         match name.trim() {
             "alone" => {}
-            "free" => methods.push(PaddingWay::Free),
+            "free" => methods.push(CoRunMethod::Free),
             "partition" | "corner" => {
-                methods.extend(partitions.iter().copied().map(PaddingWay::Partition))
+                methods.extend(partitions.iter().copied().map(CoRunMethod::Partition))
             }
-            "apart" => methods.extend(partitions.iter().copied().map(PaddingWay::Apart)),
+            "apart" => methods.extend(partitions.iter().copied().map(CoRunMethod::Apart)),
             other => {
                 return Err(Failure::usage(format!(
                     "there is no method '{other}'; known: alone, free, partition, apart"
@@ -164,7 +164,7 @@ fn methods(requested: &[String], partitions: &[u32]) -> Result<Vec<PaddingWay>, 
             }
         }
     }
-    let twice = |(at, method): (usize, &PaddingWay)| methods[..at].contains(method);
+    let twice = |(at, method): (usize, &CoRunMethod)| methods[..at].contains(method);
     match methods.iter().enumerate().any(twice) {
         true => Err(Failure::usage("a method or a partition is named twice")),
         false => Ok(methods),
@@ -234,24 +234,24 @@ fn spread(timing: &PaddingTiming) -> TimingSummary {
     TimingSummary { replays, median_us, mean_us, p99_us }
 }
 
-fn method_name(method: PaddingWay) -> String {
+fn method_name(method: CoRunMethod) -> String {
     match method {
-        PaddingWay::Alone => "alone".to_string(),
-        PaddingWay::Free => "free".to_string(),
-        PaddingWay::Partition(count) => format!("partition {count}"),
-        PaddingWay::Apart(count) => format!("apart {count}"),
+        CoRunMethod::Alone => "alone".to_string(),
+        CoRunMethod::Free => "free".to_string(),
+        CoRunMethod::Partition(count) => format!("partition {count}"),
+        CoRunMethod::Apart(count) => format!("apart {count}"),
     }
 }
 
 /// Compares with real time alone, and with the throughput of best effort alone.
 fn method_reports(timed: &PairTiming) -> Vec<MethodReport> {
-    let alone = timed.ways.first().map(|method| spread(&method.real_time)).unwrap_or_default();
+    let alone = timed.methods.first().map(|method| spread(&method.real_time)).unwrap_or_default();
     let run_seconds = timed.best_effort_alone.median_us / 1e6;
-    let report = |method: &cuda::WayTiming| {
+    let report = |method: &cuda::MethodTiming| {
         let real_time = spread(&method.real_time);
         let share = method.best_effort_runs * run_seconds / method.seconds.max(f64::MIN_POSITIVE);
         MethodReport {
-            method: method_name(method.way),
+            method: method_name(method.method),
             multiprocessors: method.multiprocessors,
             real_time,
             ratio: SlowdownRatios::of(&real_time, &alone),
@@ -262,7 +262,7 @@ fn method_reports(timed: &PairTiming) -> Vec<MethodReport> {
             checks: method.checks,
         }
     };
-    timed.ways.iter().map(report).collect()
+    timed.methods.iter().map(report).collect()
 }
 
 /// Prints one line on a measured pair.
@@ -297,7 +297,7 @@ fn finish(args: &PaddingArgs, report: &PaddingReport) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cuda::WayTiming;
+    use cuda::MethodTiming;
 
     #[test]
     fn pairs_have_two_names() {
@@ -313,7 +313,7 @@ mod tests {
     fn alone_is_first_and_every_partition_is_a_method() {
         let named = |list: &str| -> Vec<String> { list.split(',').map(str::to_string).collect() };
         let all = methods(&named("partition,free,alone"), &[8, 16]).unwrap();
-        use PaddingWay::{Alone, Free, Partition};
+        use CoRunMethod::{Alone, Free, Partition};
         assert_eq!(all, [Alone, Partition(8), Partition(16), Free]);
         assert!(methods(&named("free,unknown"), &[]).is_err());
         assert!(methods(&named("free,free"), &[]).is_err());
@@ -329,8 +329,8 @@ mod tests {
             mean_us: median_us,
             p99_us: median_us,
         };
-        let method = |method, median_us, best_effort_runs| WayTiming {
-            way: method,
+        let method = |method, median_us, best_effort_runs| MethodTiming {
+            method: method,
             multiprocessors: None,
             real_time: timing(median_us),
             best_effort_runs,
@@ -340,9 +340,9 @@ mod tests {
             wrong_best_effort: 0,
         };
         let methods =
-            vec![method(PaddingWay::Alone, 400.0, 0.0), method(PaddingWay::Free, 500.0, 50.0)];
+            vec![method(CoRunMethod::Alone, 400.0, 0.0), method(CoRunMethod::Free, 500.0, 50.0)];
         let reports =
-            method_reports(&PairTiming { best_effort_alone: timing(2000.0), ways: methods });
+            method_reports(&PairTiming { best_effort_alone: timing(2000.0), methods: methods });
         assert_eq!((reports[0].ratio.median, reports[0].best_effort_share), (1.0, 0.0));
         assert_eq!(reports[1].ratio.median, 1.25);
         // Fifty runs of two milliseconds in half a second.

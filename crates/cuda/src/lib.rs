@@ -51,7 +51,7 @@ pub use driver::process::{end_process, tune_allocator};
 pub use error::{CudaError, OpenError};
 pub use measure::kernel_report::{EntryFacts, KernelReport, builtin_kernels};
 pub use measure::padding::{
-    PaddingBench, PaddingOptions, PaddingPair, PaddingTiming, PaddingWay, PairTiming, WayTiming,
+    CoRunMethod, MethodTiming, PaddingBench, PaddingOptions, PaddingPair, PaddingTiming, PairTiming,
 };
 pub use measure::profile::{
     ChoiceProfile, ClassTiming, PlanProfile, ProfileOptions, StepProfile, Timing,

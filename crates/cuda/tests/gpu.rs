@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use base::Random;
 use bench::{TestQueue, numbers, open, open_with, outputs, percentiles, start};
 use cuda::{
-    CudaDevice, CudaOptions, PaddingBench, PaddingOptions, PaddingPair, PaddingWay, ProfileOptions,
+    CoRunMethod, CudaDevice, CudaOptions, PaddingBench, PaddingOptions, PaddingPair, ProfileOptions,
 };
 use device::{Device, Outcome, Program};
 use model::Tensor;
@@ -365,14 +365,14 @@ fn chain_pair(device: &CudaDevice) -> (PaddingBench, PaddingPair) {
 fn co_running_networks_compute_what_each_computes_alone() {
     let Some(device) = open() else { return };
     let (mut bench, pair) = chain_pair(&device);
-    use PaddingWay::{Alone, Apart, Free, Partition};
-    let ways = vec![Alone, Free, Partition(8), Partition(16), Apart(16)];
-    let options = PaddingOptions { ways, turns: 2, turn: Duration::from_millis(20) };
+    use CoRunMethod::{Alone, Apart, Free, Partition};
+    let methods = vec![Alone, Free, Partition(8), Partition(16), Apart(16)];
+    let options = PaddingOptions { methods, turns: 2, turn: Duration::from_millis(20) };
     let timed = bench.measure(&pair, &options).expect("a measurement");
-    for way in &timed.ways {
-        println!("{way:?}");
-        assert_eq!((way.checks, way.wrong_real_time, way.wrong_best_effort), (2, 0, 0));
-        assert_eq!(way.best_effort_runs > 0.0, way.way != Alone);
+    for method in &timed.methods {
+        println!("{method:?}");
+        assert_eq!((method.checks, method.wrong_real_time, method.wrong_best_effort), (2, 0, 0));
+        assert_eq!(method.best_effort_runs > 0.0, method.method != Alone);
     }
 }
 

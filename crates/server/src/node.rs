@@ -154,7 +154,7 @@ impl LocalNode {
 
     /// Sets the duty-cycle turn of a model, or `None` to batch as configured. Ignored for models
     /// under prefix batching.
-    pub fn set_turn(&self, model: &str, turn: Option<StaggeredBatch>) {
+    pub fn set_staggered_batch(&self, model: &str, turn: Option<StaggeredBatch>) {
         let all = self.inner.models.all();
         let served = all.iter().find(|served| &*served.name == model && served.split.is_none());
         if let Some(served) = served {

@@ -424,7 +424,7 @@ async fn a_turn_waits_for_its_first_requests() {
     let ask = || async { infer(&node, "m", request(floats(&[1.0]))).await.unwrap() };
     // Batch times are known before a request waits for a batch.
     infer(&node, "m", request(floats(&[1.0; 8]))).await.unwrap();
-    node.set_turn("m", Some(StaggeredBatch { batch: 8, least: 3 }));
+    node.set_staggered_batch("m", Some(StaggeredBatch { batch: 8, least: 3 }));
     // They run as one batch, unless one of them arrives too late.
     let mut rounds = 0;
     let after = loop {
@@ -442,8 +442,8 @@ async fn a_turn_waits_for_its_first_requests() {
     let started = Instant::now();
     ask().await;
     assert!(started.elapsed() >= Duration::from_millis(95), "{:?}", started.elapsed());
-    node.set_turn("m", None);
-    node.set_turn("nobody", None);
+    node.set_staggered_batch("m", None);
+    node.set_staggered_batch("nobody", None);
     ask().await;
     assert_eq!(executions().await.0, after.0 + 2);
 }

@@ -32,7 +32,7 @@ pub struct PaddingPair {
 
 /// A method of running both networks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PaddingWay {
+pub enum CoRunMethod {
     /// Real time only.
     Alone,
     /// Best effort runs continuously in a stream of low priority.
@@ -47,7 +47,7 @@ pub enum PaddingWay {
 #[derive(Clone, Debug, PartialEq)]
 pub struct PaddingOptions {
     /// The methods, alone first; they take turns.
-    pub ways: Vec<PaddingWay>,
+    pub methods: Vec<CoRunMethod>,
     /// Turns of each method.
     pub turns: usize,
     /// The minimum duration of a turn.
@@ -69,9 +69,9 @@ pub struct PaddingTiming {
 
 /// One method, measured.
 #[derive(Clone, Debug, PartialEq)]
-pub struct WayTiming {
+pub struct MethodTiming {
     /// The method.
-    pub way: PaddingWay,
+    pub method: CoRunMethod,
     /// SMs of the partition, as the driver made it.
     pub multiprocessors: Option<u32>,
     /// Real time.
@@ -94,7 +94,7 @@ pub struct PairTiming {
     /// Best effort without real time.
     pub best_effort_alone: PaddingTiming,
     /// All methods.
-    pub ways: Vec<WayTiming>,
+    pub methods: Vec<MethodTiming>,
 }
 
 /// Networks on a device that can co-run.
@@ -102,7 +102,7 @@ pub struct PaddingBench {
     services: DeviceServices,
     networks: Vec<Network>,
     /// Partitions by the method that needs them.
-    partitions: Vec<(PaddingWay, Partition)>,
+    partitions: Vec<(CoRunMethod, Partition)>,
 }
 
 /// SMs that best effort is confined to.
@@ -141,8 +141,8 @@ impl PaddingBench {
         options: &PaddingOptions,
     ) -> Result<PairTiming, DeviceError> {
         self.services.device.check_healthy()?;
-        for way in &options.ways {
-            self.open_partition(*way)?;
+        for method in &options.methods {
+            self.open_partition(*method)?;
         }
         let error = |err| self.services.device.error(err);
         PairMeasurement::new(self, pair, options).map_err(error)?.run(options).map_err(error)
@@ -150,10 +150,12 @@ impl PaddingBench {
 }
 
 impl PaddingBench {
-    /// Opens the partition that `way` needs, if any.
-    fn open_partition(&mut self, way: PaddingWay) -> Result<(), DeviceError> {
-        let (PaddingWay::Partition(count) | PaddingWay::Apart(count)) = way else { return Ok(()) };
-        if self.partition(way).is_some() {
+    /// Opens the partition that `method` needs, if any.
+    fn open_partition(&mut self, method: CoRunMethod) -> Result<(), DeviceError> {
+        let (CoRunMethod::Partition(count) | CoRunMethod::Apart(count)) = method else {
+            return Ok(());
+        };
+        if self.partition(method).is_some() {
             return Ok(());
         }
         let refused = |reason: String| DeviceError::Unsupported {
@@ -162,8 +164,8 @@ impl PaddingBench {
             reason,
         };
         let context = self.services.device.context();
-        let made = match way {
-            PaddingWay::Apart(_) => context
+        let made = match method {
+            CoRunMethod::Apart(_) => context
                 .apart(count)
                 .map(|made| made.map(|[part, rest]| Partition { part, rest: Some(rest) })),
             _ => {
@@ -172,13 +174,13 @@ impl PaddingBench {
         };
         let none = || refused("the device is itself a part of a GPU".to_string());
         let partition = made.map_err(|err| refused(err.to_string()))?.ok_or_else(none)?;
-        self.partitions.push((way, partition));
+        self.partitions.push((method, partition));
         Ok(())
     }
 
-    /// The partition of `way`.
-    fn partition(&self, way: PaddingWay) -> Option<&Partition> {
-        self.partitions.iter().find(|(known, _)| *known == way).map(|(_, partition)| partition)
+    /// The partition of `method`.
+    fn partition(&self, method: CoRunMethod) -> Option<&Partition> {
+        self.partitions.iter().find(|(known, _)| *known == method).map(|(_, partition)| partition)
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::network::Network;
-use super::{PaddingWay, Partition};
+use super::{CoRunMethod, Partition};
 use crate::driver::{Graph, PinnedWord, Priority, Stream};
 use crate::error::CudaError;
 use crate::services::DeviceServices;
@@ -54,17 +54,17 @@ pub(super) struct CoRunResult {
 }
 
 impl CoRunner {
-    /// `network` on the stream of `way`; `None` for a method without best effort.
+    /// `network` on the stream of `method`; `None` for a method without best effort.
     pub(super) fn new(
         services: &DeviceServices,
         network: &Network,
-        way: PaddingWay,
+        method: CoRunMethod,
         partition: Option<&Partition>,
     ) -> Result<Option<CoRunner>, CudaError> {
-        let (stream, multiprocessors) = match way {
-            PaddingWay::Alone => return Ok(None),
-            PaddingWay::Free => (Stream::new(services.device.context(), Priority::Low)?, None),
-            PaddingWay::Partition(_) | PaddingWay::Apart(_) => {
+        let (stream, multiprocessors) = match method {
+            CoRunMethod::Alone => return Ok(None),
+            CoRunMethod::Free => (Stream::new(services.device.context(), Priority::Low)?, None),
+            CoRunMethod::Partition(_) | CoRunMethod::Apart(_) => {
                 let partition =
                     partition.ok_or(CudaError::Misuse("the SM partition is not open"))?;
                 let stream = Stream::in_partition(services.device.context(), &partition.part)?;

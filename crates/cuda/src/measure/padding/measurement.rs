@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use super::co_runner::CoRunner;
 use super::network::Network;
-use super::{PaddingBench, PaddingOptions, PaddingPair, PaddingWay, PairTiming, WayTiming, timing};
+use super::{
+    CoRunMethod, MethodTiming, PaddingBench, PaddingOptions, PaddingPair, PairTiming, timing,
+};
 use crate::driver::{Event, Graph, Priority, Stream};
 use crate::error::CudaError;
 use crate::program::graph_recorder::LaunchTarget;
@@ -22,7 +24,7 @@ const ALONE_REPLAYS: usize = 20;
 
 /// One method and its measurements.
 struct MethodMeasurement {
-    way: PaddingWay,
+    method: CoRunMethod,
     /// Real time.
     graph: Graph,
     co_runner: Option<CoRunner>,
@@ -64,7 +66,7 @@ impl<'a> PairMeasurement<'a> {
         let unknown = CudaError::Misuse("unknown network");
         let network = |number| bench.networks.get(number).ok_or_else(|| unknown.clone());
         let (real_time, best_effort) = (network(pair.real_time)?, network(pair.best_effort)?);
-        if options.ways.first() != Some(&PaddingWay::Alone) {
+        if options.methods.first() != Some(&CoRunMethod::Alone) {
             return Err(CudaError::Misuse("real time alone must come first"));
         }
         let steps = best_effort.step_count();
@@ -84,8 +86,8 @@ impl<'a> PairMeasurement<'a> {
             to: Event::new(services.device.context())?,
             expected: Expected::default(),
         };
-        for way in &options.ways {
-            let measurement = pair_measurement.measurement(*way)?;
+        for method in &options.methods {
+            let measurement = pair_measurement.measurement(*method)?;
             pair_measurement.measurements.push(measurement);
         }
         Ok(pair_measurement)
@@ -95,15 +97,15 @@ impl<'a> PairMeasurement<'a> {
         &self.bench.services
     }
 
-    fn measurement(&self, way: PaddingWay) -> Result<MethodMeasurement, CudaError> {
+    fn measurement(&self, method: CoRunMethod) -> Result<MethodMeasurement, CudaError> {
         Ok(MethodMeasurement {
-            way,
-            graph: self.record(way)?,
+            method,
+            graph: self.record(method)?,
             co_runner: CoRunner::new(
                 self.services(),
                 self.best_effort,
-                way,
-                self.bench.partition(way),
+                method,
+                self.bench.partition(method),
             )?,
             micros: Vec::new(),
             runs: 0.0,
@@ -114,9 +116,9 @@ impl<'a> PairMeasurement<'a> {
         })
     }
 
-    /// Real time in one graph for `way`.
-    fn record(&self, way: PaddingWay) -> Result<Graph, CudaError> {
-        let rest = self.bench.partition(way).and_then(|partition| partition.rest.as_ref());
+    /// Real time in one graph for `method`.
+    fn record(&self, method: CoRunMethod) -> Result<Graph, CudaError> {
+        let rest = self.bench.partition(method).and_then(|partition| partition.rest.as_ref());
         let record = |stream: &Stream| {
             (0..self.real_time.step_count()).try_for_each(|index| {
                 // SAFETY: recorded only; the network outlives the graph.
@@ -145,8 +147,8 @@ impl<'a> PairMeasurement<'a> {
                 self.turn(measurement, options.turn)?;
             }
         }
-        let ways = measurements.into_iter().map(MethodMeasurement::into_timing).collect();
-        Ok(PairTiming { best_effort_alone: timing(alone), ways })
+        let methods = measurements.into_iter().map(MethodMeasurement::into_timing).collect();
+        Ok(PairTiming { best_effort_alone: timing(alone), methods })
     }
 
     /// Best effort alone.
@@ -246,9 +248,9 @@ impl<'a> PairMeasurement<'a> {
 }
 
 impl MethodMeasurement {
-    fn into_timing(self) -> WayTiming {
-        WayTiming {
-            way: self.way,
+    fn into_timing(self) -> MethodTiming {
+        MethodTiming {
+            method: self.method,
             multiprocessors: self
                 .co_runner
                 .as_ref()
