@@ -45,7 +45,7 @@ def export(name: str, exporter: str, folder: str) -> dict:
     try:
         made = zoo_nets.build(name)
         inputs = list(made.samples)
-        with warnings.catch_warnings(), torch.inference_mode(exporter == "script"):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             options = {"input_names": inputs, "output_names": ["output"], "verbose": False}
             options |= {"opset_version": OPSETS[exporter], "dynamo": exporter == "dynamo"}

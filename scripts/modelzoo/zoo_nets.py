@@ -207,6 +207,7 @@ def yolo_s() -> Net:
             self.blocks = nn.ModuleList(blocks)
             self.lateral = nn.ModuleList([CrossStage(768, 256, 1), CrossStage(384, 128, 1)])
             self.heads = nn.ModuleList([nn.Conv2d(c, 255, 1) for c in (128, 256, 512)])
+            self.grow = nn.Upsample(scale_factor=2)
 
         def forward(self, image: Tensor) -> Tensor:
             x, levels = self.stem(image), []
@@ -214,8 +215,8 @@ def yolo_s() -> Net:
                 x = block(down(x))
                 levels.append(x)
             deep = levels[3]
-            middle = self.lateral[0](torch.cat([fn.interpolate(deep, scale_factor=2.0), levels[2]], 1))
-            fine = self.lateral[1](torch.cat([fn.interpolate(middle, scale_factor=2.0), levels[1]], 1))
+            middle = self.lateral[0](torch.cat([self.grow(deep), levels[2]], 1))
+            fine = self.lateral[1](torch.cat([self.grow(middle), levels[1]], 1))
             found = []
             for head, level in zip(self.heads, (fine, middle, deep), strict=True):
                 y = head(level)
@@ -703,7 +704,11 @@ def dlrm() -> Net:
                 nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 64)
             )
             self.top = nn.Sequential(
-                nn.Linear(64 + 351, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1)
+                nn.Linear(64 + 351, 512),
+                nn.ReLU(),
+                nn.Linear(512, 256),
+                nn.ReLU(),
+                nn.Linear(256, 1),
             )
             self.register_buffer("rows", torch.tril_indices(27, 27, -1)[0])
             self.register_buffer("columns", torch.tril_indices(27, 27, -1)[1])
