@@ -2,14 +2,15 @@
 """Compare atoll with PyTorch on many networks, in one run: outputs and latency.
 
     zoo.py ATOLL OUT.json [--only NAME,...] [--skip NAME,...] [--batches 1,8,32]
-           [--exporters script,dynamo] [--seconds N] [--compile] [--untuned]
+           [--exporters script,dynamo] [--seconds N] [--compile] [--untuned] [--peers OLD.json]
 
 scripts/modelzoo/zoo_nets.py makes the networks. They are exported by both of torch's exporters in
 parallel processes; each export then runs once in atoll at every batch, which compiles its kernels
 and compares its outputs with PyTorch in single precision (no TF32). Timing follows, one network at
 a time on an otherwise idle GPU: atoll's replays against PyTorch's CUDA graph (half precision,
 channels last where inputs are images, cuDNN autotuning) and, with --compile, against
-torch.compile(mode="max-autotune"). OUT.json is written after every network.
+torch.compile(mode="max-autotune"). OUT.json is written after every network. --peers takes the
+latencies of PyTorch from an earlier report: for work in progress, not for evidence.
 """
 
 from __future__ import annotations
@@ -213,43 +214,55 @@ def compiled_us(module: object, tensors: list) -> float | None:
         return None
 
 
-def profile(atoll: str, path: str, batches: list[int]) -> dict:
-    """Tunes and times every batch; returns latencies and the slowest steps."""
+def profile(atoll: str, path: str, batches: list[int], tuned: bool) -> dict:
+    """Times every batch, after tuning or with the choices that are there."""
     command = [atoll, "profile", path, "--device", "cuda:0", "--precision", "f16", "--json"]
-    command += ["--batches", ",".join(map(str, batches))]
+    command += ["--batches", ",".join(map(str, batches)), *([] if tuned else ["--classes"])]
     started = time.time()
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return {"error": "atoll profile took more than 120 s"}
     if done.returncode != 0:
         return {"error": done.stderr.strip()[-600:]}
     report = json.loads(done.stdout) | {"profile_s": round(time.time() - started, 1)}
+    for plan in report["plans"]:
+        plan.setdefault("latency_us", plan["classes"]["real_time_us"])
     return report
 
 
 def slowest(plan: dict, count: int = 3) -> list[dict]:
     """The steps that take longest, with their share of the whole."""
-    steps = sorted(plan.get("steps", []), key=lambda step: -step_us(step))[:count]
-    total = sum(step_us(step) for step in plan.get("steps", [])) or 1.0
-    keys = ("name", "op", "kernel", "variant", "limit_share")
+    steps = sorted(plan.get("steps", []), key=lambda step: -step["us"])[:count]
+    total = sum(step["us"] for step in plan.get("steps", [])) or 1.0
+    keys = ("name", "op", "problem", "variant", "bound", "share_of_limit")
     return [
         {key: step[key] for key in keys if key in step}
-        | {"us": round(step_us(step), 2), "share": round(step_us(step) / total, 3)}
+        | {"us": round(step["us"], 2), "share": round(step["us"] / total, 3)}
         for step in steps
     ]
 
 
-def step_us(step: dict) -> float:
-    return float(step.get("us", step.get("best_us", 0.0)) or 0.0)
+def earlier_us(name: str, peers: Path | None) -> dict[int, dict]:
+    """PyTorch's latencies of an earlier report, by batch."""
+    rows = json.loads(peers.read_text())["rows"] if peers else []
+    keys = ("graph_us", "compile_us")
+    return {
+        row["batch"]: {key: row[key] for key in keys if key in row}
+        for row in rows
+        if row["network"] == name and "graph_us" in row
+    }
 
 
 def time_network(name: str, exports: dict[str, dict], args: argparse.Namespace) -> list[dict]:
     """Latency of one network in both systems, one row per exporter and batch."""
     batches = [int(batch) for batch in args.batches.split(",")]
-    torch_times = torch_us(name, batches, args.compile)
+    torch_times = earlier_us(name, args.peers) or torch_us(name, batches, args.compile)
     rows = []
     for exporter, checked in exports.items():
         if "errors" not in checked:
             continue
-        report = profile(args.atoll, checked["path"], batches)
+        report = profile(args.atoll, checked["path"], batches, not args.untuned)
         if "error" in report:
             rows.append({"network": name, "exporter": exporter, "error": report["error"]})
             continue
@@ -340,6 +353,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this time")
     parser.add_argument("--check-share", type=float, default=0.6, help="of it for outputs")
     parser.add_argument("--compile", action="store_true", help="time torch.compile too")
+    parser.add_argument("--untuned", action="store_true", help="time without tuning first")
+    parser.add_argument("--peers", type=Path, help="earlier report with PyTorch's latencies")
     parser.add_argument("--check-only", action="store_true", help="compare outputs, no timing")
     parser.add_argument("--list", action="store_true", help="print the networks and exit")
     args = parser.parse_args()
