@@ -176,7 +176,10 @@ public:
                     in.stride,
                     out.stride,
                     in.c,
-                    FastDiv::of(ceil_div(in.c, 64))};
+                    in.h * in.w,
+                    1.f / (float)(in.h * in.w),
+                    FastDiv::of(ceil_div(in.c, 64)),
+                    FastDiv::of(1)};
         s.bytes = 2.0 * batch * in.h * in.w * in.c;
         steps.push_back(s);
         return out;

@@ -88,7 +88,7 @@ __global__ void global_pool_reference(GlobalPoolArgs a, int images, T* out, int 
     int c = (int)(i % a.channels), image = (int)(i / a.channels);
     float sum = 0.f;
     for (int p = 0; p < a.pixels; ++p) {
-        float v = (float)a.input[((size_t)image * a.pixels + p) * a.in_stride + c];
+        float v = (float)((const half*)a.input)[((size_t)image * a.pixels + p) * a.in_stride + c];
         sum += a.pre ? fmaxf(v * (float)a.pre[c] + (float)a.pre[a.channels + c], 0.f) : v;
     }
     out[(size_t)image * stride + c] = (T)(sum / (float)a.pixels);

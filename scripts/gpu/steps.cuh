@@ -266,7 +266,8 @@ inline Launch prepare(const Step& s, const Variant& v)
     case Kind::MaxPool: return op_launch<Pool<true>>(s.pool, ceil_div(s.pool.items, 128));
     case Kind::AveragePool: return op_launch<Pool<false>>(s.pool, ceil_div(s.pool.items, 128));
     case Kind::GlobalPool:
-        return op_launch<GlobalPool>(s.global, s.batch * (int)s.global.by_groups.divisor);
+        return op_launch<GlobalPool<half, half>>(
+            s.global, s.batch * (int)s.global.by_groups.divisor);
     case Kind::Norm: return op_launch<LayerNorm<false, 3>>(s.norm, ceil_div(s.rows, 4));
     case Kind::Embed: return op_launch<LayerNorm<true, 3>>(s.norm, ceil_div(s.rows, 4));
     case Kind::Attention: return attention_launch(s, v.kernel);
@@ -289,7 +290,7 @@ inline half* output_of(const Step& s)
     case Kind::Depthwise: return s.depthwise.output;
     case Kind::MaxPool:
     case Kind::AveragePool: return s.pool.output;
-    case Kind::GlobalPool: return s.global.output;
+    case Kind::GlobalPool: return (half*)s.global.output;
     case Kind::Norm:
     case Kind::Embed: return s.norm.output;
     case Kind::Attention: return s.attention.output;

@@ -1,6 +1,6 @@
 // Pooling, NHWC. Windows: a thread computes eight channels of one output pixel. Global average: a
-// block computes 64 channels of one image, optionally of relu(x * scale + shift), which precedes
-// the last pooling of a pre-activation network.
+// block adds 64 channels of one image or of a part of it, optionally of relu(x * scale + shift),
+// which precedes the last pooling of a pre-activation network.
 #pragma once
 #include "base.cuh"
 
@@ -66,29 +66,47 @@ struct Pool {
 };
 
 struct GlobalPoolArgs {
-    const half* input;
-    half* output;
+    const void* input;
+    void* output;
     const half* pre; // channels scales, then channels shifts; or null
     int pixels, in_stride, out_stride, channels;
+    int part_pixels; // pixels that a tile adds
+    float scale; // of the sum
     FastDiv by_groups; // ceil(channels / 64)
+    FastDiv by_parts; // ceil(pixels / part_pixels)
 };
 
+__device__ __forceinline__ void load_eight(const half* p, float (&v)[8])
+{ unpack(load_activations(p), v); }
+__device__ __forceinline__ void load_eight(const float* p, float (&v)[8])
+{
+    float4 lo = __ldcg((const float4*)p), hi = __ldcg((const float4*)p + 1);
+    v[0] = lo.x, v[1] = lo.y, v[2] = lo.z, v[3] = lo.w;
+    v[4] = hi.x, v[5] = hi.y, v[6] = hi.z, v[7] = hi.w;
+}
+__device__ __forceinline__ void store_one(half* p, float v) { *p = __float2half(v); }
+__device__ __forceinline__ void store_one(float* p, float v) { *p = v; }
+
+// Sums of pixels. An image with too few channels to occupy the device is added in parts: a launch
+// from half to float writes the sum of every part, and a launch from float to half adds them.
+template <class In, class Out>
 struct GlobalPool {
     using Args = GlobalPoolArgs;
     static constexpr int kThreads = 256, kShared = 0, kBlocks = 1;
     static constexpr int kLanes = kThreads / 8; // threads that share eight channels
 
     static __device__ __forceinline__ void sum_pixels(
-        const Args& a, int image, int channel, float (&sum)[8])
+        const Args& a, int image, int part, int channel, float (&sum)[8])
     {
         float scale[8], shift[8], v[8];
         if (a.pre) {
             unpack(load_weights(a.pre + channel), scale);
             unpack(load_weights(a.pre + a.channels + channel), shift);
         }
-        const half* base = a.input + (size_t)image * a.pixels * a.in_stride + channel;
-        for (int pixel = threadIdx.x / 8; pixel < a.pixels; pixel += kLanes) {
-            unpack(load_activations(base + (size_t)pixel * a.in_stride), v);
+        const In* base = (const In*)a.input + (size_t)image * a.pixels * a.in_stride + channel;
+        int begin = part * a.part_pixels, end = min(a.pixels, begin + a.part_pixels);
+        for (int pixel = begin + threadIdx.x / 8; pixel < end; pixel += kLanes) {
+            load_eight(base + (size_t)pixel * a.in_stride, v);
 #pragma unroll
             for (int i = 0; i < 8; ++i)
                 sum[i] += a.pre ? fmaxf(fmaf(v[i], scale[i], shift[i]), 0.f) : v[i];
@@ -99,13 +117,14 @@ struct GlobalPool {
         const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
         yield_point.finishing();
-        __shared__ float part[kThreads / kWarp][64];
-        int group, image = a.by_groups.split(t, group);
+        __shared__ float shared_sums[kThreads / kWarp][64];
+        int group, part, row = a.by_groups.split(t, group);
+        int image = a.by_parts.split(row, part);
         int channel = group * 64 + threadIdx.x % 8 * 8;
         float sum[8] = {};
         dependency.wait();
         yield_point.poll();
-        if (channel < a.channels) sum_pixels(a, image, channel, sum);
+        if (channel < a.channels) sum_pixels(a, image, part, channel, sum);
         // Lanes with a distance of eight hold the same channels.
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -114,15 +133,16 @@ struct GlobalPool {
         }
         if (threadIdx.x % kWarp < 8)
 #pragma unroll
-            for (int i = 0; i < 8; ++i) part[threadIdx.x / kWarp][threadIdx.x % 8 * 8 + i] = sum[i];
+            for (int i = 0; i < 8; ++i)
+                shared_sums[threadIdx.x / kWarp][threadIdx.x % 8 * 8 + i] = sum[i];
         __syncthreads();
         if (yield_point.is_preempted()) return false;
         int c = threadIdx.x;
         if (c < 64 && group * 64 + c < a.channels) {
             float total = 0.f;
-            for (int w = 0; w < kThreads / kWarp; ++w) total += part[w][c];
-            a.output[(size_t)image * a.out_stride + group * 64 + c] =
-                __float2half(total / (float)a.pixels);
+            for (int w = 0; w < kThreads / kWarp; ++w) total += shared_sums[w][c];
+            store_one(
+                (Out*)a.output + (size_t)row * a.out_stride + group * 64 + c, total * a.scale);
         }
         return true;
     }

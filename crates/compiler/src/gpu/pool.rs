@@ -9,7 +9,7 @@ use super::conv::{Window2, pixel_stride};
 use super::draft::{KernelText, LaunchDraft, StepDraft};
 use super::loop_nest::address;
 use super::lowering::{Lowering, UnsupportedReason};
-use super::view::Element;
+use super::view::{Element, View};
 
 const THREADS: usize = 128;
 
@@ -101,32 +101,96 @@ impl Lowering<'_> {
         let [batch, _, h, w] = input.shape[..] else { return Ok(false) };
         let out_shape = self.shape(output_id)?;
         let flat = self.packed(&[batch, channels], Element::F16);
+        let pixels = h * w;
+        let whole = PixelSum { pixels, in_stride, parts: 1, scale: 1.0 / pixels as f32 };
+        let parts = pool_parts(batch * channels.div_ceil(64), pixels);
+        if parts > 1 {
+            let sums = self.packed(&[batch, parts, channels], Element::F32);
+            self.pixel_sum((&input, &sums), pre, &PixelSum { parts, scale: 1.0, ..whole });
+            let rest = PixelSum { pixels: parts, in_stride: channels, ..whole };
+            self.pixel_sum((&sums, &flat), None, &rest);
+        } else {
+            self.pixel_sum((&input, &flat), pre, &whole);
+        }
+        let view = flat.reshaped(&out_shape).ok_or("an unexpected shape")?;
+        self.define(output_id, view);
+        Ok(true)
+    }
+
+    /// Adds the pixels of every image, or of every part of one, for all channels.
+    fn pixel_sum(&mut self, (input, output): (&View, &View), pre: Option<u32>, sum: &PixelSum) {
+        let [batch, channels] = [output.shape[0], output.shape[output.shape.len() - 1]];
         let groups = channels.div_ceil(64);
+        let part_pixels = sum.pixels.div_ceil(sum.parts);
         let mut args = ArgsWriter::new();
-        args.address(address(&input)).address(address(&flat));
+        args.address(address(input)).address(address(output));
         args.address(pre.map_or(Address::Null, Lowering::weight_address));
-        args.int(h * w).int(in_stride).int(channels).int(channels).fast_div(groups);
+        args.int(sum.pixels).int(sum.in_stride).int(channels).int(channels).int(part_pixels);
+        args.float(sum.scale).fast_div(groups).fast_div(sum.parts);
+        let text = |element: Element| if element == Element::F32 { "float" } else { "half" };
+        let types = format!("{}, {}", text(input.element), text(output.element));
         let kernel = KernelText {
             source: "#include \"pool.cuh\"\n".to_string(),
-            expression: "tiles::GlobalPool".to_string(),
+            expression: format!("tiles::GlobalPool<{types}>"),
             threads: 256,
             shared_bytes: 0,
         };
         self.push(StepDraft {
             op: "GlobalAveragePool",
             signature: format!(
-                "GlobalPool {batch}x{h}x{w}x{channels}/{in_stride} {}",
-                pre.is_some()
+                "GlobalPool<{types}> {batch}x{}x{channels}/{} {} in {}",
+                sum.pixels,
+                sum.in_stride,
+                pre.is_some(),
+                sum.parts
             ),
-            drafts: vec![LaunchDraft::plain(kernel, batch * groups, args)],
-            flops: input.len() as u64,
-            reads: vec![input],
-            writes: vec![flat.clone()],
+            drafts: vec![LaunchDraft::plain(kernel, batch * sum.parts * groups, args)],
+            flops: (batch * sum.pixels * channels) as u64,
+            reads: vec![input.clone()],
+            writes: vec![output.clone()],
             weight_bytes: 0,
             finish_tiles: None,
         });
-        let view = flat.reshaped(&out_shape).ok_or("an unexpected shape")?;
-        self.define(output_id, view);
-        Ok(true)
+    }
+}
+
+/// The pixels of an image that a launch adds.
+#[derive(Clone, Copy)]
+struct PixelSum {
+    pixels: usize,
+    /// Elements between two pixels.
+    in_stride: usize,
+    parts: usize,
+    scale: f32,
+}
+
+/// Parts in which a global average adds the pixels of an image. A second launch costs about 2 us:
+/// as long as a block needs for a few hundred pixels.
+fn pool_parts(tiles: usize, pixels: usize) -> usize {
+    const LEAST_PIXELS: usize = 64;
+    const TILES_OF_DEVICE: usize = 256;
+    if pixels < 8 * LEAST_PIXELS || tiles >= TILES_OF_DEVICE / 2 {
+        return 1;
+    }
+    let wanted = (TILES_OF_DEVICE / tiles.max(1)).min(pixels / LEAST_PIXELS);
+    // No part is empty.
+    pixels.div_ceil(pixels.div_ceil(wanted.max(1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::pool_parts;
+
+    #[test]
+    fn no_part_of_an_image_is_empty() {
+        for tiles in [1, 2, 3, 17, 100, 128, 1000] {
+            for pixels in (1..700).chain([3136, 12544, 12545, 50176]) {
+                let parts = pool_parts(tiles, pixels);
+                let part_pixels = pixels.div_ceil(parts);
+                assert!((parts - 1) * part_pixels < pixels && pixels <= parts * part_pixels);
+            }
+        }
+        assert_eq!(pool_parts(1, 49), 1);
+        assert!(pool_parts(1, 12544) > 100);
     }
 }
