@@ -132,7 +132,7 @@ public:
         describe(s, Kind::Depthwise, layer, out, batch * oh * ow, in.c);
         DepthwiseArgs& a = s.depthwise;
         a.input = in.data, a.output = out.data, a.act = act;
-        a.in_h = in.h, a.in_w = in.w, a.in_stride = in.stride, a.out_w = ow,
+        a.in_h = in.h, a.in_w = in.w, a.in_stride = in.stride, a.out_h = oh, a.out_w = ow,
         a.out_stride = out.stride;
         a.ker_h = a.ker_w = 3, a.stride_h = a.stride_w = stride, a.pad_h = a.pad_w = 1,
         a.dil_h = a.dil_w = 1;

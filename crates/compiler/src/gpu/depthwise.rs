@@ -64,27 +64,32 @@ impl Lowering<'_> {
         let out_stride = pixel_stride(&output, 8).ok_or("the output is not an image")?;
         let [batch, _, out_h, out_w] = output.shape[..] else { return Err("not 2-D".into()) };
         let Window2 { kernel, stride, pad, dilation } = window;
-        let draft = |wide: usize| {
-            let groups = out_w.div_ceil(wide);
-            let items = batch * out_h * groups * (channels / 8);
+        let draft = |shape: ThreadShape| {
+            let ThreadShape { wide, tall, channels: each } = shape;
+            let (groups, strips) = (out_w.div_ceil(wide), out_h.div_ceil(tall));
+            let items = batch * strips * groups * (channels / each);
             let mut args = ArgsWriter::new();
             args.address(address(&input)).address(Lowering::weight_address(number)).address(bias);
             args.address(residual.as_ref().map_or(Address::Null, |(view, ..)| address(view)));
             args.address(address(&output));
-            args.int(input.shape[2]).int(input.shape[3]).int(in_stride).int(out_w).int(out_stride);
+            args.int(input.shape[2]).int(input.shape[3]).int(in_stride);
+            args.int(out_h).int(out_w).int(out_stride);
             args.int(residual.as_ref().map_or(0, |(_, stride, _)| *stride));
             for pair in [kernel, stride, pad, dilation] {
                 args.int(pair[0]).int(pair[1]);
             }
             args.int(items).signed(act);
-            args.fast_div(channels / 8).fast_div(groups).fast_div(out_h);
-            let kernel = kernel_text(&window, wide);
+            args.fast_div(channels / each).fast_div(groups).fast_div(strips);
+            let kernel = kernel_text(&window, shape);
             let mut draft = LaunchDraft::plain(kernel, items.div_ceil(THREADS), args);
-            draft.variant = format!("wide{wide}");
+            draft.variant = match tall {
+                1 if each == 8 => format!("wide{wide}"),
+                _ => format!("strip{wide}x{tall}"),
+            };
             draft
         };
-        let widths: &[usize] = if is_fixed(&window) { &[2, 1, 4] } else { &[1] };
-        let drafts: Vec<LaunchDraft> = widths.iter().map(|wide| draft(*wide)).collect();
+        let drafts: Vec<LaunchDraft> =
+            shapes(&window, [batch, out_h, out_w, channels]).into_iter().map(draft).collect();
         let taps = kernel[0] * kernel[1];
         let mut reads = vec![input.clone()];
         reads.extend(residual.iter().map(|(view, ..)| view.clone()));
@@ -110,18 +115,94 @@ impl Lowering<'_> {
     }
 }
 
+/// What one thread computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ThreadShape {
+    /// Adjacent output pixels of a row.
+    wide: usize,
+    /// Output rows.
+    tall: usize,
+    channels: usize,
+}
+
+/// Widest filter whose taps a thread holds in registers.
+const WIDEST_STRIP: usize = 32;
+
+/// Threads that occupy a large device: smaller outputs per thread pay only below it.
+const THREADS_OF_DEVICE: usize = 132 * 512;
+
+/// The variants for an output of `batch` x `height` x `width` x `channels`, the most promising
+/// first.
+fn shapes(window: &Window2, [batch, height, width, channels]: [usize; 4]) -> Vec<ThreadShape> {
+    let pixels = |wide: usize| ThreadShape { wide, tall: 1, channels: 8 };
+    if is_fixed(window) {
+        return [2, 1, 4].map(pixels).to_vec();
+    }
+    if !is_strip(window) {
+        return vec![pixels(1)];
+    }
+    let strip = |(wide, tall): (usize, usize)| ThreadShape { wide, tall, channels: 2 };
+    let mut all: Vec<ThreadShape> = [(8, 2), (4, 2), (4, 1), (2, 1)].map(strip).to_vec();
+    // A filter of few rows gains nothing from tall strips.
+    all.retain(|shape| shape.tall == 1 || shape.tall <= window.kernel[0]);
+    let threads = |shape: &ThreadShape| {
+        batch * height.div_ceil(shape.tall) * width.div_ceil(shape.wide) * channels / 2
+    };
+    let first = all.iter().position(|shape| threads(shape) >= THREADS_OF_DEVICE);
+    let first = first.unwrap_or(all.len() - 1);
+    all.swap(0, first);
+    all.push(pixels(1));
+    all
+}
+
 /// Whether the filter's extent is a compile-time constant of the kernel.
 fn is_fixed(window: &Window2) -> bool {
     let square = window.stride[0] == window.stride[1] && matches!(window.stride[0], 1 | 2);
     window.kernel == [3, 3] && window.dilation == [1, 1] && square
 }
 
-fn kernel_text(window: &Window2, wide: usize) -> KernelText {
-    let (kernel, stride) = if is_fixed(window) { (3, window.stride[0]) } else { (0, 0) };
+/// Whether a strip of outputs can share its inputs.
+fn is_strip(window: &Window2) -> bool {
+    let width = window.kernel[1];
+    (2..=WIDEST_STRIP).contains(&width)
+        && window.dilation[1] == 1
+        && matches!(window.stride[1], 1 | 2)
+        && window.stride[1] <= width
+}
+
+fn kernel_text(window: &Window2, shape: ThreadShape) -> KernelText {
+    let ThreadShape { wide, tall, channels } = shape;
+    let expression = if channels == 2 {
+        let (kernel, stride) = (window.kernel[1], window.stride[1]);
+        format!("tiles::DepthwiseStrip<{kernel}, {stride}, {wide}, {tall}>")
+    } else {
+        let (kernel, stride) = if is_fixed(window) { (3, window.stride[0]) } else { (0, 0) };
+        format!("tiles::Depthwise<{kernel}, {stride}, {wide}>")
+    };
     KernelText {
         source: "#include \"depthwise.cuh\"\n".to_string(),
-        expression: format!("tiles::Depthwise<{kernel}, {stride}, {wide}>"),
+        expression,
         threads: THREADS as u32,
         shared_bytes: 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Window2, shapes};
+
+    fn window(kernel: [usize; 2], stride: [usize; 2], dilation: [usize; 2]) -> Window2 {
+        Window2 { kernel, stride, pad: [0, 0], dilation }
+    }
+
+    #[test]
+    fn every_filter_has_a_variant_and_large_outputs_start_with_large_strips() {
+        let size = |n| [n, 56, 56, 96];
+        assert_eq!(shapes(&window([3, 3], [1, 1], [1, 1]), size(1)).len(), 3);
+        assert_eq!(shapes(&window([7, 7], [1, 1], [1, 2]), size(1)).len(), 1);
+        let small = shapes(&window([7, 7], [1, 1], [1, 1]), size(1))[0];
+        let large = shapes(&window([7, 7], [1, 1], [1, 1]), size(32))[0];
+        assert!(small.wide * small.tall < large.wide * large.tall, "{small:?} {large:?}");
+        assert!(shapes(&window([1, 31], [1, 1], [1, 1]), size(8)).iter().all(|s| s.tall == 1));
     }
 }
