@@ -312,7 +312,7 @@ pub(crate) fn real_time(
     kernel.allow_cluster(0, launch.cluster)?;
     let facts = &gpu.kernels[launch.kernel];
     let shape = LaunchShape {
-        grid: launch.tiles,
+        grid: launch.rt_blocks.min(launch.tiles),
         threads: facts.threads,
         shared: facts.shared_bytes,
         cluster: launch.cluster,
