@@ -173,7 +173,7 @@ static Launch rt_launch(const HopperKernel& k, const HopperArgs& h)
 {
     Launch l;
     l.kernel = k.rt, l.threads = k.threads, l.shared = k.shared;
-    l.grid = std::min(launch_tiles(k, h), multiprocessors() * k.blocks);
+    l.grid = std::min(h.tiles, multiprocessors() * k.blocks);
     l.set(h);
     return l;
 }

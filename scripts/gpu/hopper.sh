@@ -14,7 +14,7 @@ compile() {
 number=0
 waits=()
 for shape in ${SHAPES:-256,128,2,1,4,1 128,192,2,1,5,1 128,128,1,1,6,1 128,128,2,1,3,2 \
-    256,64,2,1,5,1 128,64,2,1,4,2}; do
+    256,64,2,1,5,1 128,64,2,1,8,1 128,64,2,1,4,2}; do
     for window in false true; do
         number=$((number + 1))
         echo "#define CONFIG $shape,$window" > "$out/config$number.h" # nvcc splits -D at commas

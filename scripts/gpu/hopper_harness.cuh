@@ -10,7 +10,7 @@ namespace harness {
 
 struct HopperKernel {
     const char* name;
-    int bm, bn, threads, shared, blocks, tiles; // output tiles of a launch's tile
+    int bm, bn, threads, shared, blocks, tiles; // output tiles of a best-effort tile
     bool window;
     const void *rt, *be, *be_grid, *be_long;
 };

@@ -27,7 +27,7 @@ struct HopperArgs {
 
 // BM x BN outputs per tile by GM x GN warpgroups, `Stages` steps of depth 64 in shared memory,
 // `Blocks` per SM. One warpgroup per tile means that two of them alternate: one multiplies while the
-// other one writes its tile, and a launch's tile is two output tiles.
+// other one writes its tile, and the tile of a best-effort launch is two output tiles.
 template <int BM_, int BN_, int GM_, int GN_, int Stages_, int Blocks_, bool Window_>
 struct HopperConfig {
     static constexpr int BM = BM_, BN = BN_, BK = 64, GM = GM_, GN = GN_;
@@ -40,7 +40,7 @@ struct HopperConfig {
     static constexpr int kRows = BM / GM / 64, kColumns = BN / GN; // of a warpgroup
     static constexpr int kInputBytes = BM * BK * 2, kStageBytes = (BM + BN) * BK * 2;
     // Stages, their barriers (full, empty) and words that say to exit; 1024 to align the ring. One
-    // barrier and word more belong to the start of the second tile.
+    // pair of barriers and one word more are for warpgroups that alternate.
     static constexpr int kBarriers = kStageBytes * kStages;
     static constexpr int kExits = kBarriers + (kStages + 1) * 16;
     static constexpr int kShared = kExits + (kStages + 1) * 4 + 1024;
@@ -77,9 +77,11 @@ struct Ring {
         parity ^= stage / C::kStages & 1;
         stage %= C::kStages;
     }
-    // The barrier and the word of the second tile's start.
-    __device__ __forceinline__ u32 start() const { return base + C::kBarriers + C::kStages * 16; }
-    __device__ __forceinline__ u32 start_exits() const { return base + C::kExits + C::kStages * 4; }
+    // The barrier at which a warpgroup waits for its turn, and the word that the second one reads.
+    __device__ __forceinline__ u32 turn(int group) const
+    { return base + C::kBarriers + C::kStages * 16 + group * 8; }
+    __device__ __forceinline__ u32 second_exits() const
+    { return base + C::kExits + C::kStages * 4; }
 };
 
 __device__ __forceinline__ void set_word(u32 at, u32 value)
@@ -99,6 +101,19 @@ struct OutputTile {
         int column;
         m = a.conv.by_tiles_n.split(tile, column) * C::BM;
         n = column * C::BN;
+    }
+};
+
+// The output tiles of a block. Real time: a grid with fewer blocks than tiles computes several per
+// block, and copies of the next tile overlap the epilogue. Best effort: those of one launch's tile,
+// so that a preemption loses no more.
+struct TileRange {
+    int first, step, end;
+    template <class C, class YieldPoint>
+    static __device__ __forceinline__ TileRange of(const HopperArgs& a, int number)
+    {
+        if (!YieldPoint::kPreemptible) return {number, (int)gridDim.x, a.tiles};
+        return {number * C::kTiles, 1, min((number + 1) * C::kTiles, a.tiles)};
     }
 };
 
@@ -211,25 +226,12 @@ struct Producer {
         return false;
     }
 
-    __device__ __forceinline__ bool run(int number, int stride)
+    __device__ __forceinline__ bool run(const TileRange& tiles)
     {
-        int started = start(number * C::kTiles);
-        for (; number * C::kTiles < a.tiles; number += stride) {
+        int started = start(tiles.first);
 #pragma unroll 1
-            for (int tile = number * C::kTiles; tile < min((number + 1) * C::kTiles, a.tiles);
-                ++tile, started = 0) {
-                bool second = tile > number * C::kTiles;
-                bool stay = copy_tile(tile, started);
-                if (!YieldPoint::kPreemptible) continue;
-                // The second tile starts, or is not to start.
-                if (C::kAlternate && !second) {
-                    if (!stay) set_word(ring.start_exits(), 1);
-                    barrier_arrive(ring.start());
-                }
-                if (!stay) return false;
-            }
-            if (YieldPoint::kPreemptible) break;
-        }
+        for (int tile = tiles.first; tile < tiles.end; tile += tiles.step, started = 0)
+            if (!copy_tile(tile, started)) return false;
         return true;
     }
 };
@@ -313,10 +315,11 @@ __device__ __forceinline__ void hopper_emit(
     }
 }
 
-// Multiplies the stages of one tile; false when the run is preempted.
+// Multiplies the stages of one tile; false when the run is preempted. `own` is the warpgroup's number
+// where they alternate.
 template <class C, class YieldPoint>
 __device__ __forceinline__ bool multiply_tile(
-    const HopperArgs& a, Ring<C>& ring, HopperSums<C>& sums)
+    const HopperArgs& a, Ring<C>& ring, int own, HopperSums<C>& sums)
 {
     int group = C::kAlternate ? 0 : threadIdx.x / (4 * kWarp);
     u32 x = group / C::GN * (C::BM / C::GM) * 128;
@@ -352,46 +355,52 @@ __device__ __forceinline__ bool multiply_tile(
         if (releases) barrier_arrive(before);
         before = ring.empty();
     }
+    if (C::kAlternate && !YieldPoint::kPreemptible && releases) barrier_arrive(ring.turn(own ^ 1));
     products_wait<0>();
     if (releases) barrier_arrive(before);
     if constexpr (YieldPoint::kPreemptible) {
-        if (leave) return false;
-        barrier_wait(ring.full(), ring.parity);
-        leave = exits();
-        if (releases) barrier_arrive(ring.empty());
-        ring.advance();
+        if (!leave) {
+            barrier_wait(ring.full(), ring.parity);
+            leave = exits();
+            if (releases) barrier_arrive(ring.empty());
+            ring.advance();
+        }
+        if (C::kAlternate && releases) {
+            if (leave) set_word(ring.second_exits(), 1);
+            barrier_arrive(ring.turn(own ^ 1));
+        }
     }
     return !leave;
 }
 
-// Multiplies and writes the tiles of one warpgroup, or of those that share its tiles.
+// Multiplies and writes the tiles of one warpgroup, or of those that share its tiles. Warpgroups that
+// alternate take turns: a barrier's parity tells only a phase from the one before it, so no warpgroup
+// may wait for a stage before all stages of the other one's tile have been full.
 template <class C, class YieldPoint>
 __device__ __forceinline__ bool consume(
-    const HopperArgs& a, int number, int stride, u32 base, YieldPoint& yield_point)
+    const HopperArgs& a, const TileRange& tiles, u32 base, YieldPoint& yield_point)
 {
     Ring<C> ring(base);
     int own = C::kAlternate ? uniform(threadIdx.x / (4 * kWarp)) : 0;
     int stages = a.steps + YieldPoint::kPreemptible; // of a tile
     if (own) ring.skip(stages);
-    for (int tile = number * C::kTiles + own; tile < a.tiles; tile += stride * C::kTiles) {
-        if (YieldPoint::kPreemptible && own) {
-            barrier_wait(ring.start(), 0);
-            if (get_word(ring.start_exits())) return false;
-        }
+    u32 turn = 0;
+    for (int tile = tiles.first + own * tiles.step; tile < tiles.end;
+        tile += tiles.step * C::kTiles, ++turn) {
         OutputTile<C> t(a, tile);
         HopperSums<C> sums;
         hopper_begin<C>(a.conv, t, sums);
-        if (!multiply_tile<C, YieldPoint>(a, ring, sums)) return false;
+        if (C::kAlternate && turn + own > 0) barrier_wait(ring.turn(own), (turn + own + 1) & 1);
+        if (YieldPoint::kPreemptible && own && get_word(ring.second_exits())) return false;
+        if (!multiply_tile<C, YieldPoint>(a, ring, own, sums)) return false;
         yield_point.finishing();
         hopper_emit<C>(a.conv, t, sums);
-        if (YieldPoint::kPreemptible) break;
+        if (YieldPoint::kPreemptible) break; // it has no other
         if (C::kAlternate) ring.skip(stages);
     }
     return true;
 }
 
-// Real time: a grid with fewer blocks than tiles computes several per block, and copies of the next
-// tile overlap the epilogue. Best effort: one tile, so that a preemption loses one.
 template <class C, class YieldPoint, class Dependency>
 __device__ __forceinline__ bool hopper_tile(const HopperArgs& a, int number, unsigned char* shared,
     YieldPoint& yield_point, const Dependency& dependency)
@@ -402,26 +411,26 @@ __device__ __forceinline__ bool hopper_tile(const HopperArgs& a, int number, uns
         prefetch_map(a.weight);
         for (int s = 0; s <= C::kStages; ++s) {
             u32 full = base + C::kBarriers + s * 16;
-            barrier_init(full, 1);
+            barrier_init(full, s < C::kStages ? 1 : C::kReaders);
             barrier_init(full + 8, C::kReaders);
             set_word(base + C::kExits + s * 4, 0);
         }
         barrier_publish();
     }
     __syncthreads();
-    int stride = YieldPoint::kPreemptible ? 0 : (int)gridDim.x;
+    TileRange tiles = TileRange::of<C, YieldPoint>(a, number);
     bool stay = true;
     if (uniform(threadIdx.x / kWarp) == C::kConsumers) {
         if (threadIdx.x % kWarp == 0) {
             Producer<C, YieldPoint, Dependency> producer = {
                 a, yield_point, dependency, Ring<C>(base), {0, 0}};
-            stay = producer.run(number, stride);
+            stay = producer.run(tiles);
         }
         __syncwarp();
     } else {
         // The residual is read and the output is written when the previous step has ended.
         dependency.wait();
-        stay = consume<C>(a, number, stride, base, yield_point);
+        stay = consume<C>(a, tiles, base, yield_point);
     }
     if constexpr (YieldPoint::kPreemptible) {
         // Barriers end before the next tile initializes them.

@@ -230,6 +230,7 @@ fn step(
         kernel: kernels.number(&draft.kernel),
         tiles: draft.tiles as u32,
         rt_blocks: draft.rt_blocks as u32,
+        overlaps: draft.overlaps,
         cluster: draft.cluster as u32,
         arrivals: draft.arrivals as u32,
         workspace_bytes: draft.workspace_bytes as u64,
@@ -243,13 +244,12 @@ fn step(
         maps: draft
             .maps
             .iter()
-            .filter_map(|(address, map)| {
-                Some(TensorMap { to: location(*address)?, ..map.clone() })
-            })
+            .filter_map(|(address, map)| Some(TensorMap { to: location(*address)?, ..map.clone() }))
             .collect(),
     };
     let choices: Vec<Launch> = work.drafts.iter().map(launch).collect();
-    let be = choices.iter().position(|launch| launch.cluster == 1).unwrap_or(0);
+    let single = || choices.iter().position(|launch| launch.cluster == 1);
+    let be = choices.iter().position(Launch::suits_best_effort).or_else(single).unwrap_or(0);
     let ranges =
         |views: &[View]| views.iter().filter_map(|view| range(view, lowering, arena)).collect();
     let moved: usize =

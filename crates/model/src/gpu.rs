@@ -158,10 +158,12 @@ pub struct Launch {
     pub variant: String,
     /// Index into [`GpuPlan::kernels`].
     pub kernel: usize,
-    /// Tiles: the real-time grid, unless `rt_blocks` is smaller.
+    /// Tiles, which best effort computes and counts one by one.
     pub tiles: u32,
-    /// Blocks of the real-time grid; with fewer than tiles, the kernel computes several per block.
+    /// Blocks of the real-time grid: one per tile, unless the kernel divides the work itself.
     pub rt_blocks: u32,
+    /// Whether real-time blocks overlap the end of a tile with the next one.
+    pub overlaps: bool,
     /// Blocks of a cluster, which run at the same time; 1 for none.
     pub cluster: u32,
     /// Arrival words of split products: zero before the launch and after it.
@@ -174,6 +176,14 @@ pub struct Launch {
     pub patches: Vec<Patch>,
     /// The tensor maps to write into `args`.
     pub maps: Vec<TensorMap>,
+}
+
+impl Launch {
+    /// Whether best effort may prefer it to others: no blocks that must run together, and no
+    /// overlap of tiles, which it computes one by one.
+    pub fn suits_best_effort(&self) -> bool {
+        self.cluster <= 1 && !self.overlaps
+    }
 }
 
 /// An address within a launch's arguments.

@@ -76,7 +76,11 @@ impl ArgsWriter {
 
     /// Space for a tensor map (`TensorMap` in `kernels/wgmma.cuh`); returns its offset.
     pub fn map(&mut self) -> u32 {
-        self.nested(ArgsWriter { bytes: vec![0; TensorMap::BYTES], align: TensorMap::BYTES, ..Self::default() })
+        self.nested(ArgsWriter {
+            bytes: vec![0; TensorMap::BYTES],
+            align: TensorMap::BYTES,
+            ..Self::default()
+        })
     }
 
     /// A struct within the struct; returns its offset.

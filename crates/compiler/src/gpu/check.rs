@@ -66,11 +66,8 @@ fn check_launch(plan: &GpuPlan, launch: &Launch, fault: &mut impl FnMut(String))
             launch.variant, launch.tiles, launch.cluster
         ));
     }
-    if launch.rt_blocks == 0 || launch.rt_blocks > launch.tiles {
-        fault(format!(
-            "{}: {} blocks for {} tiles",
-            launch.variant, launch.rt_blocks, launch.tiles
-        ));
+    if launch.rt_blocks == 0 || !launch.rt_blocks.is_multiple_of(launch.cluster.max(1)) {
+        fault(format!("{}: a grid of {} blocks", launch.variant, launch.rt_blocks));
     }
     for map in &launch.maps {
         let at = map.at as usize;

@@ -14,8 +14,10 @@ pub struct LaunchDraft {
     pub kernel: Kernel,
     /// Tiles.
     pub tiles: usize,
-    /// Blocks of the real-time grid; with fewer than tiles, the kernel computes several per block.
+    /// Blocks of the real-time grid: one per tile, unless the kernel divides the work itself.
     pub rt_blocks: usize,
+    /// Whether real-time blocks overlap the end of a tile with the next one.
+    pub overlaps: bool,
     /// Blocks of a cluster, which run at the same time; 1 for none.
     pub cluster: usize,
     /// Arrival words of a product split through the workspace.
@@ -41,6 +43,7 @@ impl LaunchDraft {
             kernel,
             tiles,
             rt_blocks: tiles,
+            overlaps: false,
             cluster: 1,
             arrivals: 0,
             workspace_bytes: 0,

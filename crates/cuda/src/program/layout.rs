@@ -308,6 +308,7 @@ pub(crate) mod tests {
             kernel: 0,
             tiles,
             rt_blocks: tiles,
+            overlaps: false,
             cluster: 1,
             arrivals,
             workspace_bytes: 0,

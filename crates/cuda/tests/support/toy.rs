@@ -230,6 +230,7 @@ fn launch(
         kernel: usize::from(chain.wild && index + 1 == chain.steps),
         tiles: count.div_ceil(TILE) as u32,
         rt_blocks: count.div_ceil(TILE) as u32,
+        overlaps: false,
         cluster: 1,
         arrivals: 0,
         workspace_bytes: 0,

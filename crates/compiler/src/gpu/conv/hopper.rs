@@ -19,7 +19,8 @@ const DEPTH: usize = 64;
 const FLOPS_MIN: u64 = 200_000_000;
 
 /// `HopperConfig`: outputs per tile, warpgroups that share it, stages and blocks per SM. With one
-/// warpgroup per tile, two of them alternate, and a launch's tile is two output tiles.
+/// warpgroup per tile, two of them alternate, and the tile of a best-effort launch is two output
+/// tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
     bm: usize,
@@ -39,12 +40,13 @@ const fn shape(
     Shape { bm, bn, groups, stages, blocks }
 }
 
-const SHAPES: [Shape; 6] = [
+const SHAPES: [Shape; 7] = [
     shape(256, 128, (2, 1), 4, 1),
     shape(128, 192, (2, 1), 5, 1),
     shape(128, 128, (1, 1), 6, 1),
     shape(128, 128, (2, 1), 3, 2),
     shape(256, 64, (2, 1), 5, 1),
+    shape(128, 64, (2, 1), 8, 1),
     shape(128, 64, (2, 1), 4, 2),
 ];
 
@@ -79,8 +81,12 @@ impl Shape {
     }
 
     fn name(&self) -> String {
-        let alternating = if self.alternates() { "a" } else { "" };
-        format!("h{}x{}x{DEPTH}{alternating}", self.bm, self.bn)
+        let how = match (self.alternates(), self.blocks) {
+            (true, _) => "a",
+            (false, 1) => "",
+            (false, _) => "p",
+        };
+        format!("h{}x{}x{DEPTH}{how}", self.bm, self.bn)
     }
 
     fn kernel(&self, window: bool) -> KernelText {
@@ -117,7 +123,8 @@ pub(super) fn add(
     let Some(input) = InputMap::of(product) else { return };
     let multiprocessors = (target.multiprocessors as usize).max(1);
     let estimate = |shape: &Shape| product.estimate_us(shape, multiprocessors);
-    let mut suited: Vec<&Shape> = SHAPES.iter().filter(|shape| product.suits(shape)).collect();
+    let mut suited: Vec<&Shape> =
+        SHAPES.iter().filter(|shape| product.suits(shape, multiprocessors)).collect();
     suited.sort_by(|a, b| estimate(a).total_cmp(&estimate(b)));
     let is_best = suited.first().is_some_and(|best| estimate(best) < estimate_us);
     let draft = |shape: &&Shape| product.hopper_draft(shape, &input, multiprocessors);
@@ -129,39 +136,46 @@ pub(super) fn add(
 }
 
 /// How the copy engine reads the input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum InputMap {
     /// Rows of a matrix.
     Rows,
-    /// Taps of a window.
+    /// Taps of a window: as in [`CopyShape::Pixels`].
     Window { first: [i32; 2], last: [i32; 2], steps: [u32; 2] },
 }
 
 impl InputMap {
     /// `None` where the copy engine cannot read it.
     fn of(product: &Product) -> Option<InputMap> {
-        let Window2 { kernel, stride, pad, dilation } = product.window;
         let flops = 2 * product.rows as u64 * product.out_c as u64 * product.depth() as u64;
         // A box of weights is 32 rows, all of which must exist.
         let weights = product.out_c.is_multiple_of(32);
         if product.vec != 8 || product.normalize.is_some() || !weights || flops < FLOPS_MIN {
             return None;
         }
+        let (input, output) = ([product.in_h, product.in_w], [product.out_h, product.out_w]);
+        InputMap::of_window(&product.window, input, output)
+    }
+
+    /// Over `input` rows and columns, to `output` rows and columns. `None` beyond the limits of a
+    /// map: corners are 8 bits with a sign, offsets of taps 8 bits without, steps at most eight.
+    fn of_window(window: &Window2, input: [usize; 2], output: [usize; 2]) -> Option<InputMap> {
+        let Window2 { kernel, stride, pad, dilation } = *window;
         if kernel == [1, 1] && stride == [1, 1] && pad == [0, 0] {
             return Some(InputMap::Rows);
         }
-        let (input, output) = ([product.in_h, product.in_w], [product.out_h, product.out_w]);
         let (mut first, mut last, mut steps) = ([0; 2], [0; 2], [0; 2]);
         // Columns come first.
         for (to, axis) in [(0, 1), (1, 0)] {
-            let reach = kernel[axis].checked_sub(1)?.checked_mul(dilation[axis])?;
-            let end = (output[axis].checked_sub(1)?.checked_mul(stride[axis])?) as i64
-                - pad[axis] as i64
-                - (input[axis] as i64 - 1);
-            let near = |x: i64| i8::try_from(x).ok().map(i32::from);
-            first[to] = near(-(pad[axis] as i64))?;
-            last[to] = near(end)?;
+            let corner = |x: i64| i8::try_from(x).ok().map(i32::from);
+            let before = i64::try_from(pad[axis]).ok()?;
+            let end =
+                i64::try_from(output[axis].checked_sub(1)?.checked_mul(stride[axis])?).ok()?;
+            let size = i64::try_from(input[axis]).ok()?;
+            first[to] = corner(-before)?;
+            last[to] = corner(end - before - (size - 1))?;
             steps[to] = u32::try_from(stride[axis]).ok().filter(|step| *step <= 8)?;
-            u8::try_from(reach).ok()?;
+            u8::try_from(kernel[axis].checked_sub(1)?.checked_mul(dilation[axis])?).ok()?;
         }
         Some(InputMap::Window { first, last, steps })
     }
@@ -181,24 +195,32 @@ impl Product {
         self.window.kernel[0] * self.window.kernel[1] * self.in_c.div_ceil(DEPTH)
     }
 
-    /// Whether a tile is not much larger than the output.
-    fn suits(&self, shape: &Shape) -> bool {
-        let covered = self.hopper_tiles(shape) * shape.bm * shape.bn;
-        covered * 2 <= self.rows * self.out_c * 3
+    /// Whether a tile is not much larger than the output, nor narrow where there are enough wide
+    /// ones.
+    fn suits(&self, shape: &Shape, multiprocessors: usize) -> bool {
+        let tiles = self.hopper_tiles(shape);
+        let wasteful = tiles * shape.bm * shape.bn * 2 > self.rows * self.out_c * 3;
+        let narrow = shape.bn <= 64 && self.out_c > 64;
+        !wasteful && !(narrow && tiles > 8 * multiprocessors)
     }
 
     /// A rough estimate of the time, comparable to those of the other variants: an SM computes its
-    /// tiles one after another at the rate of its tensor cores or of its share of L2.
+    /// tiles one after another, at the rate of its tensor cores, of its share of L2, or of copies
+    /// that wait for a free stage.
     fn estimate_us(&self, shape: &Shape, multiprocessors: usize) -> f64 {
-        const FLOP_PER_US: f64 = 4.8e6;
-        const L2_BYTES_PER_US: f64 = 55.0e3;
+        const FLOP_PER_US: f64 = 5.4e6;
+        const L2_BYTES_PER_US: f64 = 90.0e3;
+        const COPY_US: f64 = 1.1;
         const START_US: f64 = 2.5;
+        let rounds = self.hopper_tiles(shape).div_ceil(multiprocessors);
+        let resident = rounds.min(shape.blocks);
         let step = ((2 * shape.bm * shape.bn * DEPTH) as f64 / FLOP_PER_US)
-            .max(((shape.bm + shape.bn) * DEPTH * 2) as f64 / L2_BYTES_PER_US);
-        // The epilogue of a block overlaps the products of another one.
-        let epilogue = (shape.bm * shape.bn) as f64 / 32768.0 / shape.blocks as f64;
-        let rounds = self.hopper_tiles(shape).div_ceil(multiprocessors) as f64;
-        START_US + rounds * (self.hopper_steps() as f64 * step + epilogue)
+            .max(((shape.bm + shape.bn) * DEPTH * 2) as f64 / L2_BYTES_PER_US)
+            .max(COPY_US / (shape.stages * resident.max(1)) as f64);
+        // An epilogue overlaps the products of another block or warpgroup.
+        let overlapped = resident > 1 || (shape.alternates() && rounds > 1);
+        let epilogue = (shape.bm * shape.bn) as f64 / if overlapped { 100e3 } else { 28e3 };
+        START_US + rounds as f64 * (self.hopper_steps() as f64 * step + epilogue)
     }
 
     fn hopper_draft(&self, shape: &Shape, input: &InputMap, multiprocessors: usize) -> LaunchDraft {
@@ -210,7 +232,8 @@ impl Product {
         args.int(output_tiles).int(self.hopper_steps());
         let mut draft = LaunchDraft::plain(shape.kernel(input.is_window()), tiles, args);
         draft.variant = shape.name();
-        draft.rt_blocks = tiles.min(multiprocessors * shape.blocks);
+        draft.overlaps = shape.alternates();
+        draft.rt_blocks = output_tiles.min(multiprocessors * shape.blocks);
         let weight = Lowering::weight_address(self.weight);
         draft.maps = vec![
             (address(&self.input), self.input_map(input_at, shape, input)),
@@ -252,5 +275,43 @@ impl Product {
             strides: vec![row, 8 * row, 2 * row, 32 * row],
             copy: CopyShape::Box(vec![DEPTH as u32, 2, 4, 4, (shape.bn / 32) as u32]),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn window(kernel: usize, stride: usize, pad: usize, dilation: usize) -> Window2 {
+        Window2 { kernel: [kernel; 2], stride: [stride; 2], pad: [pad; 2], dilation: [dilation; 2] }
+    }
+
+    #[test]
+    fn a_window_is_mapped_from_its_first_to_its_last_output_pixel() {
+        let same = InputMap::of_window(&window(3, 1, 1, 1), [14, 20], [14, 20]);
+        let (first, last) = ([-1, -1], [-1, -1]);
+        assert_eq!(same, Some(InputMap::Window { first, last, steps: [1, 1] }));
+        // The last of eight rows starts at 2 * 7 - 1 = 13 of 15, that of nine columns at 15 of 17.
+        let halved = InputMap::of_window(&window(3, 2, 1, 1), [15, 17], [8, 9]);
+        let (first, last) = ([-1, -1], [-1, -1]);
+        assert_eq!(halved, Some(InputMap::Window { first, last, steps: [2, 2] }));
+        let uneven = InputMap::of_window(&window(2, 2, 0, 1), [28, 31], [14, 15]);
+        let (first, last) = ([0, 0], [-2, -1]);
+        assert_eq!(uneven, Some(InputMap::Window { first, last, steps: [2, 2] }));
+        assert_eq!(InputMap::of_window(&window(1, 1, 0, 1), [1, 9], [1, 9]), Some(InputMap::Rows));
+    }
+
+    #[test]
+    fn windows_beyond_the_limits_of_a_map_have_none() {
+        let mapped = |window: Window2, pixels: usize| {
+            let reach = (window.kernel[0] - 1) * window.dilation[0];
+            let output = (pixels + 2 * window.pad[0] - reach - 1) / window.stride[0] + 1;
+            InputMap::of_window(&window, [pixels; 2], [output; 2]).is_some()
+        };
+        assert!(mapped(window(3, 1, 36, 36), 65));
+        assert!(mapped(window(3, 8, 1, 1), 65) && !mapped(window(3, 9, 1, 1), 65));
+        assert!(mapped(window(3, 1, 128, 120), 300) && !mapped(window(3, 1, 129, 120), 300));
+        assert!(!mapped(window(3, 1, 128, 128), 300), "a tap 256 pixels away");
+        assert!(!mapped(window(3, 1, 0, 100), 300), "the last corner is 200 pixels inside");
     }
 }
