@@ -41,7 +41,7 @@ use graph::infer::Fact;
 use graph::{Evaluator, Graph, GraphNode, SymDim};
 use model::gpu::{
     GpuPlan, GpuStep, GpuTarget, IoTensor, Kernel, Launch, MemoryLocation, MemoryRange, Patch,
-    TilePreemption,
+    TensorMap, TilePreemption,
 };
 use model::{Dim, LaunchPlan, ValueId};
 
@@ -60,12 +60,14 @@ const HEADERS: &[(&str, &str)] = &[
     ("conv_load.cuh", include_str!("../kernels/conv_load.cuh")),
     ("depthwise.cuh", include_str!("../kernels/depthwise.cuh")),
     ("entry.cuh", include_str!("../kernels/entry.cuh")),
+    ("hopper.cuh", include_str!("../kernels/hopper.cuh")),
     ("index.cuh", include_str!("../kernels/index.cuh")),
     ("norm.cuh", include_str!("../kernels/norm.cuh")),
     ("number.cuh", include_str!("../kernels/number.cuh")),
     ("pool.cuh", include_str!("../kernels/pool.cuh")),
     ("product.cuh", include_str!("../kernels/product.cuh")),
     ("reduce.cuh", include_str!("../kernels/reduce.cuh")),
+    ("wgmma.cuh", include_str!("../kernels/wgmma.cuh")),
     ("window.cuh", include_str!("../kernels/window.cuh")),
     ("wrap.cuh", include_str!("../kernels/wrap.cuh")),
 ];
@@ -227,6 +229,8 @@ fn step(
         variant: draft.variant.clone(),
         kernel: kernels.number(&draft.kernel),
         tiles: draft.tiles as u32,
+        rt_blocks: draft.rt_blocks as u32,
+        overlaps: draft.overlaps,
         cluster: draft.cluster as u32,
         arrivals: draft.arrivals as u32,
         workspace_bytes: draft.workspace_bytes as u64,
@@ -237,9 +241,15 @@ fn step(
             .iter()
             .filter_map(|(at, address)| Some(Patch { at: *at, to: location(*address)? }))
             .collect(),
+        maps: draft
+            .maps
+            .iter()
+            .filter_map(|(address, map)| Some(TensorMap { to: location(*address)?, ..map.clone() }))
+            .collect(),
     };
     let choices: Vec<Launch> = work.drafts.iter().map(launch).collect();
-    let be = choices.iter().position(|launch| launch.cluster == 1).unwrap_or(0);
+    let single = || choices.iter().position(|launch| launch.cluster == 1);
+    let be = choices.iter().position(Launch::suits_best_effort).or_else(single).unwrap_or(0);
     let ranges =
         |views: &[View]| views.iter().filter_map(|view| range(view, lowering, arena)).collect();
     let moved: usize =

@@ -15,6 +15,7 @@ pub(crate) mod process;
 mod resource_counts;
 mod sm_partition;
 mod stream;
+mod tensor_map;
 mod transfer;
 mod virtual_memory;
 
@@ -29,4 +30,5 @@ pub(crate) use pinned_blocks::{BLOCK, PinnedBlocks};
 pub(crate) use resource_counts::{CountedResource, ResourceKind};
 pub(crate) use sm_partition::SmPartition;
 pub(crate) use stream::{LaunchShape, Priority, Stream};
+pub(crate) use tensor_map::encode_map;
 pub(crate) use virtual_memory::{AddressRange, PhysicalMemory, granularity};

@@ -158,8 +158,12 @@ pub struct Launch {
     pub variant: String,
     /// Index into [`GpuPlan::kernels`].
     pub kernel: usize,
-    /// Tiles: the real-time grid.
+    /// Tiles, which best effort computes and counts one by one.
     pub tiles: u32,
+    /// Blocks of the real-time grid: one per tile, unless the kernel divides the work itself.
+    pub rt_blocks: u32,
+    /// Whether real-time blocks overlap the end of a tile with the next one.
+    pub overlaps: bool,
     /// Blocks of a cluster, which run at the same time; 1 for none.
     pub cluster: u32,
     /// Arrival words of split products: zero before the launch and after it.
@@ -170,6 +174,16 @@ pub struct Launch {
     pub args: Vec<u8>,
     /// The addresses to write into `args`.
     pub patches: Vec<Patch>,
+    /// The tensor maps to write into `args`.
+    pub maps: Vec<TensorMap>,
+}
+
+impl Launch {
+    /// Whether best effort may prefer it to others: no blocks that must run together, and no
+    /// overlap of tiles, which it computes one by one.
+    pub fn suits_best_effort(&self) -> bool {
+        self.cluster <= 1 && !self.overlaps
+    }
 }
 
 /// An address within a launch's arguments.
@@ -179,6 +193,54 @@ pub struct Patch {
     pub at: u32,
     /// The address to write.
     pub to: MemoryLocation,
+}
+
+/// A tensor of halves in device memory that the copy engine reads in boxes (TMA, from capability
+/// 9.0 on). The device encodes it into [`TensorMap::BYTES`] bytes of a launch's arguments. Boxes are
+/// swizzled in rows of 128 bytes; what a box reads outside of the tensor is zero.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorMap {
+    /// Byte offset into the argument struct, a multiple of [`TensorMap::BYTES`].
+    pub at: u32,
+    /// The tensor's first byte.
+    pub to: MemoryLocation,
+    /// Sizes, the fastest dimension first.
+    pub sizes: Vec<u64>,
+    /// Bytes between neighbours of each dimension but the fastest, multiples of 16.
+    pub strides: Vec<u64>,
+    /// What one copy reads.
+    pub copy: CopyShape,
+}
+
+/// What one copy through a [`TensorMap`] reads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CopyShape {
+    /// Neighbours in every dimension; the fastest has 64 of them.
+    Box(Vec<u32>),
+    /// 64 channels of consecutive output pixels of a window over `[channels, width, height,
+    /// images]`, at one of its taps.
+    Pixels {
+        /// Output pixels.
+        count: u32,
+        /// Column and row of the first output pixel's first tap.
+        first: [i32; 2],
+        /// Column and row of the last output pixel's first tap, relative to the last input pixel.
+        last: [i32; 2],
+        /// Columns and rows from one output pixel to the next.
+        steps: [u32; 2],
+    },
+}
+
+impl TensorMap {
+    /// Bytes of an encoded map.
+    pub const BYTES: usize = 128;
+
+    /// Bytes from the tensor's first to its last.
+    pub fn extent(&self) -> u64 {
+        let last = |(size, stride): (&u64, &u64)| size.saturating_sub(1).saturating_mul(*stride);
+        let rows: u64 = self.sizes.iter().skip(1).zip(&self.strides).map(last).sum();
+        rows.saturating_add(self.sizes.first().map_or(0, |size| size.saturating_mul(2)))
+    }
 }
 
 /// An address in device memory, relative to an allocation of the run or the model.

@@ -1,6 +1,6 @@
 //! Argument structs of kernels, byte for byte as the CUDA compiler lays them out.
 
-use model::gpu::MemoryLocation;
+use model::gpu::{MemoryLocation, TensorMap};
 
 use super::view::BufferId;
 
@@ -74,6 +74,27 @@ impl ArgsWriter {
         self
     }
 
+    /// Space for a tensor map (`TensorMap` in `kernels/wgmma.cuh`); returns its offset.
+    pub fn map(&mut self) -> u32 {
+        self.nested(ArgsWriter {
+            bytes: vec![0; TensorMap::BYTES],
+            align: TensorMap::BYTES,
+            ..Self::default()
+        })
+    }
+
+    /// A struct within the struct; returns its offset.
+    pub fn nested(&mut self, inner: ArgsWriter) -> u32 {
+        let align = inner.align.max(1);
+        let (bytes, addresses) = inner.finish();
+        self.align = self.align.max(align);
+        self.bytes.resize(self.bytes.len().next_multiple_of(align), 0);
+        let start = self.bytes.len() as u32;
+        self.bytes.extend_from_slice(&bytes);
+        self.addresses.extend(addresses.into_iter().map(|(at, to)| (start + at, to)));
+        start
+    }
+
     /// The struct's bytes, padded to its alignment, and its addresses.
     pub fn finish(mut self) -> (Vec<u8>, Vec<(u32, Address)>) {
         self.bytes.resize(self.bytes.len().next_multiple_of(self.align.max(1)), 0);
@@ -92,6 +113,20 @@ mod tests {
         let (bytes, addresses) = args.finish();
         assert_eq!(bytes.len(), 32);
         assert_eq!(addresses, [(8, Address::Buffer(BufferId(3), 16))]);
+    }
+
+    #[test]
+    fn nested_structs_keep_their_alignment_and_addresses() {
+        let mut inner = ArgsWriter::new();
+        inner.address(Address::Buffer(BufferId(1), 0)).int(7);
+        let mut args = ArgsWriter::new();
+        args.int(1);
+        assert_eq!((args.map(), args.nested(inner)), (128, 256));
+        args.int(2);
+        let (bytes, addresses) = args.finish();
+        assert_eq!(bytes.len(), 384);
+        assert_eq!((bytes[264], bytes[272]), (7, 2));
+        assert_eq!(addresses, [(256, Address::Buffer(BufferId(1), 0))]);
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! Checker of GPU plans. It uses the plan only, not the code that made it.
 
-use model::gpu::{GpuPlan, GpuStep, Launch, MemoryLocation, MemoryRange, TilePreemption};
+use model::gpu::{
+    GpuPlan, GpuStep, Launch, MemoryLocation, MemoryRange, TensorMap, TilePreemption,
+};
 
 /// All defects of `plan`; empty when it is valid.
 pub fn faults(plan: &GpuPlan) -> Vec<String> {
@@ -63,6 +65,18 @@ fn check_launch(plan: &GpuPlan, launch: &Launch, fault: &mut impl FnMut(String))
             "{}: {} tiles in clusters of {}",
             launch.variant, launch.tiles, launch.cluster
         ));
+    }
+    if launch.rt_blocks == 0 || !launch.rt_blocks.is_multiple_of(launch.cluster.max(1)) {
+        fault(format!("{}: a grid of {} blocks", launch.variant, launch.rt_blocks));
+    }
+    for map in &launch.maps {
+        let at = map.at as usize;
+        if at + TensorMap::BYTES > launch.args.len() || !at.is_multiple_of(TensorMap::BYTES) {
+            fault(format!("{}: a tensor map at byte {}", launch.variant, map.at));
+        }
+        if !is_inside(plan, &MemoryRange { start: map.to, bytes: map.extent() }) {
+            fault(format!("{}: {:?} is smaller than its tensor map", launch.variant, map.to));
+        }
     }
     for patch in &launch.patches {
         if patch.at as usize + 8 > launch.args.len() || patch.at % 8 != 0 {

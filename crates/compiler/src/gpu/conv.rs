@@ -1,6 +1,8 @@
 //! Products on tensor cores: convolutions and matrix products with constant weights, half
 //! precision.
 
+pub mod hopper;
+
 use std::sync::Arc;
 
 use graph::ir::GraphNode;
@@ -231,7 +233,10 @@ impl Product {
             draft.workspace_bytes = variant.workspace_bytes(&problem);
             draft
         };
-        let drafts: Vec<LaunchDraft> = problem.variants().into_iter().map(draft).collect();
+        let variants = problem.variants();
+        let estimate_us = variants.first().map_or(f64::MAX, |best| problem.estimate_us(best));
+        let mut drafts: Vec<LaunchDraft> = variants.into_iter().map(draft).collect();
+        hopper::add(&self, target, estimate_us, &mut drafts);
         if self.input.extent().end.max(self.output.extent().end) > i32::MAX as usize {
             return Err("larger than the kernels' index range".to_string());
         }

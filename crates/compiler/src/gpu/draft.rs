@@ -1,6 +1,6 @@
 //! Launches before memory is planned.
 
-use model::gpu::Kernel;
+use model::gpu::{Kernel, TensorMap};
 
 use super::args::{Address, ArgsWriter};
 use super::view::View;
@@ -14,6 +14,10 @@ pub struct LaunchDraft {
     pub kernel: Kernel,
     /// Tiles.
     pub tiles: usize,
+    /// Blocks of the real-time grid: one per tile, unless the kernel divides the work itself.
+    pub rt_blocks: usize,
+    /// Whether real-time blocks overlap the end of a tile with the next one.
+    pub overlaps: bool,
     /// Blocks of a cluster, which run at the same time; 1 for none.
     pub cluster: usize,
     /// Arrival words of a product split through the workspace.
@@ -22,6 +26,8 @@ pub struct LaunchDraft {
     pub workspace_bytes: usize,
     /// The argument struct and the addresses within.
     pub args: (Vec<u8>, Vec<(u32, Address)>),
+    /// The tensor maps within the arguments, with what they describe.
+    pub maps: Vec<(Address, TensorMap)>,
 }
 
 impl LaunchDraft {
@@ -32,7 +38,18 @@ impl LaunchDraft {
         let args_bytes = args.0.len() as u32;
         let kernel = Kernel { source, expression, threads, shared_bytes, args_bytes };
         let variant = "only".to_string();
-        LaunchDraft { variant, kernel, tiles, cluster: 1, arrivals: 0, workspace_bytes: 0, args }
+        LaunchDraft {
+            variant,
+            kernel,
+            tiles,
+            rt_blocks: tiles,
+            overlaps: false,
+            cluster: 1,
+            arrivals: 0,
+            workspace_bytes: 0,
+            args,
+            maps: Vec::new(),
+        }
     }
 }
 

@@ -253,7 +253,7 @@ impl Problem {
     /// A rough estimate of the time, to sort variants without measurements: the work of an SM with
     /// all its blocks at the rate of its tensor cores and of its share of L2, or the latency of its
     /// steps, whichever is longer.
-    fn estimate_us(&self, variant: &Variant) -> f64 {
+    pub fn estimate_us(&self, variant: &Variant) -> f64 {
         const FLOP_PER_US: f64 = 3.0e6;
         const L2_BYTES_PER_US: f64 = 55.0e3;
         const STEP_LATENCY_US: f64 = 0.35;

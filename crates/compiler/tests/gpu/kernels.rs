@@ -98,6 +98,24 @@ fn the_layers_use_every_tile_shape() {
     assert_eq!(missing.collect::<Vec<_>>(), Vec::<String>::new());
 }
 
+/// Each with both maps of its input. Only capability 9.0 has the instructions.
+#[test]
+fn the_layers_use_every_hopper_shape_on_hopper_only() {
+    let hopper = |capability| -> BTreeSet<String> {
+        let parameters = |kernel: &Kernel| {
+            let inside = kernel.expression.split("HopperConfig<").nth(1)?;
+            Some(inside.trim_end_matches('>').to_string())
+        };
+        kernels(capability).iter().filter_map(parameters).collect()
+    };
+    let both = |shape: String| [format!("{shape}, false"), format!("{shape}, true")];
+    let want: BTreeSet<String> =
+        compiler::gpu::conv::hopper::shapes().into_iter().flat_map(both).collect();
+    assert_eq!(hopper(90), want);
+    assert_eq!(hopper(80), BTreeSet::new());
+    assert_eq!(hopper(100), BTreeSet::new());
+}
+
 /// Two at a time: the cores of a small machine.
 fn facts(report: &KernelReport, kernels: &[Kernel]) -> BTreeMap<String, Vec<EntryFacts>> {
     let (queue, done) = (Mutex::new(kernels.iter()), Mutex::new(BTreeMap::new()));
@@ -131,6 +149,8 @@ fn kernels_compile_and_need_the_registers_in_the_table() {
         let all = [kernels(capability), cuda::builtin_kernels()].concat();
         for (expression, facts) in facts(&report, &all) {
             for EntryFacts { entry, registers, spilled_bytes } in facts {
+                let hopper = expression.contains("HopperConv");
+                assert!(!hopper || spilled_bytes == 0, "{entry} of {expression} spills");
                 let _ = writeln!(
                     table,
                     "{capability} {entry} {registers} {spilled_bytes} {expression}"

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use device::DeviceError;
 use model::LaunchPlan;
-use model::gpu::{GpuPlan, GpuStep};
+use model::gpu::{GpuPlan, GpuStep, Launch};
 use serde::Serialize;
 
 use crate::compile::kernel_cache::{CompileProgress, KernelRequest, LoadedKernel};
@@ -294,13 +294,13 @@ impl<'a> Profiler<'a> {
             fastest_us = timed.time.map_or(fastest_us, |time| fastest_us.min(time.median_us));
             choices.push(timed);
         }
-        let fastest = |allowed: &dyn Fn(&ChoiceProfile) -> bool, fallback: usize| {
-            let timed = choices.iter().enumerate().filter(|(_, choice)| allowed(choice));
+        let fastest = |allowed: &dyn Fn(&Launch) -> bool, fallback: usize| {
+            let timed = choices.iter().enumerate().filter(|(at, _)| allowed(&step.choices[*at]));
             let timed = timed.filter_map(|(at, choice)| Some((at, choice.time?.median_us)));
             timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).map_or(fallback, |(at, _)| at)
         };
         let rt = fastest(&|_| true, step.rt);
-        let be = fastest(&|choice| choice.cluster <= 1, step.be);
+        let be = fastest(&Launch::suits_best_effort, step.be);
         Ok(StepProfile {
             name: step.name.clone(),
             op: step.op.clone(),

@@ -32,12 +32,14 @@ pub(crate) fn variant_of(step: &GpuStep) -> BestEffortVariant {
     }
 }
 
-/// The choice of the step that best effort launches. A grid takes the one that real time takes;
-/// blocks of a cluster exit together. A tile loop takes one without clusters, because each block
-/// fetches tiles on its own.
+/// The choice of the step that best effort launches. A grid takes the one that real time takes,
+/// unless it gains from overlapping tiles; blocks of a cluster exit together. A tile loop takes one
+/// without clusters, because each block fetches tiles on its own.
 pub(crate) fn best_effort_choice(step: &GpuStep) -> usize {
+    let overlaps = step.choices.get(step.rt).is_some_and(|launch| launch.overlaps);
     match variant_of(step) {
-        BestEffortVariant::Grid | BestEffortVariant::CheckedGrid => step.rt,
+        BestEffortVariant::Grid | BestEffortVariant::CheckedGrid if !overlaps => step.rt,
+        BestEffortVariant::Grid | BestEffortVariant::CheckedGrid => step.be,
         BestEffortVariant::Loop => step.be,
     }
 }
@@ -46,6 +48,17 @@ pub(crate) fn best_effort_choice(step: &GpuStep) -> usize {
 mod tests {
     use super::*;
     use crate::program::layout::tests::{launch, step};
+
+    #[test]
+    fn a_grid_avoids_what_gains_from_overlapping_tiles() {
+        let mut short = GpuStep { flops: 1_000_000_000, bytes: 1_000_000, ..step(launch(100, 0)) };
+        short.choices.push(launch(100, 0));
+        (short.rt, short.be) = (0, 1);
+        assert_eq!(best_effort_choice(&short), 0);
+        short.choices[0].overlaps = true;
+        assert_eq!(best_effort_choice(&short), 1);
+        assert!(!short.choices[0].suits_best_effort() && short.choices[1].suits_best_effort());
+    }
 
     #[test]
     fn only_long_steps_are_tile_loops() {

@@ -1,8 +1,9 @@
 //! The memory layout of one run: one block of device memory, whose addresses are patched into
 //! kernel arguments.
 
-use model::gpu::{GpuPlan, GpuStep, Launch, MemoryLocation, Patch};
+use model::gpu::{GpuPlan, GpuStep, Launch, MemoryLocation, Patch, TensorMap};
 
+use crate::driver::encode_map;
 use crate::preempt::best_effort_variant::best_effort_choice;
 
 /// Alignment of whatever a kernel reads in vectors.
@@ -275,6 +276,18 @@ impl Addresses<'_> {
             })?;
             field.copy_from_slice(&address.to_le_bytes());
         }
+        for map in &launch.maps {
+            let (at, to) = (map.at as usize, map.to);
+            let address = self
+                .resolve(to, words)
+                .ok_or_else(|| format!("{to:?} of variant '{}' does not exist", launch.variant))?;
+            let field = args.get_mut(at..at.saturating_add(TensorMap::BYTES)).ok_or_else(|| {
+                format!("a tensor map at byte {at} is past the arguments of '{}'", launch.variant)
+            })?;
+            let encoded = encode_map(map, address)
+                .map_err(|err| format!("a tensor map of variant '{}': {err}", launch.variant))?;
+            field.copy_from_slice(&encoded);
+        }
         Ok(args)
     }
 }
@@ -294,11 +307,14 @@ pub(crate) mod tests {
             variant: "only".to_string(),
             kernel: 0,
             tiles,
+            rt_blocks: tiles,
+            overlaps: false,
             cluster: 1,
             arrivals,
             workspace_bytes: 0,
             args: vec![0; 24],
             patches: vec![],
+            maps: vec![],
         }
     }
 

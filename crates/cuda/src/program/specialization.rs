@@ -251,8 +251,11 @@ fn check(gpu: &GpuPlan) -> Result<(), String> {
                 let (have, want) = (launch.args.len(), kernel.args_bytes);
                 return Err(format!("step '{}': {have} bytes of {want} arguments", step.name));
             }
-            if launch.tiles == 0 || launch.tiles % launch.cluster.max(1) != 0 {
-                return Err(format!("step '{}': {} tiles", step.name, launch.tiles));
+            let cluster = launch.cluster.max(1);
+            for blocks in [launch.tiles, launch.rt_blocks] {
+                if blocks == 0 || blocks % cluster != 0 {
+                    return Err(format!("step '{}': {blocks} tiles", step.name));
+                }
             }
         }
     }
@@ -312,7 +315,7 @@ pub(crate) fn real_time(
     kernel.allow_cluster(0, launch.cluster)?;
     let facts = &gpu.kernels[launch.kernel];
     let shape = LaunchShape {
-        grid: launch.tiles,
+        grid: launch.rt_blocks,
         threads: facts.threads,
         shared: facts.shared_bytes,
         cluster: launch.cluster,

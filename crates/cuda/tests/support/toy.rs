@@ -229,6 +229,8 @@ fn launch(
         variant: "only".to_string(),
         kernel: usize::from(chain.wild && index + 1 == chain.steps),
         tiles: count.div_ceil(TILE) as u32,
+        rt_blocks: count.div_ceil(TILE) as u32,
+        overlaps: false,
         cluster: 1,
         arrivals: 0,
         workspace_bytes: 0,
@@ -238,5 +240,6 @@ fn launch(
             Patch { at: 8, to },
             Patch { at: 16, to: MemoryLocation::Weight(0, 0) },
         ],
+        maps: vec![],
     }
 }

@@ -34,8 +34,11 @@ pub(crate) type Spans = Vec<(u64, u64)>;
 
 /// The weights a step may read, by index.
 fn weights_of(step: &GpuStep) -> impl Iterator<Item = usize> {
-    let patches = step.choices.iter().flat_map(|launch| &launch.patches);
-    patches.filter_map(|patch| match patch.to {
+    let places = step.choices.iter().flat_map(|launch| {
+        let maps = launch.maps.iter().map(|map| map.to);
+        launch.patches.iter().map(|patch| patch.to).chain(maps)
+    });
+    places.filter_map(|place| match place {
         MemoryLocation::Weight(index, _) => Some(index as usize),
         _ => None,
     })

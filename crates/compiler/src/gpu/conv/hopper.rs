@@ -1,0 +1,317 @@
+//! Variants of a product for Hopper's own instructions (`kernels/hopper.cuh`).
+
+use model::gpu::{CopyShape, GpuTarget, MemoryLocation, TensorMap};
+
+use super::super::args::ArgsWriter;
+use super::super::draft::{KernelText, LaunchDraft};
+use super::super::loop_nest::address;
+use super::super::lowering::Lowering;
+use super::super::tile::{SplitReduction, Tile, Variant};
+use super::{Product, Window2};
+
+/// The only capability with these instructions; its successors have others.
+const CAPABILITY: u32 = 90;
+
+/// Depth of a step: a swizzled row of 128 bytes.
+const DEPTH: usize = 64;
+
+/// Less work than this is not worth the time to compile and measure the kernels.
+const FLOPS_MIN: u64 = 200_000_000;
+
+/// `HopperConfig`: outputs per tile, warpgroups that share it, stages and blocks per SM. With one
+/// warpgroup per tile, two of them alternate, and the tile of a best-effort launch is two output
+/// tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    bm: usize,
+    bn: usize,
+    groups: (usize, usize),
+    stages: usize,
+    blocks: usize,
+}
+
+const fn shape(
+    bm: usize,
+    bn: usize,
+    groups: (usize, usize),
+    stages: usize,
+    blocks: usize,
+) -> Shape {
+    Shape { bm, bn, groups, stages, blocks }
+}
+
+const SHAPES: [Shape; 7] = [
+    shape(256, 128, (2, 1), 4, 1),
+    shape(128, 192, (2, 1), 5, 1),
+    shape(128, 128, (1, 1), 6, 1),
+    shape(128, 128, (2, 1), 3, 2),
+    shape(256, 64, (2, 1), 5, 1),
+    shape(128, 64, (2, 1), 8, 1),
+    shape(128, 64, (2, 1), 4, 2),
+];
+
+/// Every shape as it appears in a kernel's type, for tests that all are tried.
+pub fn shapes() -> Vec<String> {
+    SHAPES.iter().map(Shape::parameters).collect()
+}
+
+impl Shape {
+    fn parameters(&self) -> String {
+        let Shape { bm, bn, groups, stages, blocks } = self;
+        format!("{bm}, {bn}, {}, {}, {stages}, {blocks}", groups.0, groups.1)
+    }
+
+    fn alternates(&self) -> bool {
+        self.groups == (1, 1)
+    }
+
+    /// Output tiles of a launch's tile.
+    fn tiles(&self) -> usize {
+        if self.alternates() { 2 } else { 1 }
+    }
+
+    fn threads(&self) -> usize {
+        self.groups.0 * self.groups.1 * self.tiles() * 128 + 32
+    }
+
+    /// `kShared` of `HopperConfig`: stages, two barriers and a word for each and for the second
+    /// tile, and what aligns them.
+    fn shared_bytes(&self) -> usize {
+        self.stages * (self.bm + self.bn) * DEPTH * 2 + (self.stages + 1) * 20 + 1024
+    }
+
+    fn name(&self) -> String {
+        let how = match (self.alternates(), self.blocks) {
+            (true, _) => "a",
+            (false, 1) => "",
+            (false, _) => "p",
+        };
+        format!("h{}x{}x{DEPTH}{how}", self.bm, self.bn)
+    }
+
+    fn kernel(&self, window: bool) -> KernelText {
+        KernelText {
+            source: "#include \"hopper.cuh\"\n".to_string(),
+            expression: format!(
+                "tiles::HopperConv<tiles::HopperConfig<{}, {window}>>",
+                self.parameters()
+            ),
+            threads: self.threads() as u32,
+            shared_bytes: self.shared_bytes() as u32,
+        }
+    }
+
+    /// The part of `ConvArgs` that depends on the tile.
+    fn variant(&self) -> Variant {
+        let Shape { bm, bn, stages, .. } = *self;
+        let tile = Tile { bm, bn, bk: DEPTH, warps: (8, 1, 1), stages, vec: 8 };
+        Variant { tile, splits: 1, reduction: SplitReduction::Whole }
+    }
+}
+
+/// Adds the variants for Hopper to those in `drafts`, the first of which is estimated to take
+/// `estimate_us`; the first of all is the one with the lowest estimate.
+pub(super) fn add(
+    product: &Product,
+    target: &GpuTarget,
+    estimate_us: f64,
+    drafts: &mut Vec<LaunchDraft>,
+) {
+    if target.capability != CAPABILITY {
+        return;
+    }
+    let Some(input) = InputMap::of(product) else { return };
+    let multiprocessors = (target.multiprocessors as usize).max(1);
+    let estimate = |shape: &Shape| product.estimate_us(shape, multiprocessors);
+    let mut suited: Vec<&Shape> =
+        SHAPES.iter().filter(|shape| product.suits(shape, multiprocessors)).collect();
+    suited.sort_by(|a, b| estimate(a).total_cmp(&estimate(b)));
+    let is_best = suited.first().is_some_and(|best| estimate(best) < estimate_us);
+    let draft = |shape: &&Shape| product.hopper_draft(shape, &input, multiprocessors);
+    let mut hopper: Vec<LaunchDraft> = suited.iter().map(draft).collect();
+    if is_best {
+        std::mem::swap(drafts, &mut hopper);
+    }
+    drafts.append(&mut hopper);
+}
+
+/// How the copy engine reads the input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum InputMap {
+    /// Rows of a matrix.
+    Rows,
+    /// Taps of a window: as in [`CopyShape::Pixels`].
+    Window { first: [i32; 2], last: [i32; 2], steps: [u32; 2] },
+}
+
+impl InputMap {
+    /// `None` where the copy engine cannot read it.
+    fn of(product: &Product) -> Option<InputMap> {
+        let flops = 2 * product.rows as u64 * product.out_c as u64 * product.depth() as u64;
+        // A box of weights is 32 rows, all of which must exist.
+        let weights = product.out_c.is_multiple_of(32);
+        if product.vec != 8 || product.normalize.is_some() || !weights || flops < FLOPS_MIN {
+            return None;
+        }
+        let (input, output) = ([product.in_h, product.in_w], [product.out_h, product.out_w]);
+        InputMap::of_window(&product.window, input, output)
+    }
+
+    /// Over `input` rows and columns, to `output` rows and columns. `None` beyond the limits of a
+    /// map: corners are 8 bits with a sign, offsets of taps 8 bits without, steps at most eight.
+    fn of_window(window: &Window2, input: [usize; 2], output: [usize; 2]) -> Option<InputMap> {
+        let Window2 { kernel, stride, pad, dilation } = *window;
+        if kernel == [1, 1] && stride == [1, 1] && pad == [0, 0] {
+            return Some(InputMap::Rows);
+        }
+        let (mut first, mut last, mut steps) = ([0; 2], [0; 2], [0; 2]);
+        // Columns come first.
+        for (to, axis) in [(0, 1), (1, 0)] {
+            let corner = |x: i64| i8::try_from(x).ok().map(i32::from);
+            let before = i64::try_from(pad[axis]).ok()?;
+            let end =
+                i64::try_from(output[axis].checked_sub(1)?.checked_mul(stride[axis])?).ok()?;
+            let size = i64::try_from(input[axis]).ok()?;
+            first[to] = corner(-before)?;
+            last[to] = corner(end - before - (size - 1))?;
+            steps[to] = u32::try_from(stride[axis]).ok().filter(|step| *step <= 8)?;
+            u8::try_from(kernel[axis].checked_sub(1)?.checked_mul(dilation[axis])?).ok()?;
+        }
+        Some(InputMap::Window { first, last, steps })
+    }
+
+    fn is_window(&self) -> bool {
+        matches!(self, InputMap::Window { .. })
+    }
+}
+
+impl Product {
+    fn hopper_tiles(&self, shape: &Shape) -> usize {
+        self.rows.div_ceil(shape.bm) * self.out_c.div_ceil(shape.bn)
+    }
+
+    /// Depth steps of a tile: each is within one tap.
+    fn hopper_steps(&self) -> usize {
+        self.window.kernel[0] * self.window.kernel[1] * self.in_c.div_ceil(DEPTH)
+    }
+
+    /// Whether a tile is not much larger than the output, nor narrow where there are enough wide
+    /// ones.
+    fn suits(&self, shape: &Shape, multiprocessors: usize) -> bool {
+        let tiles = self.hopper_tiles(shape);
+        let wasteful = tiles * shape.bm * shape.bn * 2 > self.rows * self.out_c * 3;
+        let narrow = shape.bn <= 64 && self.out_c > 64;
+        !wasteful && !(narrow && tiles > 8 * multiprocessors)
+    }
+
+    /// A rough estimate of the time, comparable to those of the other variants: an SM computes its
+    /// tiles one after another, at the rate of its tensor cores, of its share of L2, or of copies
+    /// that wait for a free stage.
+    fn estimate_us(&self, shape: &Shape, multiprocessors: usize) -> f64 {
+        const FLOP_PER_US: f64 = 5.4e6;
+        const L2_BYTES_PER_US: f64 = 90.0e3;
+        const COPY_US: f64 = 1.1;
+        const START_US: f64 = 2.5;
+        let rounds = self.hopper_tiles(shape).div_ceil(multiprocessors);
+        let resident = rounds.min(shape.blocks);
+        let step = ((2 * shape.bm * shape.bn * DEPTH) as f64 / FLOP_PER_US)
+            .max(((shape.bm + shape.bn) * DEPTH * 2) as f64 / L2_BYTES_PER_US)
+            .max(COPY_US / (shape.stages * resident.max(1)) as f64);
+        // An epilogue overlaps the products of another block or warpgroup.
+        let overlapped = resident > 1 || (shape.alternates() && rounds > 1);
+        let epilogue = (shape.bm * shape.bn) as f64 / if overlapped { 100e3 } else { 28e3 };
+        START_US + rounds as f64 * (self.hopper_steps() as f64 * step + epilogue)
+    }
+
+    fn hopper_draft(&self, shape: &Shape, input: &InputMap, multiprocessors: usize) -> LaunchDraft {
+        let output_tiles = self.hopper_tiles(shape);
+        let tiles = output_tiles.div_ceil(shape.tiles());
+        let mut args = ArgsWriter::new();
+        let (input_at, weight_at) = (args.map(), args.map());
+        args.nested(self.args(&shape.variant()));
+        args.int(output_tiles).int(self.hopper_steps());
+        let mut draft = LaunchDraft::plain(shape.kernel(input.is_window()), tiles, args);
+        draft.variant = shape.name();
+        draft.overlaps = shape.alternates();
+        draft.rt_blocks = output_tiles.min(multiprocessors * shape.blocks);
+        let weight = Lowering::weight_address(self.weight);
+        draft.maps = vec![
+            (address(&self.input), self.input_map(input_at, shape, input)),
+            (weight, self.weight_map(weight_at, shape)),
+        ];
+        draft
+    }
+
+    fn input_map(&self, at: u32, shape: &Shape, input: &InputMap) -> TensorMap {
+        let pixel = self.in_stride as u64 * 2;
+        let (sizes, strides, copy) = match *input {
+            InputMap::Rows => (
+                vec![self.in_c as u64, self.rows as u64],
+                vec![pixel],
+                CopyShape::Box(vec![DEPTH as u32, shape.bm as u32]),
+            ),
+            InputMap::Window { first, last, steps } => {
+                let (h, w) = (self.in_h as u64, self.in_w as u64);
+                let images = self.rows / (self.out_h * self.out_w).max(1);
+                (
+                    vec![self.in_c as u64, w, h, images as u64],
+                    vec![pixel, w * pixel, h * w * pixel],
+                    CopyShape::Pixels { count: shape.bm as u32, first, last, steps },
+                )
+            }
+        };
+        TensorMap { at, to: MemoryLocation::Arrivals, sizes, strides, copy }
+    }
+
+    /// Rows in the order in which the sums of a thread are eight consecutive channels: of row
+    /// `32 g + 8 q + 2 j + e`, the box has `e` fastest, then `q`, `j` and `g`.
+    fn weight_map(&self, at: u32, shape: &Shape) -> TensorMap {
+        let depth = self.depth() as u64;
+        let row = depth.next_multiple_of(8) * 2;
+        TensorMap {
+            at,
+            to: MemoryLocation::Arrivals,
+            sizes: vec![depth, 2, 4, 4, (self.out_c / 32) as u64],
+            strides: vec![row, 8 * row, 2 * row, 32 * row],
+            copy: CopyShape::Box(vec![DEPTH as u32, 2, 4, 4, (shape.bn / 32) as u32]),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn window(kernel: usize, stride: usize, pad: usize, dilation: usize) -> Window2 {
+        Window2 { kernel: [kernel; 2], stride: [stride; 2], pad: [pad; 2], dilation: [dilation; 2] }
+    }
+
+    #[test]
+    fn a_window_is_mapped_from_its_first_to_its_last_output_pixel() {
+        let same = InputMap::of_window(&window(3, 1, 1, 1), [14, 20], [14, 20]);
+        let (first, last) = ([-1, -1], [-1, -1]);
+        assert_eq!(same, Some(InputMap::Window { first, last, steps: [1, 1] }));
+        // The last of eight rows starts at 2 * 7 - 1 = 13 of 15, that of nine columns at 15 of 17.
+        let halved = InputMap::of_window(&window(3, 2, 1, 1), [15, 17], [8, 9]);
+        let (first, last) = ([-1, -1], [-1, -1]);
+        assert_eq!(halved, Some(InputMap::Window { first, last, steps: [2, 2] }));
+        let uneven = InputMap::of_window(&window(2, 2, 0, 1), [28, 31], [14, 15]);
+        let (first, last) = ([0, 0], [-2, -1]);
+        assert_eq!(uneven, Some(InputMap::Window { first, last, steps: [2, 2] }));
+        assert_eq!(InputMap::of_window(&window(1, 1, 0, 1), [1, 9], [1, 9]), Some(InputMap::Rows));
+    }
+
+    #[test]
+    fn windows_beyond_the_limits_of_a_map_have_none() {
+        let mapped = |window: Window2, pixels: usize| {
+            let reach = (window.kernel[0] - 1) * window.dilation[0];
+            let output = (pixels + 2 * window.pad[0] - reach - 1) / window.stride[0] + 1;
+            InputMap::of_window(&window, [pixels; 2], [output; 2]).is_some()
+        };
+        assert!(mapped(window(3, 1, 36, 36), 65));
+        assert!(mapped(window(3, 8, 1, 1), 65) && !mapped(window(3, 9, 1, 1), 65));
+        assert!(mapped(window(3, 1, 128, 120), 300) && !mapped(window(3, 1, 129, 120), 300));
+        assert!(!mapped(window(3, 1, 128, 128), 300), "a tap 256 pixels away");
+        assert!(!mapped(window(3, 1, 0, 100), 300), "the last corner is 200 pixels inside");
+    }
+}
