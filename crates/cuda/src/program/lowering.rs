@@ -112,9 +112,17 @@ fn example_sizes(plan: &LaunchPlan, set: &[(String, usize)]) -> (Vec<Sizes>, boo
 /// The symbols of `plan`'s inputs as `inputs` bind them; `inputs` have been checked against the
 /// plan.
 pub(crate) fn sizes_of(plan: &LaunchPlan, inputs: &[Tensor]) -> Sizes {
+    sizes_of_shapes(plan, inputs.iter().map(Tensor::shape))
+}
+
+/// As [`sizes_of`], for inputs of these shapes.
+pub(crate) fn sizes_of_shapes<'a>(
+    plan: &LaunchPlan,
+    shapes: impl Iterator<Item = &'a [usize]>,
+) -> Sizes {
     let mut sizes = Sizes::new();
-    for (id, tensor) in plan.inputs.iter().zip(inputs) {
-        for (dim, size) in plan.value(*id).shape.iter().flatten().zip(tensor.shape()) {
+    for (id, shape) in plan.inputs.iter().zip(shapes) {
+        for (dim, size) in plan.value(*id).shape.iter().flatten().zip(shape) {
             if let Dim::Symbol(symbol) = dim
                 && !sizes.iter().any(|(known, _)| known == symbol)
             {

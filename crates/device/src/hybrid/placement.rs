@@ -43,6 +43,11 @@ pub struct Placement {
 }
 
 impl Placement {
+    /// Why step `index` runs on the host; `None` on the accelerator.
+    pub fn reason(&self, index: usize) -> Option<String> {
+        self.host.get(index)?.as_ref().map(HostReason::text)
+    }
+
     /// For every step whether it runs on the host.
     pub fn on_host(&self) -> Vec<bool> {
         self.host.iter().map(Option::is_some).collect()
@@ -294,7 +299,7 @@ pub(super) fn host_sections(
     let step = |index: &usize| HostStep {
         step: plan.steps[*index].name.clone(),
         op: plan.steps[*index].op.name(),
-        reason: placement.host[*index].as_ref().map(HostReason::text).unwrap_or_default(),
+        reason: placement.reason(*index).unwrap_or_default(),
     };
     let host = sections.iter().filter(|section| section.side == Side::Host);
     host.map(|section| HostSection {
