@@ -184,11 +184,8 @@ fn random_plan(random: &mut Random) -> Arc<LaunchPlan> {
             3 => b.step(Op::MatMul(MatMul::default()), &[x, weight], real, dims),
             4 => {
                 // Rows with a positive sum: their number depends on the data.
-                let reduce = Reduce {
-                    kind: ReduceKind::Sum,
-                    keep_dims: false,
-                    noop_with_empty_axes: false,
-                };
+                let reduce =
+                    Reduce { kind: ReduceKind::Sum, keep_dims: false, noop_with_empty_axes: false };
                 let row = vec![dims[0].clone()];
                 let sums = b.step(Op::Reduce(reduce), &[x, axes], real, row.clone());
                 let mask =

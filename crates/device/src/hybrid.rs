@@ -61,8 +61,7 @@ impl HybridDevice {
         plan: &Arc<LaunchPlan>,
     ) -> Result<Option<Arc<HybridProgram>>, DeviceError> {
         let Some(sections) = self.sections(plan)? else { return Ok(None) };
-        let program =
-            HybridProgram::load(&*self.accelerator, &self.host, plan.clone(), sections)?;
+        let program = HybridProgram::load(&*self.accelerator, &self.host, plan.clone(), sections)?;
         Ok(Some(Arc::new(program)))
     }
 }

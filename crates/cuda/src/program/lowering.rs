@@ -12,14 +12,19 @@ pub(crate) type Sizes = Vec<(String, usize)>;
 
 /// The steps of `plan` that have no kernel.
 pub(crate) fn unsupported_steps(services: &DeviceServices, plan: &LaunchPlan) -> Vec<DeviceError> {
-    example(
-        &*services.compile.compiler,
-        services.device.target(),
-        plan,
-        &services.device.options().sizes,
-    )
-    .err()
-    .unwrap_or_default()
+    let sizes = &services.device.options().sizes;
+    steps_without_kernel(&*services.compile.compiler, services.device.target(), plan, sizes)
+}
+
+/// The steps of `plan` that `compiler` has no kernel for; no GPU is needed. Symbols that `sizes`
+/// does not name get sizes that the plan accepts.
+pub fn steps_without_kernel(
+    compiler: &dyn KernelCompiler,
+    target: &GpuTarget,
+    plan: &LaunchPlan,
+    sizes: &[(String, usize)],
+) -> Vec<DeviceError> {
+    example(compiler, target, plan, sizes).err().unwrap_or_default()
 }
 
 /// `plan` for `sizes`.

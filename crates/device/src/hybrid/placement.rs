@@ -114,12 +114,7 @@ fn with_numbers(section: &Section) -> LaunchPlan {
 ///
 /// A step with refused ancestors is often refused only because of them: their results have no known
 /// shape. It is moved only if the shapes of its operands are known in the plan.
-fn mark(
-    plan: &LaunchPlan,
-    section: &Section,
-    refused: &[DeviceError],
-    placement: &mut Placement,
-) {
+fn mark(plan: &LaunchPlan, section: &Section, refused: &[DeviceError], placement: &mut Placement) {
     let mut reasons: Vec<(usize, &str)> = Vec::new();
     let mut of_section: Option<String> = None;
     for err in refused {

@@ -150,10 +150,7 @@ fn symbols(plan: &LaunchPlan) -> Vec<&str> {
 impl ProgramState {
     /// Makes all sections of the accelerator ready whose sizes follow from the inputs' `shapes`: the
     /// thread that runs the sections must not wait for it.
-    fn make_ready<'a>(
-        &self,
-        shapes: impl Iterator<Item = &'a [usize]>,
-    ) -> Result<(), DeviceError> {
+    fn make_ready<'a>(&self, shapes: impl Iterator<Item = &'a [usize]>) -> Result<(), DeviceError> {
         let sizes = bound_sizes(&self.plan, shapes);
         if lock(&self.ready).contains(&sizes) {
             return Ok(());
@@ -255,7 +252,10 @@ impl Program for HybridProgram {
         });
         let mut padded = None;
         if let Some(all) = prepared.filter(|all| *all > rows) {
-            inputs = inputs.iter().map(|tensor| repeated(tensor, rows, all)).collect::<Result<_, _>>()?;
+            inputs = inputs
+                .iter()
+                .map(|tensor| repeated(tensor, rows, all))
+                .collect::<Result<_, _>>()?;
             padded = Some(PaddedRows { all, rows });
         }
         Ok(Box::new(self.task(inputs, padded)))
@@ -356,9 +356,11 @@ impl HybridTask {
         }
         let Some(loaded) = self.program.sections.get(self.next_section) else { return Ok(()) };
         let missing = |id: &ValueId| DeviceError::BadPlan(format!("value {} is missing", id.0));
-        let inputs = loaded.section.inputs.iter().map(|id| {
-            self.values[id.index()].clone().ok_or_else(|| missing(id))
-        });
+        let inputs = loaded
+            .section
+            .inputs
+            .iter()
+            .map(|id| self.values[id.index()].clone().ok_or_else(|| missing(id)));
         let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
         if self.step_times.is_some() {
             *lock(&loaded.shapes) = inputs.iter().map(|x| x.shape().to_vec()).collect();
@@ -424,7 +426,8 @@ fn failed(loaded: &LoadedSection, err: DeviceError) -> DeviceError {
         // The request's inputs were right.
         DeviceError::BadInput(reason) => {
             let step = loaded.section.plan.steps.first();
-            let (name, op) = step.map(|step| (step.name.clone(), step.op.name())).unwrap_or_default();
+            let (name, op) =
+                step.map(|step| (step.name.clone(), step.op.name())).unwrap_or_default();
             DeviceError::StepFailed { step: name, op, reason }
         }
         err => err,

@@ -168,9 +168,7 @@ impl Shared {
         let Some(receiver) = state.receiver.take() else { return false };
         let shared = self.clone();
         let name = format!("sections-{}", self.options.id);
-        let spawned = std::thread::Builder::new()
-            .name(name)
-            .spawn(move || shared.drive(&receiver));
+        let spawned = std::thread::Builder::new().name(name).spawn(move || shared.drive(&receiver));
         state.started = spawned.is_ok();
         state.started
     }

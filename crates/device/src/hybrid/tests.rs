@@ -88,8 +88,7 @@ fn sections_are_the_whole_plan() {
         let steps = 1 + random.below(40) as usize;
         let plan = random_plan(&mut random, steps);
         let rarity = 1 + random.below(6);
-        let on_host: Vec<bool> =
-            plan.steps.iter().map(|_| random.below(1 + rarity) == 0).collect();
+        let on_host: Vec<bool> = plan.steps.iter().map(|_| random.below(1 + rarity) == 0).collect();
         check(&plan, &on_host, &cut(&plan, &on_host));
     }
 }
@@ -161,7 +160,8 @@ type Seen = Arc<Mutex<Vec<LoadProgress>>>;
 
 fn joint_load() -> ([Arc<ManualWeights>; 2], JointResidency, Seen) {
     let parts = [Arc::new(ManualWeights::default()), Arc::new(ManualWeights::default())];
-    let joint = JointResidency(parts.iter().map(|part| part.clone() as Arc<dyn Residency>).collect());
+    let joint =
+        JointResidency(parts.iter().map(|part| part.clone() as Arc<dyn Residency>).collect());
     let seen = Seen::default();
     let to = seen.clone();
     joint.load(true, Box::new(move |progress| to.lock().expect("no panic").push(progress)));

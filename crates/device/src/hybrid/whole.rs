@@ -85,7 +85,9 @@ impl Program for WholeProgram {
         notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn Task>, DeviceError> {
         match self.inner.prepare_with_notice(inputs.clone(), notify) {
-            Err(err) if is_refusal(&err) => self.fallback(&err)?.prepare_with_notice(inputs, notify),
+            Err(err) if is_refusal(&err) => {
+                self.fallback(&err)?.prepare_with_notice(inputs, notify)
+            }
             other => other,
         }
     }

@@ -133,7 +133,8 @@ fn followed(graph: &Graph, id: ValueId) -> Option<Tensor> {
 
 /// A limit on the bytes of a node's outputs. Where inference does not know it, the operator may.
 fn largest_result(graph: &Graph, node: &GraphNode) -> Option<usize> {
-    let known = node.outputs.iter().flatten().map(|id| size_of_value(graph, *id)).sum::<Option<usize>>();
+    let known =
+        node.outputs.iter().flatten().map(|id| size_of_value(graph, *id)).sum::<Option<usize>>();
     known.or_else(|| {
         let x = graph.constant(node.inputs.first().copied().flatten()?)?;
         match node.op {
