@@ -149,7 +149,8 @@ fn open_gpu(
     let gpus =
         devices::open_gpu_parts(args, ordinal, parts, |options| options.weights_on_demand = true)?;
     let opened = |gpu: cuda::CudaDevice| {
-        Ok(OpenDevice { budget: weight_budget(memory, gpu.info().memory)?, device: Arc::new(gpu) })
+        let budget = weight_budget(memory, gpu.info().memory)?;
+        Ok(OpenDevice { budget, device: Arc::new(devices::with_host(Arc::new(gpu), args)) })
     };
     gpus.into_iter().map(opened).collect()
 }

@@ -7,6 +7,7 @@ use compiler::gpu::GpuCompiler;
 use cpu::{CpuDevice, CpuOptions};
 use cuda::{CudaDevice, CudaOptions};
 use device::Device;
+use device::hybrid::HybridDevice;
 
 use crate::compile::CpuEvaluator;
 use crate::device_args::DeviceArgs;
@@ -18,20 +19,26 @@ use crate::failure::Failure;
 /// When there is no such device or it cannot be used.
 pub fn open_device(args: &DeviceArgs) -> Result<Arc<dyn Device>, Failure> {
     if args.device.starts_with("cuda") {
-        return Ok(Arc::new(open_gpu(args)?));
+        return Ok(Arc::new(with_host(Arc::new(open_gpu(args)?), args)));
     }
-    let settings = &args.settings;
     match args.device.as_str() {
-        "cpu" => {
-            let options =
-                CpuOptions { threads: settings.threads, queues: usize::from(settings.cpu_queues) };
-            Ok(Arc::new(CpuDevice::new(options)))
-        }
+        "cpu" => Ok(Arc::new(open_cpu(args))),
         other => Err(Failure::usage(format!(
             "there is no device '{other}'; there are: cpu, and cuda:N for the N-th GPU; \
              only atoll serve takes several"
         ))),
     }
+}
+
+fn open_cpu(args: &DeviceArgs) -> CpuDevice {
+    let settings = &args.settings;
+    let queues = usize::from(settings.cpu_queues);
+    CpuDevice::new(CpuOptions { threads: settings.threads, queues })
+}
+
+/// `gpu` with this machine's CPU for the steps that have no GPU kernel.
+pub fn with_host(gpu: Arc<CudaDevice>, args: &DeviceArgs) -> HybridDevice {
+    HybridDevice::new(gpu, Arc::new(open_cpu(args)))
 }
 
 /// Opens the GPU that `args` name, with weights that stay on the device.

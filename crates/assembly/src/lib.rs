@@ -21,7 +21,7 @@ pub mod value_parsers;
 
 pub use compile::{compile_bytes, compile_file};
 pub use device_args::{DeviceArgs, DeviceSettings, PrecisionArg};
-pub use devices::{open_device, open_gpu, open_gpu_with};
+pub use devices::{open_device, open_gpu, open_gpu_with, with_host};
 pub use disk_loader::{DiskLoader, load_file};
 pub use failure::Failure;
 pub use files::{read_file, write_file};

@@ -6,7 +6,7 @@ use assembly::{Failure, sample_inputs};
 use base::Bytes;
 use compiler::CompileError;
 use compiler::memory::peak_activation_bytes;
-use device::DeviceError;
+use device::{DeviceError, HostSection, HostStep};
 use graph::ImportError;
 use model::{Dim, LaunchPlan, ValueId};
 use serde::Serialize;
@@ -28,7 +28,26 @@ struct CheckReport {
     bindings: BTreeMap<String, usize>,
     operators: BTreeMap<String, usize>,
     steps: Vec<StepReport>,
+    /// What runs on the host because the device has no kernel for it, in order.
+    host_sections: Vec<HostSectionReport>,
     unsupported: Vec<String>,
+}
+
+/// Steps that run on the host one after another.
+#[derive(Debug, Serialize)]
+struct HostSectionReport {
+    steps: Vec<HostStepReport>,
+    /// Bytes copied from the device; absent if they depend on the data.
+    copied_in_bytes: Option<u64>,
+    /// Bytes copied to the device; absent if they depend on the data.
+    copied_out_bytes: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+struct HostStepReport {
+    name: String,
+    op: String,
+    reason: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -58,7 +77,10 @@ pub(crate) fn run(args: &CheckArgs) -> Result<(), Failure> {
     };
     sample_inputs::check_known(&plan, &bindings)?;
     let unsupported = device.unsupported_steps(&plan);
-    let report = report(args, &device.info().description, &plan, bindings, &unsupported);
+    let mut report = report(args, &device.info().description, &plan, bindings, &unsupported);
+    let sizes: Vec<(String, usize)> = report.bindings.clone().into_iter().collect();
+    report.host_sections =
+        device.host_sections(&plan, &sizes).into_iter().map(host_section).collect();
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
     } else {
@@ -118,7 +140,21 @@ fn report(
         bindings: bound,
         operators,
         steps: steps.collect(),
+        host_sections: Vec::new(),
         unsupported: unsupported.iter().map(ToString::to_string).collect(),
+    }
+}
+
+fn host_section(section: HostSection) -> HostSectionReport {
+    let steps = section.steps.into_iter().map(|HostStep { step, op, reason }| HostStepReport {
+        name: step,
+        op,
+        reason,
+    });
+    HostSectionReport {
+        steps: steps.collect(),
+        copied_in_bytes: section.copied_in,
+        copied_out_bytes: section.copied_out,
     }
 }
 
@@ -163,5 +199,20 @@ fn print(report: &CheckReport, steps: bool) {
     report.unsupported.iter().for_each(|problem| println!("  {problem}"));
     if report.runs {
         println!("  every step runs");
+    }
+    report.host_sections.iter().for_each(print_host_section);
+}
+
+fn print_host_section(section: &HostSectionReport) {
+    let bytes = |bytes: Option<u64>| {
+        bytes.map_or("bytes that depend on the data".to_string(), |bytes| Bytes(bytes).to_string())
+    };
+    println!(
+        "  on the host, {} copied from the device and {} to it:",
+        bytes(section.copied_in_bytes),
+        bytes(section.copied_out_bytes)
+    );
+    for step in &section.steps {
+        println!("    {:<16} {:<32} {}", step.op, step.name, step.reason);
     }
 }

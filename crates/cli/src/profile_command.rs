@@ -1,5 +1,9 @@
 //! `atoll profile`: times every variant of a model's steps on a GPU, and selects the fastest.
 
+mod sections;
+
+use std::sync::Arc;
+
 use assembly::{
     Failure,
     sample_inputs::{self, Bindings},
@@ -10,6 +14,7 @@ use model::{Dim, LaunchPlan};
 use serde::Serialize;
 
 use crate::args::ProfileArgs;
+use sections::SectionProfiler;
 
 /// Bytes and operations per microsecond that bound a step, measured on an H200 (see
 /// `crates/compiler/kernels/README.md`).
@@ -107,7 +112,7 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
     if args.grid {
         return crate::grid::run(args);
     }
-    let device = assembly::open_gpu(&args.device)?;
+    let device = Arc::new(assembly::open_gpu(&args.device)?);
     let bindings = sample_inputs::parse_bindings(&args.bind)?;
     let plan = assembly::compile_file(&args.model)
         .map_err(|err| Failure::failed(format!("{}: {err}", args.model.display())))?;
@@ -118,6 +123,14 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
         (batch, sizes_for(&plan, &bindings, batch_symbol.as_deref().map(|symbol| (symbol, batch))))
     });
     let sizes: Vec<(usize, Vec<(String, usize)>)> = sizes.collect();
+    let hybrid = assembly::with_host(device.clone(), &args.device);
+    if let Some(placement) = hybrid.place(&plan).map_err(Failure::failed)? {
+        if args.classes {
+            return Err(Failure::usage("--classes is for models without steps on the host"));
+        }
+        let (gpu, plan) = (device, Arc::new(plan));
+        return SectionProfiler { args, gpu, hybrid, plan, placement }.run(sizes);
+    }
     if args.classes {
         return compare_classes(args, &device, &plan, &sizes);
     }

@@ -1,8 +1,15 @@
-//! ONNX's own node tests on the CPU device: every operator's reference inputs and outputs.
+//! ONNX's own node tests: every operator's reference inputs and outputs.
 //!
 //! The data comes with the `onnx` package (1.22.0). The test looks for it in
 //! `ATOLL_ONNX_NODE_TESTS` and in virtual environments of the workspace. The verdict on each test
 //! is committed beside this file; `ATOLL_BLESS=1` rewrites it.
+//!
+//! They run on the CPU device; on the CPU as a GPU that has the kernels of our compiler, with the
+//! host for the rest; and, with `ATOLL_ONNX_DEVICE=cuda:0`, on a GPU in single precision.
+//! `scripts/gpu/node_tests.sh` runs the last of these where there is no workspace.
+
+#[path = "support/lowering_device.rs"]
+mod lowering_device;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +18,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
+use assembly::DeviceArgs;
+use clap::Parser;
 use cpu::{CpuDevice, CpuOptions};
+use device::hybrid::HybridDevice;
 use device::{Completion, CompletionSink, Device, Outcome, Queue, QueueOptions, Segment};
 use model::op::Op;
 use model::{DataType, Tensor, TensorData};
@@ -53,7 +63,7 @@ impl CompletionSink for ChannelSink {
 }
 
 /// Folds constants as the product does.
-struct CpuEvaluator;
+pub(crate) struct CpuEvaluator;
 
 impl graph::Evaluator for CpuEvaluator {
     fn evaluate(&self, op: &Op, inputs: &[Option<Tensor>], outputs: usize) -> Option<Vec<Tensor>> {
@@ -63,14 +73,13 @@ impl graph::Evaluator for CpuEvaluator {
 
 /// The device with one queue.
 struct TestDevice {
-    device: CpuDevice,
+    device: Arc<dyn Device>,
     queue: Box<dyn Queue>,
     completions: Receiver<Completion>,
 }
 
 impl TestDevice {
-    fn new() -> TestDevice {
-        let device = CpuDevice::new(CpuOptions::default());
+    fn new(device: Arc<dyn Device>) -> TestDevice {
         let (sender, completions) = sync_channel(1);
         let options = QueueOptions { id: 0, capacity: 1, high_priority: false, preemptible: true };
         let queue = device.open_queue(options, Arc::new(ChannelSink(sender))).expect("a queue");
@@ -202,13 +211,20 @@ fn data_folder() -> Option<PathBuf> {
         .find(|path| path.is_dir())
 }
 
-fn list_path() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/onnx_nodes.txt")
+/// A list of verdicts: of the CPU, or of a GPU. `ATOLL_ONNX_LISTS` names another folder.
+fn list_path(name: &str) -> PathBuf {
+    match std::env::var("ATOLL_ONNX_LISTS") {
+        Ok(folder) => PathBuf::from(folder).join(name),
+        Err(_) => Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(name),
+    }
 }
 
+const CPU_LIST: &str = "onnx_nodes.txt";
+const CUDA_LIST: &str = "onnx_nodes_cuda.txt";
+
 /// The committed verdicts by test.
-fn committed() -> BTreeMap<String, String> {
-    let text = std::fs::read_to_string(list_path()).unwrap_or_default();
+fn committed(list: &str) -> BTreeMap<String, String> {
+    let text = std::fs::read_to_string(list_path(list)).unwrap_or_default();
     text.lines()
         .filter_map(|line| line.split_once(' '))
         .map(|(name, verdict)| (name.to_string(), verdict.to_string()))
@@ -216,8 +232,8 @@ fn committed() -> BTreeMap<String, String> {
 }
 
 /// Every test's verdict, by name.
-fn judge_all(folder: &Path) -> BTreeMap<String, Verdict> {
-    let bench = TestDevice::new();
+fn judge_all(folder: &Path, device: Arc<dyn Device>) -> BTreeMap<String, Verdict> {
+    let bench = TestDevice::new(device);
     let only = std::env::var("ATOLL_ONNX_ONLY").unwrap_or_default();
     let mut names: Vec<String> = std::fs::read_dir(folder)
         .expect("the folder of tests")
@@ -278,35 +294,89 @@ fn differences_are_found() {
     assert!(compare(&[], &[of(&[1.0])]).is_err());
 }
 
-#[test]
-fn node_tests_do_as_they_did() {
-    let Some(folder) = data_folder() else {
+/// The folder with the tests; `None`, with how to get it, when it is nowhere.
+fn data_or_skip() -> Option<PathBuf> {
+    let found = data_folder();
+    if found.is_none() {
         let how = "get it with `pip download --no-deps onnx==1.22.0`, unzip it and set \
                    ATOLL_ONNX_NODE_TESTS to onnx/backend/test/data/node in it";
         assert!(std::env::var("ATOLL_REQUIRE_ONNX").is_err(), "no ONNX node tests: {how}");
         println!("skipped: no ONNX node tests; {how}");
-        return;
-    };
-    let verdicts = judge_all(&folder);
+    }
+    found
+}
+
+fn write_list(list: &str, verdicts: &BTreeMap<String, Verdict>) {
+    let lines: Vec<String> =
+        verdicts.iter().map(|(name, verdict)| format!("{name} {verdict}\n")).collect();
+    std::fs::write(list_path(list), lines.concat()).expect("the list is written");
+}
+
+/// The tests that passed according to `before` and did not pass now.
+fn lost<'a>(
+    verdicts: &'a BTreeMap<String, Verdict>,
+    before: &BTreeMap<String, String>,
+) -> Vec<&'a String> {
+    let passed = |name: &String| before.get(name).is_some_and(|was| was == "passed");
+    let lost = verdicts.iter().filter(|(name, now)| **now != Verdict::Passed && passed(name));
+    lost.map(|(name, _)| name).collect()
+}
+
+/// The tests with wrong outputs.
+fn wrong(verdicts: &BTreeMap<String, Verdict>) -> Vec<&String> {
+    let wrong = verdicts.iter().filter(|(_, verdict)| matches!(verdict, Verdict::Failed(_)));
+    wrong.map(|(name, _)| name).collect()
+}
+
+#[test]
+fn node_tests_do_as_they_did() {
+    let Some(folder) = data_or_skip() else { return };
+    let verdicts = judge_all(&folder, Arc::new(CpuDevice::new(CpuOptions::default())));
     print(&verdicts);
     if std::env::var("ATOLL_BLESS").is_ok() {
-        let lines: Vec<String> =
-            verdicts.iter().map(|(name, verdict)| format!("{name} {verdict}\n")).collect();
-        std::fs::write(list_path(), lines.concat()).expect("the list is written");
+        write_list(CPU_LIST, &verdicts);
     }
-    let before = committed();
-    let lost: Vec<&String> = verdicts
-        .iter()
-        .filter(|(name, verdict)| {
-            **verdict != Verdict::Passed && before.get(*name).is_some_and(|was| was == "passed")
-        })
-        .map(|(name, _)| name)
-        .collect();
-    let wrong: Vec<&String> = verdicts
-        .iter()
-        .filter(|(_, verdict)| matches!(verdict, Verdict::Failed(_)))
-        .map(|(name, _)| name)
-        .collect();
+    let lost = lost(&verdicts, &committed(CPU_LIST));
     assert!(lost.is_empty(), "passed before and not now: {lost:?}");
-    assert!(wrong.is_empty(), "wrong outputs: {wrong:?}");
+    assert!(wrong(&verdicts).is_empty(), "wrong outputs: {:?}", wrong(&verdicts));
+}
+
+/// What the CPU runs, a GPU with our kernels and a host runs too: every step has one of the two,
+/// and the sections between them are sound.
+#[test]
+fn nothing_is_refused_beside_a_host() {
+    let Some(folder) = data_or_skip() else { return };
+    let host = || Arc::new(CpuDevice::new(CpuOptions::default()));
+    let device = HybridDevice::new(lowering_device::LoweringDevice::open(host()), host());
+    let verdicts = judge_all(&folder, Arc::new(device));
+    print(&verdicts);
+    let lost = lost(&verdicts, &committed(CPU_LIST));
+    assert!(lost.is_empty(), "passes on the CPU and not beside a GPU: {lost:?}");
+}
+
+#[derive(Parser)]
+struct Args {
+    #[command(flatten)]
+    device: DeviceArgs,
+}
+
+/// Needs `ATOLL_ONNX_DEVICE`.
+#[test]
+fn node_tests_on_a_gpu() {
+    let Ok(name) = std::env::var("ATOLL_ONNX_DEVICE") else {
+        println!("skipped: ATOLL_ONNX_DEVICE names no GPU");
+        return;
+    };
+    let Some(folder) = data_or_skip() else { return };
+    let args = Args::parse_from(["test", "--device", &name, "--precision", "f32"]);
+    let device = assembly::open_device(&args.device).unwrap_or_else(|err| panic!("{err:?}"));
+    let verdicts = judge_all(&folder, device);
+    print(&verdicts);
+    let before = committed(CUDA_LIST);
+    if std::env::var("ATOLL_BLESS").is_ok() {
+        write_list(CUDA_LIST, &verdicts);
+    }
+    let (shrunk, behind) = (lost(&verdicts, &before), lost(&verdicts, &committed(CPU_LIST)));
+    assert!(shrunk.is_empty(), "passed before and not now: {shrunk:?}");
+    assert!(behind.is_empty(), "passes on the CPU and not on {name}: {behind:?}");
 }

@@ -60,3 +60,4 @@ pub use measure::start_probe::{StartProbe, StartTimes};
 pub use memory::memory_report::MemoryReport;
 pub use options::{CudaOptions, Polling};
 pub use program::layout::run_bytes;
+pub use program::lowering::steps_without_kernel;

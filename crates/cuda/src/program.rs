@@ -23,7 +23,9 @@ use crate::driver::Priority;
 use crate::memory::weights::{ProgramResidency, ProgramWeights};
 use crate::program::batch_inputs::InputPools;
 use crate::program::batches::GatheredBatch;
-use crate::program::lowering::{Sizes, example, first_of, lower, raw_bytes, sizes_of};
+use crate::program::lowering::{
+    Sizes, example, first_of, lower, raw_bytes, sizes_of, sizes_of_shapes,
+};
 use crate::program::specialization::Specialization;
 use crate::program::task::CudaTask;
 use crate::services::DeviceServices;
@@ -179,6 +181,13 @@ impl Program for CudaProgram {
         let specialization = shared.specialization(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
         Ok(Box::new(CudaTask::new(specialization, &raw, notify)?))
+    }
+
+    fn specialize(&self, shapes: &[Vec<usize>]) -> Result<(), DeviceError> {
+        let shared = &self.shared;
+        shared.services.device.check_healthy()?;
+        let sizes = sizes_of_shapes(&shared.plan, shapes.iter().map(Vec::as_slice));
+        shared.specialization(sizes, &|_, _| {}).map(drop)
     }
 
     fn stage(

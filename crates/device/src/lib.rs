@@ -41,6 +41,7 @@
 
 pub mod batch;
 pub mod conformance;
+pub mod hybrid;
 pub mod paged;
 pub mod profile;
 pub mod residency;
@@ -172,6 +173,12 @@ pub trait Device: Send + Sync {
     /// The steps of `plan` that it cannot run, with reasons; empty when it can run all.
     fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError>;
 
+    /// The steps of `plan` that run on the host because this device has no kernel for them, and what
+    /// is copied for them when symbolic dimensions have `sizes`; others count as 1.
+    fn host_sections(&self, _plan: &LaunchPlan, _sizes: &[(String, usize)]) -> Vec<HostSection> {
+        Vec::new()
+    }
+
     /// Loads `plan`: its weights are packed and in place. Fails when a step is unsupported.
     fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError>;
 
@@ -211,6 +218,28 @@ pub trait Device: Send + Sync {
     fn memory_use(&self) -> Option<residency::MemoryUse> {
         None
     }
+}
+
+/// Steps that run on the host, one after another, between two parts of the work of a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostSection {
+    /// Its steps.
+    pub steps: Vec<HostStep>,
+    /// Bytes copied from the device before it; `None` when they depend on data.
+    pub copied_in: Option<u64>,
+    /// Bytes copied to the device after it; `None` when they depend on data.
+    pub copied_out: Option<u64>,
+}
+
+/// A step that runs on the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostStep {
+    /// The step's name.
+    pub step: String,
+    /// The operator.
+    pub op: String,
+    /// Why it does not run on the device.
+    pub reason: String,
 }
 
 /// Lowers launch plans to kernels. A GPU device calls it once for every set of sizes that requests
@@ -254,6 +283,12 @@ pub trait Program: Send + Sync {
         Ok(task)
     }
 
+    /// Makes the program ready for inputs of these shapes, one per plan input, so that
+    /// [`Program::prepare`] takes no longer than a copy. May take long.
+    fn specialize(&self, _shapes: &[Vec<usize>]) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Checks the inputs of one request and stages them until a batch is formed: on the device
     /// where it has free memory and `copy` is early. The plan must have a batch dimension. Calls
     /// `notify` as [`Program::prepare_with_notice`] does.
@@ -288,6 +323,7 @@ pub trait Program: Send + Sync {
     ) -> Result<(), DeviceError> {
         Ok(())
     }
+
     /// Load and eviction of its weights; `None` when they stay on the device as long as the
     /// program.
     fn residency(&self) -> Option<Arc<dyn residency::Residency>> {

@@ -12,14 +12,19 @@ pub(crate) type Sizes = Vec<(String, usize)>;
 
 /// The steps of `plan` that have no kernel.
 pub(crate) fn unsupported_steps(services: &DeviceServices, plan: &LaunchPlan) -> Vec<DeviceError> {
-    example(
-        &*services.compile.compiler,
-        services.device.target(),
-        plan,
-        &services.device.options().sizes,
-    )
-    .err()
-    .unwrap_or_default()
+    let sizes = &services.device.options().sizes;
+    steps_without_kernel(&*services.compile.compiler, services.device.target(), plan, sizes)
+}
+
+/// The steps of `plan` that `compiler` has no kernel for; no GPU is needed. Symbols that `sizes`
+/// does not name get sizes that the plan accepts.
+pub fn steps_without_kernel(
+    compiler: &dyn KernelCompiler,
+    target: &GpuTarget,
+    plan: &LaunchPlan,
+    sizes: &[(String, usize)],
+) -> Vec<DeviceError> {
+    example(compiler, target, plan, sizes).err().unwrap_or_default()
 }
 
 /// `plan` for `sizes`.
@@ -112,9 +117,17 @@ fn example_sizes(plan: &LaunchPlan, set: &[(String, usize)]) -> (Vec<Sizes>, boo
 /// The symbols of `plan`'s inputs as `inputs` bind them; `inputs` have been checked against the
 /// plan.
 pub(crate) fn sizes_of(plan: &LaunchPlan, inputs: &[Tensor]) -> Sizes {
+    sizes_of_shapes(plan, inputs.iter().map(Tensor::shape))
+}
+
+/// As [`sizes_of`], for inputs of these shapes.
+pub(crate) fn sizes_of_shapes<'a>(
+    plan: &LaunchPlan,
+    shapes: impl Iterator<Item = &'a [usize]>,
+) -> Sizes {
     let mut sizes = Sizes::new();
-    for (id, tensor) in plan.inputs.iter().zip(inputs) {
-        for (dim, size) in plan.value(*id).shape.iter().flatten().zip(tensor.shape()) {
+    for (id, shape) in plan.inputs.iter().zip(shapes) {
+        for (dim, size) in plan.value(*id).shape.iter().flatten().zip(shape) {
             if let Dim::Symbol(symbol) = dim
                 && !sizes.iter().any(|(known, _)| known == symbol)
             {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::Random;
-use model::op::{Binary, MatMul, Op, Unary};
+use model::op::{self, Binary, MatMul, Op, Unary};
 use model::{DataType, LaunchPlan, Tensor};
 
 use super::plans::{Builder, integers, noise, reals};
@@ -30,6 +30,7 @@ pub(super) fn run(device: &dyn Device, report: &mut ConformanceReport) {
     report.add("a full queue returns the segment", full_queue(device));
     report.add("every launched segment completes once", all_complete(device));
     report.add("preempted work resumes with the same bits", preemption(device));
+    report.add("work of unknown size resumes with the same bits", unknown_sizes(device));
     report.add("segments launched after a preemption run", after_preemption(device));
     report.add("confined work resumes with the same bits", confinement(device));
     report.add("work is preempted while it moves to the partition", preempts_confined(device));
@@ -180,6 +181,51 @@ fn preemption(device: &dyn Device) -> Result<(), Stop> {
         }
     }
     Err(Stop::Wrong(format!("nothing was preempted in {ATTEMPTS} attempts at level {level:?}")))
+}
+
+/// Products, each with a number added that depends on how many elements are positive: the places of
+/// these are a value whose size depends on data.
+fn counting_plan() -> LaunchPlan {
+    let mut builder = Builder::default();
+    let mut x = builder.input(DataType::F32, &[SIDE, SIDE]);
+    let weight = builder.constant(noise(&mut Random::new(1), &[SIDE, SIDE]));
+    let small = builder.constant(reals(&[], vec![1e-7]));
+    let last = builder.constant(integers(&[1]));
+    for _ in 0..4 {
+        let product = builder.real(Op::MatMul(MatMul::default()), &[x, weight]);
+        let bent = builder.real(Op::Unary(Unary::Tanh), &[product]);
+        let positive = builder.real(Op::Unary(Unary::Relu), &[bent]);
+        let places = builder.step(Op::NonZero, &[positive], DataType::I64);
+        let shape = builder.step(Op::Shape { start: 0, end: None }, &[places], DataType::I64);
+        let count = builder.step(Op::Gather { axis: 0 }, &[shape, last], DataType::I64);
+        let cast = Op::Cast(op::Cast { to: DataType::F32 });
+        let count = builder.real(cast, &[count]);
+        let part = builder.real(Op::Binary(Binary::Mul), &[count, small]);
+        x = builder.real(Op::Binary(Binary::Add), &[bent, part]);
+    }
+    builder.finish(&[x])
+}
+
+fn unknown_sizes(device: &dyn Device) -> Result<(), Stop> {
+    let program = load(device, counting_plan())?;
+    let lane = TestQueue::open(device, 0, 2)?;
+    let want = lane.outputs(start(&program, 9)?)?;
+    let mut random = Random::new(10);
+    for _ in 0..ATTEMPTS {
+        let mut task = start(&program, 9)?;
+        loop {
+            lane.queue.launch(segment(task, 1)).map_err(|_| "an idle queue is full")?;
+            pause_us(random.below(3000));
+            lane.queue.preempt();
+            let completion = lane.wait()?;
+            if completion.outcome != Outcome::Preempted {
+                same_bits(&finished(completion)?, &want)?;
+                break;
+            }
+            task = completion.task;
+        }
+    }
+    Ok(())
 }
 
 fn after_preemption(device: &dyn Device) -> Result<(), Stop> {

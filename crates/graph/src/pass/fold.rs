@@ -16,9 +16,13 @@ const MAX_BYTES: usize = 64 << 20;
 const MAX_SMALL: usize = 64;
 
 /// Replaces nodes whose outputs are known by constants. Returns how many.
+///
+/// A constant may be the shape that a later node computes: what was not known of a node's outputs
+/// is inferred again before the node is looked at, so one pass follows the whole chain.
 pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
     let mut removed = vec![false; graph.nodes.len()];
     for (index, gone) in removed.iter_mut().enumerate() {
+        refine(graph, index);
         let Some(tensors) = value_of(graph, &graph.nodes[index], evaluator) else { continue };
         let outputs = graph.nodes[index].outputs.clone();
         for (id, tensor) in outputs.into_iter().zip(tensors) {
@@ -34,6 +38,52 @@ pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
         !removed[index - 1]
     });
     removed.iter().filter(|gone| **gone).count()
+}
+
+/// Infers the outputs of node `index` again where something of them is unknown, and keeps what is
+/// known now. Inference that fails changes nothing: the node was accepted when it was read.
+fn refine(graph: &mut Graph, index: usize) {
+    let node = &graph.nodes[index];
+    let is_open = |id: &ValueId| {
+        let value = graph.value(*id);
+        let fixed = value.shape.as_ref().is_some_and(|dims| dims.iter().all(is_fixed));
+        let followed = value.content.as_ref().is_some_and(|all| all.iter().all(is_fixed));
+        !fixed || !(followed || value.dtype.is_float())
+    };
+    if !node.outputs.iter().flatten().any(is_open) {
+        return;
+    }
+    let Ok(facts) = graph.infer(&node.op, &node.inputs, node.outputs.len()) else { return };
+    for (id, fact) in node.outputs.clone().into_iter().zip(facts) {
+        let Some(id) = id else { continue };
+        let value = &mut graph.values[id.index()];
+        if fact.dtype != value.dtype {
+            continue;
+        }
+        value.shape = match (value.shape.take(), fact.shape) {
+            (Some(old), Some(new)) if old.len() == new.len() => {
+                Some(old.into_iter().zip(new).map(|(old, new)| more_known(old, new)).collect())
+            }
+            (old, new) => old.or(new),
+        };
+        let all_fixed = |content: &[SymDim]| content.iter().all(is_fixed);
+        if value.content.is_none() || fact.content.as_deref().is_some_and(all_fixed) {
+            value.content = fact.content;
+        }
+    }
+}
+
+fn is_fixed(dim: &SymDim) -> bool {
+    dim.fixed().is_some()
+}
+
+/// The one of two descriptions of a size that says more.
+fn more_known(old: SymDim, new: SymDim) -> SymDim {
+    match (&old, &new) {
+        (SymDim::Fixed(_), _) | (_, SymDim::Unknown) => old,
+        (SymDim::Unknown, _) | (_, SymDim::Fixed(_)) => new,
+        _ => old,
+    }
 }
 
 /// The outputs of a node, when they can be computed now. Absent ones are outputs that are not read.
@@ -58,9 +108,7 @@ fn value_of(
     if !all_constant || node.op == Op::Identity {
         return None;
     }
-    let expected =
-        node.outputs.iter().flatten().map(|id| size_of(graph, *id)).sum::<Option<usize>>()?;
-    if expected > MAX_BYTES {
+    if largest_result(graph, node)? > MAX_BYTES {
         return None;
     }
     let computed = match layout(graph, node).or_else(|| small(graph, node)) {
@@ -83,24 +131,46 @@ fn followed(graph: &Graph, id: ValueId) -> Option<Tensor> {
     content::tensor_of(value.dtype, shape, &elements)
 }
 
-fn size_of(graph: &Graph, id: ValueId) -> Option<usize> {
+/// A limit on the bytes of a node's outputs. Where inference does not know it, the operator may.
+fn largest_result(graph: &Graph, node: &GraphNode) -> Option<usize> {
+    let known =
+        node.outputs.iter().flatten().map(|id| size_of_value(graph, *id)).sum::<Option<usize>>();
+    known.or_else(|| {
+        let x = graph.constant(node.inputs.first().copied().flatten()?)?;
+        match node.op {
+            Op::NonZero => x.len().checked_mul(x.shape().len())?.checked_mul(size_of::<i64>()),
+            Op::Compress { .. } => Some(x.size_bytes()),
+            _ => None,
+        }
+    })
+}
+
+fn size_of_value(graph: &Graph, id: ValueId) -> Option<usize> {
     let value = graph.value(id);
     content::fixed_count(value.shape.as_ref()?)?.checked_mul(value.dtype.size_bytes()?)
 }
 
-/// Results are used only if they have the inferred type and shape.
+/// Results are used only if they agree with the inferred type and shape.
 fn checked(graph: &Graph, node: &GraphNode, tensors: Vec<Tensor>) -> Option<Vec<Option<Tensor>>> {
     let mut tensors: Vec<Option<Tensor>> = tensors.into_iter().map(Some).collect();
     tensors.resize(node.outputs.len(), None);
     for (id, tensor) in node.outputs.iter().zip(&tensors) {
         let Some(id) = id else { continue };
         let (value, tensor) = (graph.value(*id), tensor.as_ref()?);
-        let shape = content::fixed_shape(value.shape.as_ref()?)?;
-        if tensor.dtype() != value.dtype || tensor.shape() != shape {
+        if tensor.dtype() != value.dtype || !fits(value.shape.as_deref(), tensor.shape()) {
             return None;
         }
     }
     Some(tensors)
+}
+
+/// Whether `shape` agrees with what was inferred; sizes that depend on data may be any.
+fn fits(inferred: Option<&[SymDim]>, shape: &[usize]) -> bool {
+    let agrees = |(dim, size): (&SymDim, &usize)| match dim {
+        SymDim::Unknown => true,
+        dim => dim.size() == Some(*size),
+    };
+    inferred.is_none_or(|dims| dims.len() == shape.len() && dims.iter().zip(shape).all(agrees))
 }
 
 /// Operators that only move elements.

@@ -445,3 +445,75 @@ fn dead_nodes_are_removed() {
     let (graph, count) = check(&b.output(y), dead::run);
     assert_eq!((count, graph.constants.len()), (1, 0));
 }
+
+/// Computes running sums, which shape inference does not follow, and the places of non-zeros.
+struct SumsAndPlaces;
+
+impl Evaluator for SumsAndPlaces {
+    fn evaluate(&self, op: &Op, inputs: &[Option<Tensor>], _: usize) -> Option<Vec<Tensor>> {
+        let x = inputs.first()?.as_ref()?.to_vec::<i64>()?;
+        let values: Vec<i64> = match op {
+            Op::CumSum { .. } => x
+                .iter()
+                .scan(0, |sum, x| {
+                    *sum += x;
+                    Some(*sum)
+                })
+                .collect(),
+            Op::NonZero => {
+                let at = x.iter().enumerate().filter(|(_, x)| **x != 0).map(|(at, _)| at as i64);
+                let at: Vec<i64> = at.collect();
+                return Some(vec![Tensor::from_vec(vec![1, at.len()], at).ok()?]);
+            }
+            _ => return None,
+        };
+        Some(vec![Tensor::from_vec(vec![values.len()], values).ok()?])
+    }
+}
+
+/// The shape of a reshaped value is known only once the target of the reshape is folded, and so is
+/// the target of the next one: a chain of any length folds in one pass.
+#[test]
+fn shapes_that_depend_on_folded_constants_fold() {
+    let mut b = Builder::default();
+    let mut x = b.fixed_input("x", &[24]);
+    let axis = b.ints(&[0]);
+    let mut parts = b.ints(&[2, 1, 5]);
+    // The sums of 2, 1, 5 are 2, 3, 8; those of a shape 2, 3, 4 are 2, 5, 9.
+    for _ in 0..12 {
+        let sums = b.node(Op::CumSum { exclusive: false, reverse: false }, &[parts, axis]);
+        let target = match x == b.graph.inputs[0] {
+            true => {
+                let less = b.ints(&[0, 0, 4]);
+                b.node(binary(Binary::Sub), &[sums, less])
+            }
+            false => {
+                let less = b.ints(&[0, 2, 5]);
+                b.node(binary(Binary::Sub), &[sums, less])
+            }
+        };
+        let moved = b.node(Op::Reshape { allow_zero: false }, &[x, target]);
+        x = b.node(Op::Unary(Unary::Relu), &[moved]);
+        parts = b.node(Op::Shape { start: 0, end: None }, &[x]);
+    }
+    let mut graph = b.output(x);
+    graph.outputs.push(parts);
+    let folded = fold::run(&mut graph, Some(&SumsAndPlaces));
+    // Sums, differences and shapes: only reshapes and activations remain.
+    assert_eq!((folded, graph.nodes.len()), (36, 24));
+    assert_eq!(graph.constant_ints(parts), Some(vec![2, 3, 4]));
+}
+
+#[test]
+fn constants_of_unknown_size_fold() {
+    let mut b = Builder::default();
+    let x = b.fixed_input("x", &[3]);
+    let mask = b.ints(&[0, 3, 0, 4]);
+    let places = b.node(Op::NonZero, &[mask]);
+    let flat = b.ints(&[-1]);
+    let target = b.node(Op::Reshape { allow_zero: false }, &[places, flat]);
+    let last = b.node(Op::Reshape { allow_zero: false }, &[x, target]);
+    let mut graph = b.output(last);
+    optimize(&mut graph, Some(&SumsAndPlaces));
+    assert!(names(&graph).iter().all(|name| name == "Reshape"), "{:?}", names(&graph));
+}

@@ -1,0 +1,202 @@
+//! Cuts of random plans, and joint loads.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
+
+use base::{Bytes, Random};
+use model::op::{Binary, Op, Unary};
+use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
+
+use super::residency::JointResidency;
+use super::section::{Section, Side, cut};
+use crate::DeviceError;
+use crate::residency::{LoadCallback, LoadProgress, Residency};
+
+/// A plan of random steps on one symbolic dimension, a constant, and a size that depends on data.
+fn random_plan(random: &mut Random, steps: usize) -> LaunchPlan {
+    let mut plan = LaunchPlan::default();
+    let value = |plan: &mut LaunchPlan, dims: Vec<Dim>| {
+        let id = ValueId(plan.values.len() as u32);
+        let (name, dtype) = (format!("v{}", id.0), DataType::F32);
+        plan.values.push(ValueInfo { name, dtype, shape: Some(dims) });
+        id
+    };
+    let rows = || vec![Dim::symbol("n"), Dim::Fixed(3)];
+    let mut ready: Vec<ValueId> = (0..2).map(|_| value(&mut plan, rows())).collect();
+    plan.inputs.clone_from(&ready);
+    let constant = value(&mut plan, vec![Dim::Fixed(3)]);
+    let tensor = Tensor::from_vec(vec![3], vec![1.0f32, 2.0, 3.0]).expect("three numbers");
+    plan.constants.push((constant, tensor));
+    ready.push(constant);
+    for index in 0..steps {
+        let pick = |random: &mut Random| ready[random.below(ready.len() as u64) as usize];
+        let first = pick(random);
+        let (op, inputs) = match random.below(3) {
+            0 => (Op::Unary(Unary::Relu), vec![Some(first)]),
+            _ => (Op::Binary(Binary::Add), vec![Some(first), Some(pick(random))]),
+        };
+        let dims = match random.below(4) {
+            0 => vec![Dim::Unknown, Dim::Fixed(3)],
+            _ => rows(),
+        };
+        let output = value(&mut plan, dims);
+        let (name, outputs) = ("same".to_string(), vec![Some(output)]);
+        plan.steps.push(Step { name, op, inputs, outputs, last_uses: vec![] });
+        ready.push(output);
+        if index + 1 == steps || random.below(5) == 0 {
+            plan.outputs.push(output);
+        }
+    }
+    plan.plan_lifetimes();
+    plan.check().expect("a sound plan");
+    plan
+}
+
+fn check(plan: &LaunchPlan, on_host: &[bool], sections: &[Section]) {
+    let mut all: Vec<usize> = sections.iter().flat_map(|section| section.steps.clone()).collect();
+    all.sort_unstable();
+    assert_eq!(all, (0..plan.steps.len()).collect::<Vec<_>>(), "every step once");
+    let mut there: HashSet<ValueId> = plan.inputs.iter().copied().collect();
+    for section in sections {
+        let is_host = section.side == Side::Host;
+        assert!(section.steps.iter().all(|step| on_host[*step] == is_host), "the wrong side");
+        assert!(section.inputs.iter().all(|id| there.contains(id)), "an input is not there yet");
+        section.plan.check().expect("a sound section");
+        assert_eq!(section.plan.inputs.len(), section.inputs.len());
+        assert_eq!(section.plan.outputs.len(), section.outputs.len());
+        assert_eq!(section.plan.steps.len(), section.steps.len());
+        for (own, index) in section.plan.steps.iter().zip(&section.steps) {
+            assert_eq!(own.op, plan.steps[*index].op);
+        }
+        for id in &section.plan.inputs {
+            let dims = section.plan.value(*id).shape.as_ref().expect("a rank");
+            assert!(!dims.contains(&Dim::Unknown), "a size that tensors do not bind");
+        }
+        there.extend(&section.outputs);
+    }
+    let constants = plan.constants.iter().map(|(id, _)| id);
+    there.extend(constants.copied().collect::<Vec<_>>());
+    assert!(plan.outputs.iter().all(|id| there.contains(id)), "an output is not given");
+    let alternate = sections.windows(2).all(|pair| pair[0].side != pair[1].side);
+    assert!(alternate, "two sections of one side could be one");
+}
+
+#[test]
+fn sections_are_the_whole_plan() {
+    for seed in 0..300 {
+        let mut random = Random::new(seed);
+        let steps = 1 + random.below(40) as usize;
+        let plan = random_plan(&mut random, steps);
+        let rarity = 1 + random.below(6);
+        let on_host: Vec<bool> = plan.steps.iter().map(|_| random.below(1 + rarity) == 0).collect();
+        check(&plan, &on_host, &cut(&plan, &on_host));
+    }
+}
+
+#[test]
+fn independent_steps_do_not_add_sections() {
+    // Two chains, accelerator to host to accelerator, that do not touch: three sections, not six.
+    let mut random = Random::new(1);
+    let mut plan = random_plan(&mut random, 1);
+    plan.steps.clear();
+    plan.values.truncate(3);
+    plan.outputs.clear();
+    let mut on_host = Vec::new();
+    for input in [ValueId(0), ValueId(1)] {
+        let mut last = input;
+        for host in [false, true, false] {
+            let output = ValueId(plan.values.len() as u32);
+            let value = plan.value(input).clone();
+            plan.values.push(value);
+            plan.steps.push(Step {
+                name: String::new(),
+                op: Op::Unary(Unary::Relu),
+                inputs: vec![Some(last)],
+                outputs: vec![Some(output)],
+                last_uses: vec![],
+            });
+            on_host.push(host);
+            last = output;
+        }
+        plan.outputs.push(last);
+    }
+    plan.plan_lifetimes();
+    let sections = cut(&plan, &on_host);
+    check(&plan, &on_host, &sections);
+    assert_eq!(sections.len(), 3);
+    // A plan that begins on the host has no empty section before it.
+    let on_host: Vec<bool> = on_host.iter().map(|host| !host).collect();
+    assert_eq!(cut(&plan, &on_host).len(), 3);
+}
+
+/// Weights whose loads end when the test says so.
+#[derive(Default)]
+struct ManualWeights {
+    reports: Mutex<Vec<LoadCallback>>,
+    evicted: Mutex<usize>,
+}
+
+impl ManualWeights {
+    fn report(&self, progress: LoadProgress) {
+        self.reports.lock().expect("no panic")[0](progress);
+    }
+}
+
+impl Residency for ManualWeights {
+    fn bytes(&self) -> Bytes {
+        Bytes(10)
+    }
+
+    fn load(&self, _: bool, report: LoadCallback) {
+        self.reports.lock().expect("no panic").push(report);
+    }
+
+    fn evict(&self) {
+        *self.evicted.lock().expect("no panic") += 1;
+    }
+}
+
+type Seen = Arc<Mutex<Vec<LoadProgress>>>;
+
+fn joint_load() -> ([Arc<ManualWeights>; 2], JointResidency, Seen) {
+    let parts = [Arc::new(ManualWeights::default()), Arc::new(ManualWeights::default())];
+    let joint =
+        JointResidency(parts.iter().map(|part| part.clone() as Arc<dyn Residency>).collect());
+    let seen = Seen::default();
+    let to = seen.clone();
+    joint.load(true, Box::new(move |progress| to.lock().expect("no panic").push(progress)));
+    (parts, joint, seen)
+}
+
+#[test]
+fn weights_of_all_sections_are_one_load() {
+    let ([a, b], joint, seen) = joint_load();
+    let all = || seen.lock().expect("no panic").clone();
+    assert_eq!(joint.bytes(), Bytes(20));
+    a.report(LoadProgress::Runnable);
+    a.report(LoadProgress::Loaded);
+    assert!(all().is_empty());
+    b.report(LoadProgress::Runnable);
+    assert_eq!(all(), [LoadProgress::Runnable]);
+    b.report(LoadProgress::Loaded);
+    assert_eq!(all(), [LoadProgress::Runnable, LoadProgress::Loaded]);
+    joint.evict();
+    assert_eq!((*a.evicted.lock().unwrap(), *b.evicted.lock().unwrap()), (1, 1));
+}
+
+#[test]
+fn a_load_that_fails_in_one_section_leaves_none() {
+    for first_fails in [true, false] {
+        let ([a, b], _, seen) = joint_load();
+        let err = DeviceError::BadPlan("no memory".to_string());
+        let (good, bad) = if first_fails { (&b, &a) } else { (&a, &b) };
+        let end = |part: &Arc<ManualWeights>| match Arc::ptr_eq(part, bad) {
+            true => part.report(LoadProgress::Failed(err.clone())),
+            false => part.report(LoadProgress::Loaded),
+        };
+        end(&a);
+        end(&b);
+        assert_eq!(*seen.lock().unwrap(), [LoadProgress::Failed(err.clone())]);
+        assert_eq!((*good.evicted.lock().unwrap(), *bad.evicted.lock().unwrap()), (1, 0));
+    }
+}
