@@ -139,6 +139,9 @@ __device__ __forceinline__ void add_floats(float (&v)[8], const float* p)
     v[4] += hi.x, v[5] += hi.y, v[6] += hi.z, v[7] += hi.w;
 }
 
+#ifdef TILES_EMULATED
+#include "warp.h" // the next two sections for a host, see tests/emulation
+#else
 // ---- asynchronous copies ------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 shared_address(const void* p)
@@ -156,6 +159,11 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid)
     else
         asm volatile(
             "cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes));
+}
+// Copies the first `bytes` (at most 16) to 16 bytes of shared memory and writes zeros to the rest.
+__device__ __forceinline__ void copy_partly(u32 to, const void* from, int bytes)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
 template <int Pending>
@@ -185,6 +193,14 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const u32 (&a)[4], u
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+__device__ __forceinline__ float power_of_two(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif
 
 // ---- launch dependencies: when a tile may read what the previous step wrote ---------------------
 

@@ -2,6 +2,7 @@
 // and shuffles, so that tile functions run unchanged, one tile after another, under the host's
 // address sanitizer.
 #pragma once
+#define TILES_EMULATED
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -22,6 +23,7 @@ struct Index { unsigned x; };
 void block_barrier();
 void warp_barrier();
 extern uint64_t lanes[1024]; // what each thread contributes to a shuffle
+extern unsigned char* shared_memory; // of the running block
 } // namespace emulation
 
 extern emulation::Index threadIdx, blockIdx, gridDim;
@@ -29,7 +31,8 @@ extern emulation::Index threadIdx, blockIdx, gridDim;
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct float2 { float x, y; };
+struct alignas(8) float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -76,12 +79,16 @@ inline half2 __floats2half2_rn(float x, float y)
 }
 
 template <class T> T __ldcg(const T* p) { return *p; }
+template <class T> void __stcg(T* p, T v) { *p = v; }
 template <class T> T __ldg(const T* p) { return *p; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 inline float __expf(float x) { return std::exp(x); }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline size_t __cvta_generic_to_shared(const void* p) { return (size_t)p; }
 inline unsigned atomicAdd(unsigned* p, unsigned v) { unsigned old = *p; *p += v; return old; }
+
+inline unsigned atomicOr(unsigned* p, unsigned v) { unsigned old = *p; *p |= v; return old; }
+inline void __threadfence() {}
 
 inline void __syncthreads() { emulation::block_barrier(); }
 inline int __syncthreads_or(int v)

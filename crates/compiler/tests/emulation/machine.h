@@ -13,6 +13,7 @@ emulation::Index threadIdx, blockIdx, gridDim;
 namespace emulation {
 
 uint64_t lanes[1024];
+unsigned char* shared_memory;
 
 enum State { kReady, kAtBlock, kAtWarp, kGone };
 struct Fiber {
@@ -74,6 +75,7 @@ void run_tiles(const unsigned char* args, unsigned first, unsigned last)
     std::memcpy(&a, args, sizeof a);
     std::vector<unsigned char> shared(Op::kShared + 128);
     unsigned char* aligned = (unsigned char*)(((size_t)shared.data() + 127) & ~(size_t)127);
+    shared_memory = aligned;
     for (unsigned tile = first; tile < last; ++tile) {
         blockIdx.x = tile;
         body = [&] {

@@ -145,14 +145,16 @@ impl Bench {
             let expected = vec![f64::from(u8::from(fault))];
             let label = format!("{name}, variant {variant}, fault");
             self.checks.push(Check { name: label, view: fault_word, expected, tolerance: 0.0 });
+            let drafts: Vec<&LaunchDraft> =
+                works.iter().map(|work| &work.drafts[variant.min(work.drafts.len() - 1)]).collect();
+            let scratch: Vec<(u32, u32)> = drafts.iter().map(|draft| self.scratch(draft)).collect();
             let first = self.buffers.len() as u32;
             let moved = |buffer: BufferId| {
                 let place = outputs.iter().position(|(view, _)| view.buffer == buffer);
                 place.map_or(buffer, |place| BufferId(first + place as u32))
             };
-            for work in works {
-                let draft = &work.drafts[variant.min(work.drafts.len() - 1)];
-                self.launch(draft, &moved, word);
+            for (draft, scratch) in drafts.iter().zip(scratch) {
+                self.launch(draft, &moved, word, scratch);
             }
             for (view, expected) in outputs {
                 let fresh = self.buffers[view.buffer.0 as usize].clone();
@@ -166,11 +168,20 @@ impl Bench {
         }
     }
 
+    /// Workspace and arrival words of one launch; the words begin as zero.
+    fn scratch(&mut self, draft: &LaunchDraft) -> (u32, u32) {
+        let first = self.buffers.len() as u32;
+        self.buffers.push(vec![0xff; draft.workspace_bytes]);
+        self.buffers.push(vec![0; draft.arrivals * 4]);
+        (first, first + 1)
+    }
+
     fn launch(
         &mut self,
         draft: &LaunchDraft,
         moved: &dyn Fn(BufferId) -> BufferId,
         fault: BufferId,
+        (workspace, arrivals): (u32, u32),
     ) {
         let known = self.kernels.iter().position(|kernel| *kernel == draft.kernel);
         let kernel = known.unwrap_or_else(|| {
@@ -178,6 +189,8 @@ impl Bench {
             self.kernels.len() - 1
         });
         let patch = |(at, address): &(u32, Address)| match address {
+            Address::Fixed(MemoryLocation::Workspace(offset)) => (*at, workspace, *offset),
+            Address::Fixed(MemoryLocation::Arrivals) => (*at, arrivals, 0),
             Address::Buffer(buffer, offset) => (*at, moved(*buffer).0, *offset),
             Address::Fixed(MemoryLocation::Fault) => (*at, fault.0, 0),
             other => panic!("{other:?} has no buffer"),

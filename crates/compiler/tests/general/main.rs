@@ -1,5 +1,6 @@
 //! Kernels for any sizes and strides, run on the host and compared with the CPU device.
 
+mod attention;
 mod bench;
 mod elementwise;
 mod golden;

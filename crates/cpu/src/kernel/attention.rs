@@ -231,7 +231,12 @@ where
             if let Some(mask) = &mask {
                 mask.add(row, index, first + offset);
             }
-            T::softmax(row, false);
+            // A query without any key gets zeros, not NaN.
+            if mask.is_some() && row.iter().all(|score| *score == T::neg_infinity()) {
+                row.fill(<T as PlainNumber>::zero());
+            } else {
+                T::softmax(row, false);
+            }
             yield_point::did_work(keys);
         }
         T::weigh(out, &scores, &v[part(v, 2, keys, extents.value_width)], keys)

@@ -98,23 +98,12 @@ impl Lowering<'_> {
         shape[rank - 1] = k.shape[k.shape.len() - 2];
         // Scores are in single precision: their exponentials amplify errors.
         let scratch = (self.packed(&shape, Element::F32), self.packed(&shape, q.element));
-        let y = self.heads_side_by_side(node)?;
+        let y = self.for_the_reader(Self::output(node)?)?;
         let scratch = (&scratch.0, &scratch.1);
         for work in product::attention(scale, (&q, &k, &v), mask.as_ref(), scratch, &y)? {
             self.push(work);
         }
         self.define(Self::output(node)?, y);
         Ok(())
-    }
-
-    /// Memory for `[batch, heads, tokens, width]` in which a token's heads are adjacent, as the
-    /// next step usually reads them.
-    fn heads_side_by_side(&mut self, node: &GraphNode) -> Result<View, UnsupportedReason> {
-        let id = Self::output(node)?;
-        let (shape, element) = (self.shape(id)?, self.element(id)?);
-        if shape.len() != 4 {
-            return Ok(self.packed(&shape, element));
-        }
-        Ok(self.ordered(&shape, &[0, 2, 1, 3], element))
     }
 }

@@ -1,0 +1,228 @@
+//! Tile shapes of the attention kernel, and which of them suit a problem.
+
+use model::gpu::GpuTarget;
+
+/// The sizes that determine the choice.
+#[derive(Clone, Copy, Debug)]
+pub struct Extent {
+    /// Heads of all sequences.
+    pub outer: usize,
+    /// Queries of a head.
+    pub queries: usize,
+    /// Keys of a head.
+    pub keys: usize,
+    /// Elements of a query and a key.
+    pub width: usize,
+    /// Elements of a value.
+    pub value_width: usize,
+}
+
+impl Extent {
+    fn padded(&self) -> (usize, usize) {
+        (self.width.next_multiple_of(16), self.value_width.next_multiple_of(16))
+    }
+}
+
+/// A tile shape, and in how many parts the keys are split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Variant {
+    /// Warps that divide the queries of a tile.
+    pub row_warps: usize,
+    /// Warps that divide a block of keys.
+    pub key_warps: usize,
+    /// Times 16 queries of a warp.
+    pub row_tiles: usize,
+    /// Keys of a block.
+    pub keys: usize,
+    /// Parts that were asked for; [`Variant::splits`] are not empty.
+    parts: usize,
+}
+
+const fn shape(row_warps: usize, key_warps: usize, row_tiles: usize, keys: usize) -> Variant {
+    Variant { row_warps, key_warps, row_tiles, keys, parts: 1 }
+}
+
+/// Heads of up to 128.
+const NARROW: [Variant; 4] =
+    [shape(4, 1, 2, 64), shape(4, 1, 1, 64), shape(2, 2, 1, 64), shape(1, 4, 1, 64)];
+
+/// Wider heads: fewer scores beside more sums in registers, smaller blocks in shared memory.
+const WIDE: [Variant; 3] = [shape(4, 1, 1, 32), shape(2, 2, 1, 32), shape(1, 2, 1, 32)];
+
+/// The maximum number of parts: arrival bits of a word.
+const SPLITS_MAX: usize = 32;
+
+impl Variant {
+    /// Queries of a tile.
+    pub fn queries(&self) -> usize {
+        self.row_warps * self.row_tiles * 16
+    }
+
+    /// Threads of a block.
+    pub fn threads(&self) -> usize {
+        self.row_warps * self.key_warps * 32
+    }
+
+    fn key_blocks(&self, extent: &Extent) -> usize {
+        extent.keys.div_ceil(self.keys)
+    }
+
+    /// Keys of a part.
+    pub fn split_keys(&self, extent: &Extent) -> usize {
+        self.key_blocks(extent).div_ceil(self.parts) * self.keys
+    }
+
+    /// Parts of the keys.
+    pub fn splits(&self, extent: &Extent) -> usize {
+        extent.keys.div_ceil(self.split_keys(extent))
+    }
+
+    /// Tiles without the split.
+    pub fn output_tiles(&self, extent: &Extent) -> usize {
+        extent.outer * extent.queries.div_ceil(self.queries())
+    }
+
+    /// Blocks of the launch.
+    pub fn tiles(&self, extent: &Extent) -> usize {
+        self.output_tiles(extent) * self.splits(extent)
+    }
+
+    /// Floats of one part of a tile: `kPart` of the kernel.
+    fn part_floats(&self, extent: &Extent) -> usize {
+        self.queries() * (extent.padded().1 + 4)
+    }
+
+    /// `kShared` of the kernel.
+    pub fn shared_bytes(&self, extent: &Extent) -> usize {
+        let (dim, values) = extent.padded();
+        let (pitch, value_pitch) = (dim * 2 + 16, values * 2 + 16);
+        let ring = self.queries() * pitch + 2 * self.keys * (pitch + value_pitch);
+        ring.max(self.key_warps * self.part_floats(extent) * 4)
+    }
+
+    /// Memory for the parts of all tiles.
+    pub fn workspace_bytes(&self, extent: &Extent) -> usize {
+        self.tiles(extent) * self.part_floats(extent) * 4
+    }
+
+    /// A name that is unique within a step.
+    pub fn name(&self, extent: &Extent) -> String {
+        let warps = if self.key_warps > 1 { format!("k{}", self.key_warps) } else { String::new() };
+        let split = match self.splits(extent) {
+            1 => String::new(),
+            splits => format!("/w{splits}"),
+        };
+        format!("{}x{}{warps}{split}", self.queries(), self.keys)
+    }
+
+    /// An estimate in cycles: waves of blocks, each a start and a step per block of keys. A step
+    /// takes as long as its slowest warp, or as the tensor cores need for all resident warps.
+    fn cost(&self, extent: &Extent, target: &GpuTarget) -> f64 {
+        let (dim, values) = extent.padded();
+        let warp_keys = self.keys / self.key_warps;
+        let products = self.row_tiles * warp_keys * (dim + values) / 128;
+        let warps = self.row_warps * self.key_warps;
+        let memory = shared_limit(target.capability) / (self.shared_bytes(extent) + 1024);
+        let resident = memory.clamp(1, (16 / warps).max(1));
+        let places = resident * target.multiprocessors.max(1) as usize;
+        let tiles = self.tiles(extent);
+        // Blocks that share a multiprocessor in the last wave, and in those before.
+        let beside = tiles.div_ceil(target.multiprocessors.max(1) as usize).min(resident);
+        let scores = self.row_tiles * warp_keys / 2;
+        let latency = 300.0 + 9.0 * products as f64 + 4.0 * scores as f64;
+        let throughput = (beside * warps) as f64 * (2.4 * products as f64 + scores as f64);
+        let steps = self.split_keys(extent).min(extent.keys).div_ceil(self.keys);
+        let combine = if self.splits(extent) > 1 {
+            2500.0 + 150.0 * self.splits(extent) as f64
+        } else if self.key_warps > 1 {
+            400.0
+        } else {
+            0.0
+        };
+        let waves = tiles as f64 / places as f64;
+        let block = 2000.0 + combine + steps as f64 * latency.max(throughput);
+        block * if waves > 4.0 { waves } else { waves.ceil() }
+    }
+}
+
+/// Shared memory that one block may have, less what a best-effort kernel needs itself.
+fn shared_limit(capability: u32) -> usize {
+    let kilobytes = match capability {
+        86 | 89 | 120 | 121 => 99,
+        80 | 87 => 163,
+        _ => 227,
+    };
+    kilobytes * 1024 - 128
+}
+
+/// The variants for a problem, the one with the lowest estimate first.
+pub fn variants(extent: &Extent, target: &GpuTarget) -> Vec<Variant> {
+    let wide = extent.width.max(extent.value_width) > 128;
+    let shapes: &[Variant] = if wide { &WIDE } else { &NARROW };
+    let limit = shared_limit(target.capability);
+    let fits = |variant: &&Variant| variant.shared_bytes(extent) <= limit;
+    let useful = |variant: &&Variant| {
+        // A tile of which more than half is empty: the next smaller one does the same.
+        extent.queries > variant.queries() / 2 || variant.queries() == 16
+    };
+    let mut variants: Vec<Variant> = shapes.iter().filter(fits).filter(useful).copied().collect();
+    for variant in variants.clone() {
+        let (tiles, blocks) = (variant.tiles(extent), variant.key_blocks(extent));
+        let wanted = (2 * target.multiprocessors as usize).div_ceil(tiles.max(1));
+        for parts in [wanted, wanted.div_ceil(2)] {
+            let split = Variant { parts: parts.min(blocks / 2).min(SPLITS_MAX).max(1), ..variant };
+            let known = |other: &Variant| other.name(extent) == split.name(extent);
+            if split.splits(extent) > 1 && !variants.iter().any(known) {
+                variants.push(split);
+            }
+        }
+    }
+    variants.sort_by(|a, b| a.cost(extent, target).total_cmp(&b.cost(extent, target)));
+    variants
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use model::gpu::Precision;
+
+    fn target(capability: u32) -> GpuTarget {
+        GpuTarget { capability, multiprocessors: 132, precision: Precision::F16 }
+    }
+
+    fn extent(outer: usize, queries: usize, keys: usize, width: usize) -> Extent {
+        Extent { outer, queries, keys, width, value_width: width }
+    }
+
+    #[test]
+    fn every_size_has_variants_that_fit_every_device() {
+        for capability in [80, 86, 89, 90, 100, 120] {
+            for width in (1..=256).step_by(5) {
+                for (queries, keys) in [(1, 1), (1, 9000), (49, 49), (2000, 77), (4096, 4096)] {
+                    let extent = extent(12, queries, keys, width);
+                    let variants = variants(&extent, &target(capability));
+                    assert!(variants.iter().any(|v| v.splits(&extent) == 1), "{extent:?}");
+                    let names: std::collections::HashSet<String> =
+                        variants.iter().map(|variant| variant.name(&extent)).collect();
+                    assert_eq!(names.len(), variants.len(), "{extent:?}");
+                    for variant in variants {
+                        assert!(variant.shared_bytes(&extent) <= shared_limit(capability));
+                        let (splits, part) = (variant.splits(&extent), variant.split_keys(&extent));
+                        assert!(splits <= 32 && (splits - 1) * part < keys, "{variant:?}");
+                        assert!(splits * part >= keys, "{variant:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn few_queries_split_the_keys_and_many_take_large_tiles() {
+        let decode = extent(8, 4, 4096, 128);
+        assert!(variants(&decode, &target(90))[0].splits(&decode) > 4);
+        let long = extent(32, 4096, 4096, 64);
+        assert_eq!(variants(&long, &target(90))[0].queries(), 128);
+        let short = extent(12, 128, 128, 64);
+        assert!(variants(&short, &target(90))[0].queries() <= 32);
+    }
+}
