@@ -130,7 +130,7 @@ struct Attention {
             if (Count * kChunks % kThreads && at >= Count * kChunks) break;
             int row = at / kChunks, chunk = at % kChunks;
             int bytes = row < rows ? min(max(Columns - chunk * 8, 0), 8) * 2 : 0;
-            copy_partly(to + row * kBytes + chunk * 16,
+            copy_async_part<16>(to + row * kBytes + chunk * 16,
                 bytes ? from + (size_t)row * stride + chunk * 8 : from, bytes);
         }
     }

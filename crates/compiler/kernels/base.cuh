@@ -43,12 +43,14 @@ struct FastDiv {
     }
 };
 
+#ifndef TILES_EMULATED
 // A value the compiler keeps in a register instead of computing it again inside a loop.
 __device__ __forceinline__ u32 kept(u32 v)
 {
     asm volatile("" : "+r"(v));
     return v;
 }
+#endif
 
 // A value that is the same in every thread of a warp, in a form that the compiler recognises:
 // derived values are kept in uniform registers, and branches on it need no reconvergence.
@@ -139,36 +141,39 @@ __device__ __forceinline__ void add_floats(float (&v)[8], const float* p)
     v[4] += hi.x, v[5] += hi.y, v[6] += hi.z, v[7] += hi.w;
 }
 
-#ifdef TILES_EMULATED
-#include "warp.h" // the next two sections for a host, see tests/emulation
-#else
 // ---- asynchronous copies ------------------------------------------------------------------------
+
+// Tests that run on the host bring their own version of what is not C++.
+#ifndef TILES_EMULATED
 
 __device__ __forceinline__ u32 shared_address(const void* p)
 { return (u32)__cvta_generic_to_shared(p); }
 
-// Copies `Bytes` (8 or 16) to shared memory, or writes zeros there when `valid` is false (then
-// nothing is read).
+// Writes `Bytes` (4, 8 or 16) to shared memory: the first `bytes` are copied, the others are zeros.
 template <int Bytes>
-__device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid)
+__device__ __forceinline__ void copy_async_part(u32 to, const void* from, int bytes)
 {
-    int bytes = valid ? Bytes : 0;
     if constexpr (Bytes == 16)
         asm volatile(
             "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
     else
-        asm volatile(
-            "cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes));
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from),
+            "r"(bytes), "n"(Bytes));
 }
-// Copies the first `bytes` (at most 16) to 16 bytes of shared memory and writes zeros to the rest.
-__device__ __forceinline__ void copy_partly(u32 to, const void* from, int bytes)
-{
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
-}
+// All of them, or zeros when `valid` is false (then nothing is read).
+template <int Bytes>
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool valid)
+{ copy_async_part<Bytes>(to, from, valid ? Bytes : 0); }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
 template <int Pending>
 __device__ __forceinline__ void copy_wait()
 { asm volatile("cp.async.wait_group %0;" ::"n"(Pending)); }
+__device__ __forceinline__ void store_shared(u32 to, uint4 v)
+{
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+        "r"(v.w)
+        : "memory");
+}
 // Includes copies that are in no group.
 __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -193,6 +198,14 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const u32 (&a)[4], u
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void multiply_add_brain(
+    float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 
 __device__ __forceinline__ float power_of_two(float x)
 {
@@ -200,7 +213,8 @@ __device__ __forceinline__ float power_of_two(float x)
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-#endif
+
+#endif // TILES_EMULATED
 
 // ---- launch dependencies: when a tile may read what the previous step wrote ---------------------
 

@@ -8,7 +8,7 @@ namespace tiles {
 
 // The layout of an operand along the rows of the output: adjacent, one element for the whole row,
 // strided, or none (its value is its offset: a coordinate of the output).
-enum Access : int { kRow, kPoint, kApart, kPlace };
+enum Access : int { kRow, kOne, kApart, kPlace };
 
 template <int Inputs, int Rank>
 struct ChainArgs {
@@ -44,7 +44,7 @@ struct ChainPlace {
         if constexpr (Access == kPlace) {
 #pragma unroll
             for (int j = 0; j < Count; ++j) x[j] = (C)(offset[i + 2] + j * args.apart[i]);
-        } else if constexpr (Access == kPoint) {
+        } else if constexpr (Access == kOne) {
             C v = (C)computed(load_one(p));
 #pragma unroll
             for (int j = 0; j < Count; ++j) x[j] = v;

@@ -12,6 +12,11 @@
 #include "base.cuh"
 #include "conv_load.cuh"
 
+// Devices before 9.0 have no clusters; no plan for them uses one. The host emulates none.
+#if (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900) && !defined(TILES_EMULATED)
+#define TILES_CLUSTERS
+#endif
+
 namespace tiles {
 
 // relu(x * scale + shift) on one fragment register: two neighbouring depths of one row.
@@ -204,7 +209,7 @@ struct Parts {
 
     __device__ __forceinline__ const float* block(int i) const
     {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#ifdef TILES_CLUSTERS
         if (cluster) {
             u64 remote;
             asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(first), "r"(i));
@@ -217,12 +222,16 @@ struct Parts {
     static __device__ __forceinline__ void add(float (&v)[8], const float* at)
     {
         float f[8];
+#ifdef TILES_EMULATED
+        for (int i = 0; i < 8; ++i) f[i] = at[i];
+#else
         asm volatile("ld.volatile.v4.f32 {%0,%1,%2,%3}, [%4];"
             : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3])
             : "l"(at));
         asm volatile("ld.volatile.v4.f32 {%0,%1,%2,%3}, [%4];"
             : "=f"(f[4]), "=f"(f[5]), "=f"(f[6]), "=f"(f[7])
             : "l"(at + 4));
+#endif
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] += f[i];
     }
@@ -260,16 +269,15 @@ __device__ __forceinline__ void emit(const ConvArgs& a, const ConvPlace& p, cons
     }
 }
 
-// Devices before 9.0 have no clusters; no plan for them uses one.
 __device__ __forceinline__ void cluster_arrive()
 {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#ifdef TILES_CLUSTERS
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_wait()
 {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#ifdef TILES_CLUSTERS
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
@@ -285,7 +293,7 @@ __device__ __forceinline__ void cluster_barrier()
 template <class YieldPoint>
 __device__ __forceinline__ void tell_cluster(const YieldPoint& yield_point, int splits)
 {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#ifdef TILES_CLUSTERS
     if constexpr (YieldPoint::kPreemptible) {
         if ((int)threadIdx.x >= splits) return;
         asm volatile(
@@ -301,9 +309,9 @@ __device__ __forceinline__ void tell_cluster(const YieldPoint& yield_point, int 
 // A part announces itself with a bit, not a count: a part that is computed twice announces the
 // same. True for the block that completes the set; it adds all parts in order, so that the result
 // does not depend on timing.
-template <class C>
+template <class C, class Args, class Place>
 __device__ __forceinline__ bool deliver(
-    const ConvArgs& a, const ConvPlace& p, const float* staged, float* partial)
+    const Args& a, const Place& p, const float* staged, float* partial)
 {
     float* own = partial + (size_t)p.split * C::WK * C::kPart;
     for (int i = threadIdx.x * 4; i < C::WK * C::kPart; i += C::kThreads * 4)

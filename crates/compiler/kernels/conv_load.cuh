@@ -6,7 +6,7 @@
 namespace tiles {
 
 // How the parts of a product whose depth is split over blocks are added.
-enum Reduce : int {
+enum SplitReduction : int {
     kWhole = 0, // not split
     // fp32 partial sums in memory; the last part to arrive adds them in a fixed order
     kWorkspace = 1,

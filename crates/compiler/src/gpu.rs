@@ -20,6 +20,7 @@ pub mod loop_nest;
 pub mod lowering;
 pub mod memory;
 pub mod norm;
+pub mod packed_conv;
 pub mod packing;
 pub mod pool;
 pub mod product;
@@ -67,6 +68,8 @@ const HEADERS: &[(&str, &str)] = &[
     ("pool.cuh", include_str!("../kernels/pool.cuh")),
     ("product.cuh", include_str!("../kernels/product.cuh")),
     ("reduce.cuh", include_str!("../kernels/reduce.cuh")),
+    ("tensor.cuh", include_str!("../kernels/tensor.cuh")),
+    ("tensor_load.cuh", include_str!("../kernels/tensor_load.cuh")),
     ("wgmma.cuh", include_str!("../kernels/wgmma.cuh")),
     ("window.cuh", include_str!("../kernels/window.cuh")),
     ("wrap.cuh", include_str!("../kernels/wrap.cuh")),

@@ -146,6 +146,7 @@ impl Product {
             rows: self.rows,
             columns: self.out_c,
             depth: self.depth(),
+            parts: 1,
             vec: self.vec,
             access: self.access(),
             normalizes: self.normalize.is_some(),
@@ -205,12 +206,7 @@ impl Product {
         }
         let depth = self.depth();
         args.int(self.rows).int(depth).int(depth.next_multiple_of(8));
-        let reduce = match variant.reduction {
-            SplitReduction::Whole => 0,
-            SplitReduction::Workspace => 1,
-            SplitReduction::Cluster => 2,
-        };
-        args.int(variant.splits).signed(reduce).signed(self.act);
+        args.int(variant.splits).signed(variant.reduction.code()).signed(self.act);
         args.fast_div(variant.splits)
             .fast_div(self.out_c.div_ceil(variant.tile.bn))
             .fast_div(self.out_h * self.out_w)

@@ -20,6 +20,7 @@ impl Lowering<'_> {
         match &node.op {
             Op::Conv(conv) if self.conv_is_fast(node, conv) => self.fast_conv(node, conv),
             Op::Conv(conv) if self.depthwise_is_fast(node, conv) => self.fast_depthwise(node, conv),
+            Op::Conv(_) | Op::ConvTranspose(_) if self.packed_conv(node)? => Ok(()),
             Op::MatMul(product) if self.matmul(node, product)? => Ok(()),
             Op::Gemm(gemm) if self.gemm(node, gemm)? => Ok(()),
             Op::Attention { scale } if self.fast_attention(node, *scale)? => Ok(()),

@@ -1,4 +1,5 @@
-//! Products of any strides and types: matrix products, convolutions and transposed convolutions
+//! Products of any strides and types: matrix products, convolutions and transposed convolutions.
+//! Those of 16-bit operands run on tensor cores (`kernels/tensor.cuh`), all others do not
 //! (`kernels/product.cuh`).
 //!
 //! The weights of a convolution must be constant. All strides are supported; if the input has its
@@ -7,13 +8,16 @@
 mod attention;
 mod convolution;
 mod einsum;
+mod packed;
+mod tensor;
 
+use model::gpu::GpuTarget;
 use model::op::{Activation, Gemm, MatMul};
 
 use super::args::{Address, ArgsWriter};
 use super::draft::{LaunchDraft, StepDraft};
 use super::loop_nest::{
-    LoopNest, MAX_ITEMS, address, check_output, check_view, describe_all, kernel, single,
+    LoopNest, MAX_ITEMS, address, check_output, check_view, describe_all, kernel,
 };
 use super::view::{Element, View};
 
@@ -21,10 +25,13 @@ pub use attention::attention;
 pub(super) use convolution::{Sizes, begins, three};
 pub use convolution::{conv, conv_transpose};
 pub use einsum::einsum;
+pub use packed::PackedConv;
+use tensor::TensorLoops;
 
 /// `output = activation(alpha * op(a) @ op(b) + bias + residual)`, with the batching and vectors of
 /// numpy; `bias` and `residual` broadcast to the output.
 pub fn matmul(
+    target: &GpuTarget,
     spec: &MatMul,
     (a, b): (&View, &View),
     (bias, residual): (Option<&View>, Option<&View>),
@@ -33,12 +40,13 @@ pub fn matmul(
     let turned = |view: &View, turn: bool| if turn { transposed(view) } else { view.clone() };
     let (a, b) = (turned(a, spec.transpose_a), turned(b, spec.transpose_b));
     let epilogue = Epilogue { alpha: spec.alpha, beta: 1.0, activation: spec.activation };
-    matrix("MatMul", &a, &b, Extra { bias, residual }, epilogue, output)
+    matrix(target, "MatMul", (&a, &b), Extra { bias, residual }, epilogue, output)
 }
 
 /// `output = activation(alpha * op(a) @ op(b) + beta * c)` on matrices; `c` broadcasts to the
 /// output.
 pub fn gemm(
+    target: &GpuTarget,
     spec: &Gemm,
     (a, b): (&View, &View),
     c: Option<&View>,
@@ -50,7 +58,7 @@ pub fn gemm(
     let turned = |view: &View, turn: bool| if turn { transposed(view) } else { view.clone() };
     let (a, b) = (turned(a, spec.transpose_a), turned(b, spec.transpose_b));
     let epilogue = Epilogue { alpha: spec.alpha, beta: spec.beta, activation: spec.activation };
-    matrix("Gemm", &a, &b, Extra { bias: c, residual: None }, epilogue, output)
+    matrix(target, "Gemm", (&a, &b), Extra { bias: c, residual: None }, epilogue, output)
 }
 
 /// Operands that are added to a product.
@@ -106,9 +114,9 @@ fn check(a: &View, b: &View, extra: Extra, output: &View) -> Result<(), String> 
 }
 
 fn matrix(
+    target: &GpuTarget,
     op: &'static str,
-    a: &View,
-    b: &View,
+    (a, b): (&View, &View),
     extra: Extra,
     epilogue: Epilogue,
     output: &View,
@@ -138,7 +146,7 @@ fn matrix(
     }
     let problem = batched(&left, &right, &bias, &residual, &result)?;
     let views = Views { a, b, bias: bias.as_ref(), residual: residual.as_ref(), output };
-    problem.work(op, &views, epilogue)
+    problem.work(target, op, &views, epilogue)
 }
 
 /// The loops of a batched product of matrices.
@@ -268,6 +276,26 @@ struct Problem {
     picture: Picture,
 }
 
+/// A step of several variants.
+fn finished(
+    op: &'static str,
+    signature: String,
+    drafts: Vec<LaunchDraft>,
+    flops: u64,
+    views: &Views,
+) -> StepDraft {
+    StepDraft {
+        op,
+        signature,
+        drafts,
+        reads: views.reads().into_iter().cloned().collect(),
+        writes: vec![views.output.clone()],
+        flops,
+        weight_bytes: 0,
+        finish_tiles: None,
+    }
+}
+
 /// A tile: rows, columns, and those of a thread; threads share a sum if they have less than one
 /// (`Dots` of the kernels).
 type Tile = [usize; 4];
@@ -283,10 +311,32 @@ const ENOUGH_TILES: usize = 128;
 impl Problem {
     fn work(
         &self,
+        target: &GpuTarget,
         op: &'static str,
         views: &Views,
         epilogue: Epilogue,
     ) -> Result<StepDraft, String> {
+        let loops = TensorLoops::of(self, false).filter(|_| tensor::multiplies(views));
+        let drafts = match loops {
+            Some(loops) => loops.drafts(target, views, epilogue)?,
+            None => self.drafts(views, epilogue)?,
+        };
+        let reads = views.reads();
+        let signature = format!(
+            "{op} {:?} {epilogue:?} {:?} {:?} {} to {}",
+            self.kind,
+            self.picture,
+            self.inner,
+            describe_all(&reads),
+            describe_all(&[views.output])
+        );
+        let sums = self.group.len() as u64 * self.row.len() as u64 * self.columns as u64;
+        let flops = sums.saturating_mul(2 * self.depth as u64);
+        Ok(finished(op, signature, drafts, flops, views))
+    }
+
+    /// The variants without tensor cores.
+    fn drafts(&self, views: &Views, epilogue: Epilogue) -> Result<Vec<LaunchDraft>, String> {
         for nest in [&self.group, &self.row] {
             nest.check()?;
         }
@@ -301,25 +351,7 @@ impl Problem {
         if self.row.len() <= FEW_ROWS {
             tiles.insert(0, [1, if self.is_deep(1) { 8 } else { 32 }, 0, 0]);
         }
-        let mut drafts = Vec::with_capacity(tiles.len());
-        for tile in tiles {
-            drafts.push(self.draft(views, epilogue, tile)?);
-        }
-        let reads = views.reads();
-        let signature = format!(
-            "{op} {:?} {epilogue:?} {:?} {:?} {} to {}",
-            self.kind,
-            self.picture,
-            self.inner,
-            describe_all(&reads),
-            describe_all(&[views.output])
-        );
-        let first = drafts.remove(0);
-        let mut work = single(op, signature, first, &reads, views.output);
-        work.drafts.extend(drafts);
-        let sums = self.group.len() as u64 * self.row.len() as u64 * self.columns as u64;
-        work.flops = sums.saturating_mul(2 * self.depth as u64);
-        Ok(work)
+        tiles.into_iter().map(|tile| self.draft(views, epilogue, tile)).collect()
     }
 
     /// Whether most of a tile is used; the smallest tile is always accepted.
@@ -379,7 +411,13 @@ impl Problem {
 
 /// `Epilogue` of `kernels/number.cuh`.
 fn write_activation(activation: Activation, args: &mut ArgsWriter) {
-    let (kind, first, second) = match activation {
+    let (kind, first, second) = activation_numbers(activation);
+    args.int(kind).float(first).float(second);
+}
+
+/// The kernels' number of an activation, with its parameters.
+fn activation_numbers(activation: Activation) -> (usize, f32, f32) {
+    match activation {
         Activation::None => (0, 0.0, 0.0),
         Activation::Relu => (1, 0.0, 0.0),
         Activation::LeakyRelu { alpha } => (2, alpha, 0.0),
@@ -391,6 +429,5 @@ fn write_activation(activation: Activation, args: &mut ArgsWriter) {
         Activation::Gelu { tanh: true } => (8, 0.0, 0.0),
         Activation::HardSwish => (9, 0.0, 0.0),
         Activation::HardSigmoid { alpha, beta } => (10, alpha, beta),
-    };
-    args.int(kind).float(first).float(second);
+    }
 }

@@ -11,9 +11,11 @@ pub enum InputAccess {
     Point,
     /// Depth a multiple of the step, no dilation.
     Taps,
+    /// Operands of any strides (`kernels/tensor.cuh`).
+    Strided,
 }
 
-/// How the partial sums of a split product are added; see `Reduce` in `kernels/conv_load.cuh`.
+/// How the partial sums of a split product are added; see `SplitReduction` in `kernels/conv_load.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SplitReduction {
     /// Not split.
@@ -22,6 +24,17 @@ pub enum SplitReduction {
     Workspace,
     /// Through the shared memory of a cluster.
     Cluster,
+}
+
+impl SplitReduction {
+    /// Its number in the kernels.
+    pub fn code(self) -> i32 {
+        match self {
+            SplitReduction::Whole => 0,
+            SplitReduction::Workspace => 1,
+            SplitReduction::Cluster => 2,
+        }
+    }
 }
 
 /// `BM x BN` outputs and `BK` depth per step, `WM x WN x WK` warps, a ring of `stages`.
@@ -92,6 +105,19 @@ const IMAGE: [Tile; 3] = [
 /// Shapes for any window.
 const GENERAL: [Tile; 2] = [tile(64, 64, 64, (2, 2, 1), 4, 8), tile(32, 32, 64, (1, 1, 4), 6, 8)];
 
+/// Shapes for operands of any strides.
+const STRIDED: [Tile; 9] = [
+    tile(64, 64, 64, (2, 2, 1), 4, 8),
+    tile(128, 128, 32, (2, 4, 1), 4, 8),
+    tile(64, 128, 64, (2, 2, 1), 3, 8),
+    tile(128, 64, 64, (2, 2, 1), 3, 8),
+    tile(16, 64, 64, (1, 1, 4), 6, 8),
+    tile(32, 32, 64, (1, 1, 4), 6, 8),
+    tile(32, 64, 64, (1, 2, 2), 4, 8),
+    tile(64, 32, 64, (2, 1, 2), 4, 8),
+    tile(128, 32, 64, (4, 1, 1), 3, 8),
+];
+
 /// Every shape as it appears in a kernel's type, for tests that all are tried.
 pub fn shapes() -> Vec<String> {
     let all = PLAIN.iter().chain(&NORMALIZING).chain(&IMAGE).chain(&GENERAL);
@@ -121,6 +147,8 @@ pub struct Problem {
     pub columns: usize,
     /// Taps times channels.
     pub depth: usize,
+    /// Products of these sizes: batches, groups, phases.
+    pub parts: usize,
     /// Channels of a copy: 8, or 4 for an image.
     pub vec: usize,
     /// The access to the input.
@@ -167,7 +195,7 @@ impl Tile {
     pub fn kernel(&self, access: InputAccess, normalizes: bool) -> KernelText {
         let (wm, wn, wk) = self.warps;
         let access = match access {
-            InputAccess::General => "tiles::kGeneral",
+            InputAccess::General | InputAccess::Strided => "tiles::kGeneral",
             InputAccess::Point => "tiles::kPoint",
             InputAccess::Taps => "tiles::kTaps",
         };
@@ -205,6 +233,7 @@ impl Problem {
             (4, ..) => &IMAGE,
             (_, true, _) => &NORMALIZING,
             (_, _, InputAccess::General) => &GENERAL,
+            (_, _, InputAccess::Strided) => &STRIDED,
             _ => &PLAIN,
         };
         let fitting: Vec<Tile> =
@@ -213,14 +242,14 @@ impl Problem {
     }
 
     fn tile_count(&self, tile: &Tile) -> usize {
-        self.rows.div_ceil(tile.bm) * self.columns.div_ceil(tile.bn)
+        self.parts * self.rows.div_ceil(tile.bm) * self.columns.div_ceil(tile.bn)
     }
 
     /// Whether a tile is neither much larger than the problem nor far too small for it.
     fn suits(&self, tile: &Tile) -> bool {
         let tiles = self.tile_count(tile);
         let covered = (tiles * tile.bm * tile.bn) as f64;
-        let waste = covered / (self.rows * self.columns) as f64;
+        let waste = covered / (self.parts * self.rows * self.columns) as f64;
         let smallest = tile.bm * tile.bn <= 16 * 64 || (self.rows < 16 && tile.bm == 16);
         let small = tile.bm * tile.bn <= 2048;
         let far_too_many =
@@ -318,6 +347,7 @@ mod tests {
             rows,
             columns,
             depth,
+            parts: 1,
             vec: 8,
             access,
             normalizes: false,

@@ -2,7 +2,6 @@
 // and shuffles, so that tile functions run unchanged, one tile after another, under the host's
 // address sanitizer.
 #pragma once
-#define TILES_EMULATED
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -23,7 +22,6 @@ struct Index { unsigned x; };
 void block_barrier();
 void warp_barrier();
 extern uint64_t lanes[1024]; // what each thread contributes to a shuffle
-extern unsigned char* shared_memory; // of the running block
 } // namespace emulation
 
 extern emulation::Index threadIdx, blockIdx, gridDim;
@@ -78,17 +76,27 @@ inline half2 __floats2half2_rn(float x, float y)
     return {__float2half_rn(x), __float2half_rn(y)};
 }
 
+inline half2 __hfma2(half2 a, half2 b, half2 c)
+{
+    float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c);
+    return __floats2half2_rn(std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y));
+}
+inline half2 __hmax2(half2 a, half2 b)
+{
+    float2 x = __half22float2(a), y = __half22float2(b);
+    return __floats2half2_rn(std::fmax(x.x, y.x), std::fmax(x.y, y.y));
+}
+inline half2 __float2half2_rn(float x) { return __floats2half2_rn(x, x); }
+
 template <class T> T __ldcg(const T* p) { return *p; }
-template <class T> void __stcg(T* p, T v) { *p = v; }
 template <class T> T __ldg(const T* p) { return *p; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 inline float __expf(float x) { return std::exp(x); }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
-inline size_t __cvta_generic_to_shared(const void* p) { return (size_t)p; }
-inline unsigned atomicAdd(unsigned* p, unsigned v) { unsigned old = *p; *p += v; return old; }
-
-inline unsigned atomicOr(unsigned* p, unsigned v) { unsigned old = *p; *p |= v; return old; }
+template <class T> void __stcg(T* p, T v) { *p = v; }
 inline void __threadfence() {}
+inline unsigned atomicOr(unsigned* p, unsigned v) { unsigned old = *p; *p |= v; return old; }
+inline unsigned atomicAdd(unsigned* p, unsigned v) { unsigned old = *p; *p += v; return old; }
 
 inline void __syncthreads() { emulation::block_barrier(); }
 inline int __syncthreads_or(int v)
@@ -133,3 +141,99 @@ inline int __any_sync(unsigned, int v)
     for (int d = 16; d; d /= 2) any |= __shfl_xor_sync(~0u, any, d);
     return any;
 }
+
+// ---- what base.cuh writes in assembly -----------------------------------------------------------
+
+#define TILES_EMULATED
+
+namespace emulation {
+extern unsigned char* shared; // addresses of shared memory count from here
+// What each thread brings to a product of a warp: parts of two matrices, by turns, so that one
+// barrier per product is enough.
+struct Operands { float a[8], b[4]; };
+extern Operands operands[2][1024];
+extern unsigned turns[1024];
+
+inline float bf16_value(uint16_t bits) { return __int_as_float((unsigned)bits << 16); }
+inline float value(uint16_t bits, bool brain)
+{
+    return brain ? bf16_value(bits) : __half2float(half{bits});
+}
+inline void multiply_add(
+    float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool brain)
+{
+    unsigned self = threadIdx.x, turn = turns[self]++ % 2, first = self & ~31u, lane = self & 31u;
+    Operands& own = operands[turn][self];
+    for (int i = 0; i < 8; ++i) own.a[i] = value(a[i / 2] >> i % 2 * 16 & 0xffff, brain);
+    for (int i = 0; i < 4; ++i) own.b[i] = value((i < 2 ? b0 : b1) >> i % 2 * 16 & 0xffff, brain);
+    warp_barrier();
+    const Operands* all = operands[turn] + first;
+    for (int out = 0; out < 4; ++out) {
+        unsigned column = lane % 4 * 2 + out % 2;
+        for (unsigned k = 0; k < 16; ++k) {
+            // Registers 0 and 1 of `a` hold depths 0 to 7 of rows 0 to 7 and 8 to 15.
+            unsigned slot = (k / 8 * 2 + out / 2) * 2 + k % 2;
+            float x = all[lane / 4 * 4 + k % 8 / 2].a[slot];
+            d[out] = std::fma(x, all[column * 4 + k % 8 / 2].b[k / 8 * 2 + k % 2], d[out]);
+        }
+    }
+}
+inline void load_matrices(unsigned (&r)[4], unsigned address, bool transposed)
+{
+    unsigned self = threadIdx.x, first = self & ~31u, lane = self & 31u;
+    lanes[self] = address;
+    warp_barrier();
+    for (unsigned i = 0; i < 4; ++i) {
+        const uint64_t* rows = lanes + first + i * 8;
+        if (transposed) {
+            uint16_t low, high;
+            std::memcpy(&low, shared + rows[lane % 4 * 2] + lane / 4 * 2, 2);
+            std::memcpy(&high, shared + rows[lane % 4 * 2 + 1] + lane / 4 * 2, 2);
+            r[i] = low | (unsigned)high << 16;
+        } else {
+            std::memcpy(&r[i], shared + rows[lane / 4] + lane % 4 * 4, 4);
+        }
+    }
+    warp_barrier();
+}
+} // namespace emulation
+
+namespace tiles {
+inline unsigned kept(unsigned v) { return v; }
+inline unsigned shared_address(const void* p)
+{
+    return (unsigned)((const unsigned char*)p - emulation::shared);
+}
+// Reads must be aligned as on the device.
+template <int Bytes> void copy_async_part(unsigned to, const void* from, int bytes)
+{
+    if ((size_t)from % Bytes || to % Bytes || bytes < 0 || bytes > Bytes) __builtin_trap();
+    std::memset(emulation::shared + to, 0, Bytes);
+    if (bytes) std::memcpy(emulation::shared + to, from, bytes);
+}
+template <int Bytes> void copy_async(unsigned to, const void* from, bool valid)
+{
+    copy_async_part<Bytes>(to, from, valid ? Bytes : 0);
+}
+inline void copy_commit() {}
+template <int Pending> void copy_wait() {}
+inline void copy_wait_all() {}
+inline float power_of_two(float x) { return std::exp2(x); }
+inline void store_shared(unsigned to, uint4 v) { std::memcpy(emulation::shared + to, &v, 16); }
+inline void load_matrices(unsigned (&r)[4], unsigned address)
+{
+    emulation::load_matrices(r, address, false);
+}
+inline void load_matrices_transposed(unsigned (&r)[4], unsigned address)
+{
+    emulation::load_matrices(r, address, true);
+}
+inline void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+{
+    emulation::multiply_add(d, a, b0, b1, false);
+}
+inline void multiply_add_brain(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+{
+    emulation::multiply_add(d, a, b0, b1, true);
+}
+} // namespace tiles

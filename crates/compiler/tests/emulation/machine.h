@@ -13,7 +13,9 @@ emulation::Index threadIdx, blockIdx, gridDim;
 namespace emulation {
 
 uint64_t lanes[1024];
-unsigned char* shared_memory;
+unsigned char* shared;
+Operands operands[2][1024];
+unsigned turns[1024];
 
 enum State { kReady, kAtBlock, kAtWarp, kGone };
 struct Fiber {
@@ -75,9 +77,10 @@ void run_tiles(const unsigned char* args, unsigned first, unsigned last)
     std::memcpy(&a, args, sizeof a);
     std::vector<unsigned char> shared(Op::kShared + 128);
     unsigned char* aligned = (unsigned char*)(((size_t)shared.data() + 127) & ~(size_t)127);
-    shared_memory = aligned;
+    emulation::shared = aligned;
     for (unsigned tile = first; tile < last; ++tile) {
         blockIdx.x = tile;
+        std::memset(turns, 0, sizeof turns);
         body = [&] {
             YieldPoint yield_point;
             Op::tile(a, (int)tile, aligned, yield_point, tiles::NoDependency());

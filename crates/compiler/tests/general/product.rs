@@ -2,10 +2,15 @@
 
 use compiler::gpu::product;
 use compiler::gpu::view::Element;
+use model::gpu::{GpuTarget, Precision};
 use model::op::{Activation, Compare, Conv, ConvTranspose, Gemm, MatMul, Op, Padding, Window};
 
 use crate::Case;
 use crate::bench::{Bench, Layout, Random};
+
+/// A device without clusters, which the host does not emulate.
+const TARGET: GpuTarget =
+    GpuTarget { capability: 80, multiprocessors: 8, precision: Precision::F16 };
 
 #[test]
 fn matrix_products() {
@@ -30,12 +35,12 @@ fn matrix_products() {
             (Layout::Gapped, Element::BF16),
         ] {
             let spec = MatMul { alpha: 0.25, ..MatMul::default() };
-            Case::new(Op::MatMul(spec), &[&a, &b])
-                .lying(layout, Layout::Packed)
-                .of(element)
-                .check(&mut bench, |i, o| {
-                    Ok(vec![product::matmul(&spec, (&i[0], &i[1]), (None, None), &o[0])?])
-                });
+            Case::new(Op::MatMul(spec), &[&a, &b]).lying(layout, Layout::Packed).of(element).check(
+                &mut bench,
+                |i, o| {
+                    Ok(vec![product::matmul(&TARGET, &spec, (&i[0], &i[1]), (None, None), &o[0])?])
+                },
+            );
         }
     }
     let (a, b) = (random.floats(&[2, 17, 20]), random.floats(&[2, 9, 17]));
@@ -43,7 +48,13 @@ fn matrix_products() {
     let activation = Activation::Gelu { tanh: false };
     let spec = MatMul { transpose_a: true, transpose_b: true, alpha: 0.5, activation };
     Case::new(Op::MatMul(spec), &[&a, &b, &bias, &residual]).check(&mut bench, |i, o| {
-        Ok(vec![product::matmul(&spec, (&i[0], &i[1]), (Some(&i[2]), Some(&i[3])), &o[0])?])
+        Ok(vec![product::matmul(
+            &TARGET,
+            &spec,
+            (&i[0], &i[1]),
+            (Some(&i[2]), Some(&i[3])),
+            &o[0],
+        )?])
     });
     let (a, b, c) = (random.floats(&[30, 7]), random.floats(&[30, 11]), random.floats(&[7, 1]));
     let spec = Gemm {
@@ -54,7 +65,7 @@ fn matrix_products() {
         activation: Activation::Relu,
     };
     Case::new(Op::Gemm(spec), &[&a, &b, &c]).check(&mut bench, |i, o| {
-        Ok(vec![product::gemm(&spec, (&i[0], &i[1]), Some(&i[2]), &o[0])?])
+        Ok(vec![product::gemm(&TARGET, &spec, (&i[0], &i[1]), Some(&i[2]), &o[0])?])
     });
     bench.finish("matrix");
 }
@@ -92,7 +103,13 @@ fn convolutions() {
                 .lying(layout, layout)
                 .of(element)
                 .check(&mut bench, |i, o| {
-                    Ok(vec![product::conv(&spec, (&i[0], &i[1]), (Some(&i[2]), None), &o[0])?])
+                    Ok(vec![product::conv(
+                        &TARGET,
+                        &spec,
+                        (&i[0], &i[1]),
+                        (Some(&i[2]), None),
+                        &o[0],
+                    )?])
                 });
         }
         let spec = Conv { activation: Activation::LeakyRelu { alpha: 0.1 }, ..spec };
@@ -100,10 +117,12 @@ fn convolutions() {
         let residual = random.floats(expected.shape());
         // An absent bias is an input of zeros for the reference.
         let zeros = model::Tensor::from_vec(vec![kernel[0]], vec![0f32; kernel[0]]).unwrap();
-        Case::new(Op::Conv(spec.clone()), &[&x, &weight, &zeros, &residual])
-            .check(&mut bench, |i, o| {
-                Ok(vec![product::conv(&spec, (&i[0], &i[1]), (None, Some(&i[3])), &o[0])?])
-            });
+        Case::new(Op::Conv(spec.clone()), &[&x, &weight, &zeros, &residual]).check(
+            &mut bench,
+            |i, o| {
+                Ok(vec![product::conv(&TARGET, &spec, (&i[0], &i[1]), (None, Some(&i[3])), &o[0])?])
+            },
+        );
     }
     bench.finish("convolutions");
 }
@@ -134,7 +153,13 @@ fn transposed_convolutions() {
             Case::new(Op::ConvTranspose(spec.clone()), &[&x, &weight, &bias])
                 .lying(layout, layout)
                 .check(&mut bench, |i, o| {
-                    Ok(vec![product::conv_transpose(&spec, (&i[0], &i[1]), Some(&i[2]), &o[0])?])
+                    Ok(vec![product::conv_transpose(
+                        &TARGET,
+                        &spec,
+                        (&i[0], &i[1]),
+                        Some(&i[2]),
+                        &o[0],
+                    )?])
                 });
         }
     }
@@ -158,7 +183,14 @@ fn attention_of_any_width() {
                 &mut bench,
                 |i, o| {
                     let scratch = (&scratch[0], &scratch[1]);
-                    product::attention(scale, (&i[0], &i[1], &i[2]), Some(&i[3]), scratch, &o[0])
+                    product::attention(
+                        &TARGET,
+                        scale,
+                        (&i[0], &i[1], &i[2]),
+                        Some(&i[3]),
+                        scratch,
+                        &o[0],
+                    )
                 },
             );
         }
@@ -186,8 +218,125 @@ fn einstein_notation() {
         let op = Op::Einsum { equation: equation.to_string() };
         Case::new(op, &inputs).check(&mut bench, |i, o| {
             let views: Vec<_> = i.iter().collect();
-            Ok(vec![product::einsum(equation, &views, &o[0])?])
+            Ok(vec![product::einsum(&TARGET, equation, &views, &o[0])?])
         });
     }
     bench.finish("einstein");
+}
+
+/// Sizes of a convolution: input, weights and spec parts.
+struct Layer {
+    input: Vec<usize>,
+    groups: usize,
+    channels: usize,
+    columns: usize,
+    kernel: Vec<usize>,
+    window: Window,
+}
+
+fn layer(random: &mut Random) -> Layer {
+    let rank = 1 + random.below(3);
+    let groups = [1, 1, 2, 3, 8][random.below(5)];
+    let (channels, columns) = (1 + random.below(9), 1 + random.below(12));
+    let mut list = |least: usize, most: usize| -> Vec<usize> {
+        (0..rank).map(|_| least + random.below(most + 1 - least)).collect()
+    };
+    let (kernel, strides, dilations) = (list(1, 4), list(1, 3), list(1, 2));
+    let spatial = list(if rank == 3 { 4 } else { 8 }, if rank == 3 { 6 } else { 11 });
+    let pads: Vec<usize> = [list(0, 1), list(0, 1)].concat();
+    let input = [vec![1 + rank % 2, groups * channels], spatial].concat();
+    let padding = Padding::Explicit(pads);
+    let window = Window { kernel: kernel.clone(), strides, dilations, padding };
+    Layer { input, groups, channels, columns, kernel, window }
+}
+
+/// Runs `conv` on tensor cores and compares with the CPU device.
+fn check_packed(
+    bench: &mut Bench,
+    op: &Op,
+    conv: &product::PackedConv,
+    tensors: &[model::Tensor],
+    expected: &model::Tensor,
+    element: Element,
+) {
+    let [x, weight, bias, residual @ ..] = tensors else { panic!("operands") };
+    let channels = x.shape()[1];
+    let slack = channels.next_multiple_of(conv.rounding()) - channels;
+    let x = bench.place_pixels(x, slack, element);
+    assert!(conv.reads(&x), "{op:?} does not read {x:?}");
+    let packed = conv.pack(weight, element).unwrap();
+    assert_eq!(packed.len(), conv.weight_len() * 2);
+    let packed = bench.raw(packed, element);
+    let columns = expected.shape()[1];
+    let mut row = bias.to_vec::<f32>().unwrap();
+    row.resize(columns.next_multiple_of(8), 0.0);
+    let mut bias = bench.raw(row.iter().flat_map(|x| x.to_le_bytes()).collect(), Element::F32);
+    bias.shape = vec![columns];
+    let room = columns.next_multiple_of(8) - columns;
+    let residual = residual.first().map(|each| bench.place_pixels(each, room, element));
+    let y = bench.buffer(expected.shape(), Layout::ChannelsLast(room), element);
+    for rounded in [false, true] {
+        let extra = (Some(&bias), residual.as_ref());
+        let work = conv.work(&TARGET, (&x, &packed), extra, &y, rounded).unwrap();
+        let name = format!("{op:?} {element:?} {rounded} {conv:?}");
+        bench.check(&name, &[work], &[(&y, expected)], crate::tolerance(element));
+    }
+}
+
+#[test]
+fn packed_convolutions() {
+    let mut bench = Bench::default();
+    let mut random = Random::new(26);
+    let mut checked = 0;
+    while checked < 16 {
+        let Layer { input, groups, channels, columns, kernel, window } = layer(&mut random);
+        let shape = [vec![groups * columns, channels], kernel.clone()].concat();
+        let (x, weight) = (random.floats(&input), random.floats(&shape));
+        let bias = random.floats(&[groups * columns]);
+        let spec = Conv { window, groups, activation: Activation::HardSwish };
+        let op = Op::Conv(spec.clone());
+        let plain = cpu::evaluate(&op, &[Some(x.clone()), Some(weight.clone())], 1);
+        let Some(plain) = plain.map(|mut all| all.remove(0)).filter(|y| !y.is_empty()) else {
+            continue;
+        };
+        let mut tensors = vec![x, weight, bias];
+        if random.below(2) == 0 {
+            tensors.push(random.floats(plain.shape()));
+        }
+        let expected = crate::reference(&op, &tensors.iter().collect::<Vec<_>>(), 1).remove(0);
+        let (x, weight) = (tensors[0].shape(), tensors[1].shape());
+        let conv = product::PackedConv::conv(&spec, x, weight, expected.shape()).unwrap();
+        let element = if checked % 4 == 3 { Element::BF16 } else { Element::F16 };
+        check_packed(&mut bench, &op, &conv, &tensors, &expected, element);
+        checked += 1;
+    }
+    bench.finish("packed");
+}
+
+#[test]
+fn packed_transposed_convolutions() {
+    let mut bench = Bench::default();
+    let mut random = Random::new(27);
+    let mut checked = 0;
+    while checked < 16 {
+        let Layer { input, groups, channels, columns, kernel, window } = layer(&mut random);
+        let shape = [vec![groups * channels, columns], kernel.clone()].concat();
+        let extra: Vec<usize> = window.strides.iter().map(|stride| random.below(*stride)).collect();
+        let tensors =
+            [random.floats(&input), random.floats(&shape), random.floats(&[groups * columns])];
+        let spec = ConvTranspose { window, groups, output_padding: extra, output_shape: None };
+        let op = Op::ConvTranspose(spec.clone());
+        let inputs: Vec<_> = tensors.iter().cloned().map(Some).collect();
+        let Some(expected) = cpu::evaluate(&op, &inputs, 1).map(|mut all| all.remove(0)) else {
+            continue;
+        };
+        if expected.is_empty() {
+            continue;
+        }
+        let (x, weight) = (tensors[0].shape(), tensors[1].shape());
+        let conv = product::PackedConv::transposed(&spec, x, weight, expected.shape()).unwrap();
+        check_packed(&mut bench, &op, &conv, &tensors, &expected, Element::F16);
+        checked += 1;
+    }
+    bench.finish("packed_transposed");
 }

@@ -46,7 +46,7 @@ pub(super) fn source(
         let (kind, element) = (computed_name(operand.element), operand.element.cuda_name());
         let access = match operand.access {
             Access::Row => "kRow",
-            Access::Point => "kPoint",
+            Access::Point => "kOne",
             Access::Apart => "kApart",
             Access::Position => "kPlace",
         };

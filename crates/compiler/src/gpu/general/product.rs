@@ -17,26 +17,26 @@ impl Lowering<'_> {
                 let (bias, residual) = (self.optional(node, 2)?, self.optional(node, 3)?);
                 let y = self.picture(Self::output(node)?)?;
                 let extra = (bias.as_ref(), residual.as_ref());
-                (product::conv(conv, (&x, &weight), extra, &y)?, y)
+                (product::conv(&self.target, conv, (&x, &weight), extra, &y)?, y)
             }
             Op::ConvTranspose(conv) => {
                 let (x, weight) = (self.input(node, 0)?, self.filter(node)?);
                 let bias = self.optional(node, 2)?;
                 let y = self.picture(Self::output(node)?)?;
-                (product::conv_transpose(conv, (&x, &weight), bias.as_ref(), &y)?, y)
+                (product::conv_transpose(&self.target, conv, (&x, &weight), bias.as_ref(), &y)?, y)
             }
             Op::MatMul(spec) => {
                 let (a, b) = (self.input(node, 0)?, self.input(node, 1)?);
                 let (bias, residual) = (self.optional(node, 2)?, self.optional(node, 3)?);
                 let y = self.new_output(node)?;
                 let extra = (bias.as_ref(), residual.as_ref());
-                (product::matmul(spec, (&a, &b), extra, &y)?, y)
+                (product::matmul(&self.target, spec, (&a, &b), extra, &y)?, y)
             }
             Op::Gemm(spec) => {
                 let (a, b) = (self.input(node, 0)?, self.input(node, 1)?);
                 let c = self.optional(node, 2)?;
                 let y = self.new_output(node)?;
-                (product::gemm(spec, (&a, &b), c.as_ref(), &y)?, y)
+                (product::gemm(&self.target, spec, (&a, &b), c.as_ref(), &y)?, y)
             }
             Op::Attention { scale } => {
                 self.composed_attention(node, *scale)?;
@@ -49,7 +49,7 @@ impl Lowering<'_> {
                 }
                 let y = self.new_output(node)?;
                 let operands: Vec<&View> = operands.iter().collect();
-                (product::einsum(equation, &operands, &y)?, y)
+                (product::einsum(&self.target, equation, &operands, &y)?, y)
             }
             _ => return Ok(false),
         };
@@ -100,7 +100,9 @@ impl Lowering<'_> {
         let scratch = (self.packed(&shape, Element::F32), self.packed(&shape, q.element));
         let y = self.for_the_reader(Self::output(node)?)?;
         let scratch = (&scratch.0, &scratch.1);
-        for work in product::attention(scale, (&q, &k, &v), mask.as_ref(), scratch, &y)? {
+        let works =
+            product::attention(&self.target, scale, (&q, &k, &v), mask.as_ref(), scratch, &y)?;
+        for work in works {
             self.push(work);
         }
         self.define(Self::output(node)?, y);

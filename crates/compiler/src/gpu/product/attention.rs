@@ -1,5 +1,6 @@
 //! Attention of any width, as products and a softmax.
 
+use model::gpu::GpuTarget;
 use model::op::{MatMul, Softmax, SoftmaxKind};
 
 use super::super::draft::StepDraft;
@@ -14,6 +15,7 @@ use super::matmul;
 /// single precision they lose nothing against a fused kernel. A boolean `mask` excludes scores
 /// where it is false, a numeric one is added; it broadcasts to the scores.
 pub fn attention(
+    target: &GpuTarget,
     scale: f32,
     (q, k, v): (&View, &View, &View),
     mask: Option<&View>,
@@ -24,7 +26,7 @@ pub fn attention(
     let spec = MatMul { transpose_b: true, alpha: scale, ..MatMul::default() };
     let choice = mask.filter(|mask| mask.element == Element::Bool);
     let added = mask.filter(|mask| mask.element != Element::Bool);
-    let mut works = vec![matmul(&spec, (q, k), (added, None), scores)?];
+    let mut works = vec![matmul(target, &spec, (q, k), (added, None), scores)?];
     let (from, to) = match choice {
         Some(mask) => {
             let lowest = Box::new(Expr::Float(f32::NEG_INFINITY));
@@ -36,6 +38,6 @@ pub fn attention(
     };
     let along_keys = Softmax { kind: SoftmaxKind::Softmax, axis: -1, flatten: false };
     works.push(softmax(&along_keys, from, to)?);
-    works.push(matmul(&MatMul::default(), (to, v), (None, None), y)?);
+    works.push(matmul(target, &MatMul::default(), (to, v), (None, None), y)?);
     Ok(works)
 }

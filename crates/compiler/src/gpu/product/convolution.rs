@@ -1,5 +1,6 @@
 //! Convolutions as products, and direct convolutions for groups of few channels.
 
+use model::gpu::GpuTarget;
 use model::op::{Activation, Conv, ConvTranspose, Padding, Window};
 
 use super::super::args::ArgsWriter;
@@ -14,30 +15,14 @@ const FEW_CHANNELS: usize = 8;
 /// `output = activation(conv(x, weight) + bias + residual)`: `x` is `[N, C, ..]`, `weight` `[O, C /
 /// groups, ..]`, `bias` `[O]`.
 pub fn conv(
+    target: &GpuTarget,
     spec: &Conv,
     (x, weight): (&View, &View),
     (bias, residual): (Option<&View>, Option<&View>),
     output: &View,
 ) -> Result<StepDraft, String> {
-    let groups = spec.groups;
-    let sizes = Sizes::of(&spec.window, x, weight, output)?;
-    let (channels, columns) = (weight.shape[1], output.shape[1]);
-    if groups == 0
-        || channels * groups != x.shape[1]
-        || weight.shape[0] != columns
-        || !columns.is_multiple_of(groups)
-    {
-        return Err(format!(
-            "weights {:?} in {groups} groups on {:?} as {:?}",
-            weight.shape, x.shape, output.shape
-        ));
-    }
-    let pads = begins(&spec.window, &sizes, |i| {
-        let reach = (sizes.output[i] - 1) * sizes.strides[i]
-            + sizes.dilations[i] * (sizes.kernel[i] - 1)
-            + 1;
-        reach.saturating_sub(sizes.input[i])
-    });
+    let (sizes, pads) = checked(spec, &x.shape, &weight.shape, &output.shape)?;
+    let (groups, channels, columns) = (spec.groups, weight.shape[1], output.shape[1]);
     let layer = ConvolutionProblem {
         kind: Kind::Convolution,
         groups,
@@ -52,6 +37,7 @@ pub fn conv(
         group: columns / groups * weight.strides[0],
     };
     layer.work(
+        target,
         "Conv",
         spec.activation,
         &Operands { x, weight, bias, residual, output },
@@ -62,23 +48,72 @@ pub fn conv(
 /// `output = transposed conv(x, weight) + bias`: `x` is `[N, C, ..]`, `weight` `[C, O / groups,
 /// ..]`, `bias` `[O]`.
 pub fn conv_transpose(
+    target: &GpuTarget,
     spec: &ConvTranspose,
     (x, weight): (&View, &View),
     bias: Option<&View>,
     output: &View,
 ) -> Result<StepDraft, String> {
+    let (sizes, pads) = checked_transposed(spec, &x.shape, &weight.shape, &output.shape)?;
+    let (groups, columns) = (spec.groups, weight.shape[1]);
+    let channels = x.shape[1] / groups;
+    let layer =
+        ConvolutionProblem { kind: Kind::Transposed, groups, channels, columns, sizes, pads };
+    let strides_of_weight = WeightStrides {
+        channel: weight.strides[0],
+        column: weight.strides[1],
+        group: channels * weight.strides[0],
+    };
+    layer.work(
+        target,
+        "ConvTranspose",
+        Activation::None,
+        &Operands { x, weight, bias, residual: None, output },
+        strides_of_weight,
+    )
+}
+
+/// The sizes and the padding at the beginning of a convolution of these shapes.
+pub(super) fn checked(
+    spec: &Conv,
+    x: &[usize],
+    weight: &[usize],
+    output: &[usize],
+) -> Result<(Sizes, [i32; 3]), String> {
     let groups = spec.groups;
     let sizes = Sizes::of(&spec.window, x, weight, output)?;
-    let columns = weight.shape[1];
+    let columns = output[1];
     if groups == 0
-        || weight.shape[0] != x.shape[1]
-        || columns * groups != output.shape[1]
-        || !x.shape[1].is_multiple_of(groups)
+        || weight[1] * groups != x[1]
+        || weight[0] != columns
+        || !columns.is_multiple_of(groups)
     {
-        return Err(format!(
-            "weights {:?} in {groups} groups on {:?} as {:?}",
-            weight.shape, x.shape, output.shape
-        ));
+        return Err(format!("weights {weight:?} in {groups} groups on {x:?} as {output:?}"));
+    }
+    let pads = begins(&spec.window, &sizes, |i| {
+        let reach = (sizes.output[i] - 1) * sizes.strides[i]
+            + sizes.dilations[i] * (sizes.kernel[i] - 1)
+            + 1;
+        reach.saturating_sub(sizes.input[i])
+    });
+    Ok((sizes, pads))
+}
+
+/// As [`checked`], of a transposed convolution.
+pub(super) fn checked_transposed(
+    spec: &ConvTranspose,
+    x: &[usize],
+    weight: &[usize],
+    output: &[usize],
+) -> Result<(Sizes, [i32; 3]), String> {
+    let groups = spec.groups;
+    let sizes = Sizes::of(&spec.window, x, weight, output)?;
+    if groups == 0
+        || weight[0] != x[1]
+        || weight[1] * groups != output[1]
+        || !x[1].is_multiple_of(groups)
+    {
+        return Err(format!("weights {weight:?} in {groups} groups on {x:?} as {output:?}"));
     }
     // The padding that gives the output its size.
     let total = |i: usize| {
@@ -96,20 +131,7 @@ pub fn conv_transpose(
         }
         _ => begins(&spec.window, &sizes, total),
     };
-    let channels = x.shape[1] / groups;
-    let layer =
-        ConvolutionProblem { kind: Kind::Transposed, groups, channels, columns, sizes, pads };
-    let strides_of_weight = WeightStrides {
-        channel: weight.strides[0],
-        column: weight.strides[1],
-        group: channels * weight.strides[0],
-    };
-    layer.work(
-        "ConvTranspose",
-        Activation::None,
-        &Operands { x, weight, bias, residual: None, output },
-        strides_of_weight,
-    )
+    Ok((sizes, pads))
 }
 
 /// The operands of a convolution.
@@ -130,6 +152,7 @@ struct WeightStrides {
 }
 
 /// Spatial sizes, three of each: missing ones come first and are one.
+#[derive(Clone, Debug)]
 pub(in crate::gpu) struct Sizes {
     pub input: [usize; 3],
     pub output: [usize; 3],
@@ -141,11 +164,16 @@ pub(in crate::gpu) struct Sizes {
 }
 
 impl Sizes {
-    fn of(window: &Window, x: &View, weight: &View, output: &View) -> Result<Sizes, String> {
-        if weight.shape.len() != x.shape.len() || weight.shape.len() < 3 {
-            return Err(format!("weights {:?} on {:?}", weight.shape, x.shape));
+    fn of(
+        window: &Window,
+        x: &[usize],
+        weight: &[usize],
+        output: &[usize],
+    ) -> Result<Sizes, String> {
+        if weight.len() != x.len() || weight.len() < 3 {
+            return Err(format!("weights {weight:?} on {x:?}"));
         }
-        Sizes::new(window, &x.shape, &weight.shape[2..], &output.shape)
+        Sizes::new(window, x, &weight[2..], output)
     }
 
     /// Of a window of `kernel` from `x` to `output`, both with two dimensions before the spatial
@@ -231,6 +259,7 @@ struct ConvolutionProblem {
 impl ConvolutionProblem {
     fn work(
         &self,
+        target: &GpuTarget,
         op: &'static str,
         activation: Activation,
         operands: &Operands,
@@ -249,7 +278,7 @@ impl ConvolutionProblem {
             return self.direct(op, activation, &views, strides_of_weight);
         }
         let epilogue = Epilogue { alpha: 1.0, beta: 1.0, activation };
-        self.problem(&views, strides_of_weight).work(op, &views, epilogue)
+        self.problem(&views, strides_of_weight).work(target, op, &views, epilogue)
     }
 
     fn picture(&self, x: &View) -> Picture {

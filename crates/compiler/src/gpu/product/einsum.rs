@@ -6,15 +6,21 @@ use super::super::loop_nest::LoopNest;
 use super::super::reduce::reduce;
 use super::super::view::View;
 use super::{Epilogue, Extra, Kind, Picture, Problem, Views, check};
+use model::gpu::GpuTarget;
 use model::op::{Activation, ReduceKind};
 
 /// The sum of products of `equation`. A label may occur only once per operand, and with two
 /// operands every label must occur in the output or in both.
-pub fn einsum(equation: &str, operands: &[&View], output: &View) -> Result<StepDraft, String> {
+pub fn einsum(
+    target: &GpuTarget,
+    equation: &str,
+    operands: &[&View],
+    output: &View,
+) -> Result<StepDraft, String> {
     let (inputs, result) = labels(equation, operands, output)?;
     match (operands, &inputs[..]) {
         ([x], [from]) => single_operand(x, from, output, &result),
-        ([a, b], [left, right]) => two_operands((a, left), (b, right), (output, &result)),
+        ([a, b], [left, right]) => two_operands(target, (a, left), (b, right), (output, &result)),
         _ => Err(format!("Einstein notation of {} operands, at most 2", operands.len())),
     }
 }
@@ -125,6 +131,7 @@ fn over(labels: &[char], size: &dyn Fn(char) -> usize, terms: &[Option<Term>]) -
 }
 
 fn two_operands(
+    target: &GpuTarget,
     (a, left): (&View, &Labels),
     (b, right): (&View, &Labels),
     (output, result): (&View, &Labels),
@@ -161,5 +168,6 @@ fn two_operands(
         picture: Picture::default(),
     };
     let views = Views { a, b, bias: None, residual: None, output };
-    problem.work("Einsum", &views, Epilogue { alpha: 1.0, beta: 1.0, activation: Activation::None })
+    let epilogue = Epilogue { alpha: 1.0, beta: 1.0, activation: Activation::None };
+    problem.work(target, "Einsum", &views, epilogue)
 }
