@@ -55,8 +55,9 @@ if __name__ == "__main__":
     product("4096x768x768", 4096, 768, 768)
     for channels, edge in ((64, 56), (128, 28), (256, 14), (512, 7)):
         conv(f"resnet 3x3x{channels} b32", 32, edge, channels, channels, 1)
-        product(f"resnet 1x1 {channels}>{4 * channels} b32", 32 * edge * edge, 4 * channels, channels)
-        product(f"resnet 1x1 {4 * channels}>{channels} b32", 32 * edge * edge, channels, 4 * channels)
+        rows, wide = 32 * edge * edge, 4 * channels
+        product(f"resnet 1x1 {channels}>{wide} b32", rows, wide, channels)
+        product(f"resnet 1x1 {wide}>{channels} b32", rows, channels, wide)
     conv("vgg 3x3 64>64 224 b8", 8, 224, 64, 64, 1)
     conv("vgg 3x3 128>128 112 b8", 8, 112, 128, 128, 1)
     conv("vgg 3x3 256>256 56 b8", 8, 56, 256, 256, 1)

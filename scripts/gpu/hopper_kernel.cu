@@ -24,8 +24,8 @@ static __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks)
 static int add()
 {
     HopperKernel kernel = {TEXT(CONFIG), Config::BM, Config::BN, Config::kThreads, Config::kShared,
-        Config::kBlocks, Config::kTiles, Config::kWindow, (const void*)real_time, (const void*)tile_loop,
-        (const void*)grid<false>, (const void*)grid<true>};
+        Config::kBlocks, Config::kTiles, Config::kWindow, (const void*)real_time,
+        (const void*)tile_loop, (const void*)grid<false>, (const void*)grid<true>};
     hopper_kernels().push_back(kernel);
     return 0;
 }

@@ -26,8 +26,8 @@ struct HopperArgs {
 };
 
 // BM x BN outputs per tile by GM x GN warpgroups, `Stages` steps of depth 64 in shared memory,
-// `Blocks` per SM. One warpgroup per tile means that two of them alternate: one multiplies while the
-// other one writes its tile, and the tile of a best-effort launch is two output tiles.
+// `Blocks` per SM. One warpgroup per tile means that two of them alternate: one multiplies while
+// the other one writes its tile, and the tile of a best-effort launch is two output tiles.
 template <int BM_, int BN_, int GM_, int GN_, int Stages_, int Blocks_, bool Window_>
 struct HopperConfig {
     static constexpr int BM = BM_, BN = BN_, BK = 64, GM = GM_, GN = GN_;
@@ -128,7 +128,8 @@ struct Producer {
 
     __device__ __forceinline__ void poll()
     {
-        if constexpr (YieldPoint::kPreemptible) seen = load_epoch_counter(yield_point.epoch_counter);
+        if constexpr (YieldPoint::kPreemptible)
+            seen = load_epoch_counter(yield_point.epoch_counter);
     }
     __device__ __forceinline__ bool is_preempted() const
     { return YieldPoint::kPreemptible && seen.counter > seen.epoch; }
@@ -315,8 +316,8 @@ __device__ __forceinline__ void hopper_emit(
     }
 }
 
-// Multiplies the stages of one tile; false when the run is preempted. `own` is the warpgroup's number
-// where they alternate.
+// Multiplies the stages of one tile; false when the run is preempted. `own` is the warpgroup's
+// number where they alternate.
 template <class C, class YieldPoint>
 __device__ __forceinline__ bool multiply_tile(
     const HopperArgs& a, Ring<C>& ring, int own, HopperSums<C>& sums)
@@ -373,9 +374,9 @@ __device__ __forceinline__ bool multiply_tile(
     return !leave;
 }
 
-// Multiplies and writes the tiles of one warpgroup, or of those that share its tiles. Warpgroups that
-// alternate take turns: a barrier's parity tells only a phase from the one before it, so no warpgroup
-// may wait for a stage before all stages of the other one's tile have been full.
+// Multiplies and writes the tiles of one warpgroup, or of those that share its tiles. Warpgroups
+// that alternate take turns: a barrier's parity tells only a phase from the one before it, so no
+// warpgroup may wait for a stage before all stages of the other one's tile have been full.
 template <class C, class YieldPoint>
 __device__ __forceinline__ bool consume(
     const HopperArgs& a, const TileRange& tiles, u32 base, YieldPoint& yield_point)

@@ -196,8 +196,8 @@ pub struct Patch {
 }
 
 /// A tensor of halves in device memory that the copy engine reads in boxes (TMA, from capability
-/// 9.0 on). The device encodes it into [`TensorMap::BYTES`] bytes of a launch's arguments. Boxes are
-/// swizzled in rows of 128 bytes; what a box reads outside of the tensor is zero.
+/// 9.0 on). The device encodes it into [`TensorMap::BYTES`] bytes of a launch's arguments. Boxes
+/// are swizzled in rows of 128 bytes; what a box reads outside of the tensor is zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorMap {
     /// Byte offset into the argument struct, a multiple of [`TensorMap::BYTES`].

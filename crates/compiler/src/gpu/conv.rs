@@ -364,10 +364,14 @@ impl Lowering<'_> {
         let (input, in_stride, in_c) = self.image_operand(source, vec)?;
         let spatial = &input.shape[2..];
         let window = Window2::of(&conv.window, &weight.shape()[2..], spatial).ok_or("not 2-D")?;
-        let bytes = weight.shape()[0].next_multiple_of(8)
+        let bytes = packing::weight_rows(weight.shape()[0])
             * (window.kernel[0] * window.kernel[1] * in_c).next_multiple_of(8)
             * 2;
-        let pack = move |tensor: &Tensor| packing::filter(tensor, in_c).unwrap_or_default();
+        let pack = move |tensor: &Tensor| {
+            let mut packed = packing::filter(tensor, in_c).unwrap_or_default();
+            packed.resize(bytes, 0);
+            packed
+        };
         let weight_number = self.weight(&weight, &format!("filter{in_c}"), bytes, pack);
         let bias = match self.constant(node, 2) {
             Some(bias) => Some(self.float_weight(&bias, 1.0)?),
@@ -506,6 +510,7 @@ impl Lowering<'_> {
     fn matrix_weight(&mut self, matrix: &Matrix) -> (u32, usize) {
         let row = matrix.depth().next_multiple_of(8) * 2;
         let rows: usize = matrix.parts.iter().map(|part| part.columns.next_multiple_of(8)).sum();
+        let bytes = packing::weight_rows(rows) * row;
         let names: Vec<String> =
             matrix.parts.iter().map(|part| self.identity(&part.weight)).collect();
         let (transposed, alpha) = (matrix.transposed, matrix.alpha);
@@ -514,9 +519,11 @@ impl Lowering<'_> {
         let pack = move || {
             let one =
                 |tensor: &Tensor| packing::matrix(tensor, transposed, alpha).unwrap_or_default();
-            tensors.iter().flat_map(one).collect()
+            let mut packed: Vec<u8> = tensors.iter().flat_map(one).collect();
+            packed.resize(bytes, 0);
+            packed
         };
-        (self.keyed_weight(key, rows * row, Packer(Arc::new(pack))), rows * row)
+        (self.keyed_weight(key, bytes, Packer(Arc::new(pack))), bytes)
     }
 
     /// The biases of all parts in one row; zeros for a part without bias.

@@ -50,6 +50,12 @@ pub fn convert(tensor: &Tensor, element: Element) -> Option<Vec<u8>> {
     floats_as(&content::floats(tensor)?, element)
 }
 
+/// Rows of the weights for `columns` output channels: a multiple of eight; from 64 on of 32, which
+/// the copy engine reads at once.
+pub fn weight_rows(columns: usize) -> usize {
+    columns.next_multiple_of(if columns < 64 { 8 } else { 32 })
+}
+
 /// A filter `[out, in, taps...]` as `[out][taps][in rounded up]` halves; rows rounded up to eight,
 /// and output channels too.
 pub fn filter(tensor: &Tensor, in_rounded: usize) -> Option<Vec<u8>> {

@@ -6,6 +6,7 @@ use super::super::args::ArgsWriter;
 use super::super::draft::{KernelText, LaunchDraft};
 use super::super::loop_nest::address;
 use super::super::lowering::Lowering;
+use super::super::packing;
 use super::super::tile::{SplitReduction, Tile, Variant};
 use super::{Product, Window2};
 
@@ -149,7 +150,7 @@ impl InputMap {
     fn of(product: &Product) -> Option<InputMap> {
         let flops = 2 * product.rows as u64 * product.out_c as u64 * product.depth() as u64;
         // A box of weights is 32 rows, all of which must exist.
-        let weights = product.out_c.is_multiple_of(32);
+        let weights = packing::weight_rows(product.out_c).is_multiple_of(32);
         if product.vec != 8 || product.normalize.is_some() || !weights || flops < FLOPS_MIN {
             return None;
         }
@@ -271,7 +272,7 @@ impl Product {
         TensorMap {
             at,
             to: MemoryLocation::Arrivals,
-            sizes: vec![depth, 2, 4, 4, (self.out_c / 32) as u64],
+            sizes: vec![depth, 2, 4, 4, self.out_c.div_ceil(32) as u64],
             strides: vec![row, 8 * row, 2 * row, 32 * row],
             copy: CopyShape::Box(vec![DEPTH as u32, 2, 4, 4, (shape.bn / 32) as u32]),
         }
