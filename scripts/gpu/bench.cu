@@ -71,7 +71,7 @@ private:
         case Kind::Norm: s.norm.input = input_;
         case Kind::Embed: s.norm.output = output_; break;
         case Kind::Attention: {
-            int width = s.attention.heads * 64;
+            int width = (int)s.attention.by_outer[2].divisor * 64;
             s.attention.query = input_, s.attention.key = input_ + width,
             s.attention.value = input_ + 2 * width;
             s.attention.output = output_;

@@ -106,8 +106,9 @@ static void check_attention()
     fill(qkv, batch * tokens * 3 * width, 1.5f), fill(mask, batch * tokens, 5.f);
     Step s;
     s.kind = Kind::Attention, s.batch = batch;
-    s.attention = {qkv,   qkv + width, qkv + 2 * width,   out, mask, tokens, heads, 3 * width,
-                   width, {},          FastDiv::of(heads)};
+    s.rows = batch * tokens;
+    s.attention = self_attention(qkv, qkv + width, qkv + 2 * width, out, mask, batch, tokens, heads,
+                                 3 * width, width);
     for (int warps : {1, 2, 4})
         expect(format("attention, 100 tokens, mask, %d warps", warps).c_str(),
                attention_launch(s, warps), out, batch * tokens, width, width,

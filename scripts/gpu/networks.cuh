@@ -222,17 +222,9 @@ public:
         Step s;
         Tensor out = alloc(1, qkv.w, heads * 64);
         describe(s, Kind::Attention, layer, out, batch * qkv.w, heads * 64);
-        s.attention = {qkv.data,
-                       qkv.data + heads * 64,
-                       qkv.data + 2 * heads * 64,
-                       out.data,
-                       nullptr,
-                       qkv.w,
-                       heads,
-                       qkv.stride,
-                       out.stride,
-                       {},
-                       FastDiv::of(heads)};
+        const half* first = qkv.data;
+        s.attention = self_attention(first, first + heads * 64, first + 2 * heads * 64, out.data,
+                                     nullptr, batch, qkv.w, heads, qkv.stride, out.stride);
         s.flops = 4.0 * batch * heads * qkv.w * qkv.w * 64;
         s.bytes = 8.0 * s.rows * heads * 64;
         steps.push_back(s);

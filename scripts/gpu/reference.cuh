@@ -130,25 +130,29 @@ template <class T>
 __global__ void attention_reference(AttentionArgs a, T* out)
 {
     extern __shared__ float score[];
-    int query = blockIdx.x % a.tokens, head = blockIdx.x / a.tokens % a.heads,
-        image = blockIdx.x / a.tokens / a.heads;
-    size_t base = (size_t)image * a.tokens * a.stride + head * 64;
-    for (int k = threadIdx.x; k < a.tokens; k += 64) {
+    int heads = a.by_outer[2].divisor;
+    int query = blockIdx.x % a.queries, head = blockIdx.x / a.queries % heads,
+        image = blockIdx.x / a.queries / heads;
+    const half* q = a.query + (size_t)image * a.query_outer[2] + head * 64;
+    const half* keys = a.key + (size_t)image * a.key_outer[2] + head * 64;
+    const half* values = a.value + (size_t)image * a.value_outer[2] + head * 64;
+    const half* mask = (const half*)a.bias;
+    for (int k = threadIdx.x; k < a.keys; k += 64) {
         float s = 0.f;
         for (int d = 0; d < 64; ++d)
-            s += (float)a.query[base + (size_t)query * a.stride + d] *
-                 (float)a.key[base + (size_t)k * a.stride + d];
-        score[k] = s / 8.f + (a.mask ? (float)a.mask[image * a.tokens + k] : 0.f);
+            s += (float)q[(size_t)query * a.query_row + d] *
+                 (float)keys[(size_t)k * a.key_row + d];
+        score[k] = s / 8.f + (mask ? (float)mask[image * a.keys + k] : 0.f);
     }
     __syncthreads();
     float top = -1e30f, sum = 0.f, value = 0.f;
-    for (int k = 0; k < a.tokens; ++k) top = fmaxf(top, score[k]);
-    for (int k = 0; k < a.tokens; ++k) {
+    for (int k = 0; k < a.keys; ++k) top = fmaxf(top, score[k]);
+    for (int k = 0; k < a.keys; ++k) {
         float p = expf(score[k] - top);
         sum += p;
-        value += p * (float)a.value[base + (size_t)k * a.stride + threadIdx.x];
+        value += p * (float)values[(size_t)k * a.value_row + threadIdx.x];
     }
-    out[((size_t)image * a.tokens + query) * a.out_stride + head * 64 + threadIdx.x] =
+    out[((size_t)image * a.queries + query) * a.output_row + head * 64 + threadIdx.x] =
         (T)(value / sum);
 }
 

@@ -134,7 +134,8 @@ inline bool can_load(const ConvKernel& k, const ConvArgs& a)
 }
 
 struct Variant {
-    // Conv: index into conv_kernels(); Depthwise: pixels per thread; Attention: warps.
+    // Conv: index into conv_kernels(); Depthwise: pixels per thread; Attention: warps
+    // that divide the queries.
     int kernel = -1;
     int splits = 1, reduce = kWhole;
 
@@ -247,15 +248,41 @@ inline Launch depthwise_launch(const Step& s, int wide)
     return op_launch<Depthwise<0, 0, 1>>(a, tiles);
 }
 
+// Self-attention with heads of 64 that are adjacent in a token's row. The mask, if any, has one
+// row of keys per sequence.
+inline AttentionArgs self_attention(const half* query, const half* key, const half* value,
+                                    half* output, const half* mask, int batch, int tokens,
+                                    int heads, int stride, int out_stride)
+{
+    AttentionArgs a = {};
+    a.query = query, a.key = key, a.value = value, a.output = output, a.bias = mask;
+    a.queries = a.keys = a.split_keys = tokens;
+    a.query_row = a.key_row = a.value_row = stride, a.output_row = out_stride;
+    a.query_outer[2] = a.key_outer[2] = a.value_outer[2] = tokens * stride;
+    a.output_outer[2] = tokens * out_stride;
+    a.query_outer[3] = a.key_outer[3] = a.value_outer[3] = a.output_outer[3] = 64;
+    a.bias_column = 1, a.bias_outer[2] = tokens;
+    a.scale = 0.125f * 1.4426950408889634f;
+    a.splits = 1, a.by_splits = FastDiv::of(1);
+    a.by_outer[0] = FastDiv::of(1), a.by_outer[1] = FastDiv::of(batch);
+    a.by_outer[2] = FastDiv::of(heads);
+    return a;
+}
+
+template <int Bias>
+Launch attention_launch(AttentionArgs a, int warps)
+{
+    int blocks = ceil_div(a.queries, warps * 16);
+    a.by_blocks = FastDiv::of(blocks);
+    int tiles = a.by_outer[1].divisor * a.by_outer[2].divisor * blocks;
+    return warps == 1   ? op_launch<Attention<64, 64, 1, 4, 1, 64, Bias>>(a, tiles)
+           : warps == 2 ? op_launch<Attention<64, 64, 2, 2, 1, 64, Bias>>(a, tiles)
+                        : op_launch<Attention<64, 64, 4, 1, 1, 64, Bias>>(a, tiles);
+}
 inline Launch attention_launch(const Step& s, int warps)
 {
-    AttentionArgs a = s.attention;
-    int blocks = ceil_div(a.tokens, warps * 16);
-    a.by_blocks = FastDiv::of(blocks);
-    int tiles = s.batch * a.heads * blocks;
-    return warps == 1   ? op_launch<Attention<1>>(a, tiles)
-           : warps == 2 ? op_launch<Attention<2>>(a, tiles)
-                        : op_launch<Attention<4>>(a, tiles);
+    return s.attention.bias ? attention_launch<kHalfPairs>(s.attention, warps)
+                            : attention_launch<kNoBias>(s.attention, warps);
 }
 
 inline Launch prepare(const Step& s, const Variant& v)
@@ -323,7 +350,7 @@ void reference(const Step& s, T* out, int stride)
     case Kind::Embed: norm_reference<T><<<s.rows, 1>>>(s.norm, true, out); break;
     case Kind::Attention:
         attention_reference<T>
-            <<<s.batch * s.attention.heads * s.attention.tokens, 64, s.attention.tokens * 4>>>(
+            <<<s.rows * s.attention.by_outer[2].divisor, 64, s.attention.keys * 4>>>(
                 s.attention, out);
         break;
     case Kind::Image:
