@@ -24,6 +24,7 @@ pub mod packing;
 pub mod pool;
 pub mod product;
 pub mod quantize;
+pub mod recurrent;
 pub mod reduce;
 pub mod shape;
 pub mod tile;
@@ -65,6 +66,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("number.cuh", include_str!("../kernels/number.cuh")),
     ("pool.cuh", include_str!("../kernels/pool.cuh")),
     ("product.cuh", include_str!("../kernels/product.cuh")),
+    ("recurrent.cuh", include_str!("../kernels/recurrent.cuh")),
     ("reduce.cuh", include_str!("../kernels/reduce.cuh")),
     ("window.cuh", include_str!("../kernels/window.cuh")),
     ("wrap.cuh", include_str!("../kernels/wrap.cuh")),
