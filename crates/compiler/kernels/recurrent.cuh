@@ -37,16 +37,29 @@ struct GateFunction {
     float alpha, beta;
 };
 
+// The quotient of two positive numbers with an error of two units in the last place; 0 for a
+// divisor beyond 2^126.
+__device__ __forceinline__ float quick_quotient(float a, float b)
+{
+#ifdef __CUDACC__
+    return __fdividef(a, b);
+#else
+    return a / b;
+#endif
+}
+
 // The error of __expf is far below that of the stored state, also in single precision, because the
 // functions are flat where it is large.
-__device__ __forceinline__ float gate_sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
-__device__ __forceinline__ float gate_tanh(float x) { return 1.f - 2.f / (1.f + __expf(2.f * x)); }
+__device__ __forceinline__ float gate_sigmoid(float x)
+{ return quick_quotient(1.f, 1.f + __expf(-x)); }
+__device__ __forceinline__ float gate_tanh(float x)
+{ return 1.f - quick_quotient(2.f, 1.f + __expf(2.f * x)); }
 
-__device__ __forceinline__ float gate_function(float x, const GateFunction& f)
+__device__ __forceinline__ float gate_function(float x, int kind, const GateFunction& f)
 {
-    switch (f.kind) {
-    case kGateTanh: return gate_tanh(x);
-    case kGateSigmoid: return gate_sigmoid(x);
+    if (kind == kGateSigmoid) return gate_sigmoid(x);
+    if (kind == kGateTanh) return gate_tanh(x);
+    switch (kind) {
     case kGateRelu: return x > 0.f ? x : x != x ? x : 0.f;
     case kGateLeakyRelu: return x < 0.f ? f.alpha * x : x;
     case kGateHardSigmoid: return fminf(fmaxf(f.alpha * x + f.beta, 0.f), 1.f);
@@ -61,7 +74,7 @@ __device__ __forceinline__ float gate_function(float x, const GateFunction& f)
 
 // The blocks that compute one tile. With one block everything is local.
 template <int Blocks>
-struct Team {
+struct BlockCluster {
     static __device__ __forceinline__ void arrive()
     {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -227,6 +240,7 @@ struct Recurrent {
         int tile, rank, direction, first; // first: item
         bool backward;
         unsigned char* shared;
+        int kinds[3]; // of functions: reading the arguments in every step would take longer
 
         __device__ __forceinline__ T* state(int copy) const
         { return (T*)(shared + copy * kStateBytes); }
@@ -441,11 +455,13 @@ struct Recurrent {
         return p.bias()[row * kUnits + c.slot];
     }
 
+    static __device__ __forceinline__ float apply(const Args& a, const Place& p, float x, int which)
+    { return gate_function(x, p.kinds[which], a.functions[p.direction][which]); }
     // Clips a gate's input and applies its function.
     static __device__ __forceinline__ float gate(const Args& a, const Place& p, float x, int which)
     {
         if (a.clips) x = fminf(fmaxf(x, -a.clip), a.clip);
-        return gate_function(x, a.functions[p.direction][which]);
+        return apply(a, p, x, which);
     }
 
     static __device__ __forceinline__ float lstm(
@@ -461,7 +477,7 @@ struct Recurrent {
         float after = forget * before + input * gate(a, p, v[3], 1);
         float output = gate(a, p, v[1] + peep[1] * after, 0);
         p.cell(a, c.item, c.slot) = after;
-        return output * gate_function(after, a.functions[p.direction][2]);
+        return output * apply(a, p, after, 2);
     }
 
     // The new state of one cell; of a GRU whose reset acts early, in phase 0 the operand of the
@@ -518,13 +534,13 @@ struct Recurrent {
             u32 to = shared_address(p.state(copy) + c.item * kStride + c.unit / 8 * 8);
             if (inside)
                 for (int peer = lane % 8; peer < Blocks; peer += 8)
-                    Team<Blocks>::store(Team<Blocks>::at(to, peer), all);
+                    BlockCluster<Blocks>::store(BlockCluster<Blocks>::at(to, peer), all);
         } else {
             u32 to = shared_address(p.state(copy) + c.item * kStride + c.unit);
             if (inside)
 #pragma unroll
                 for (int peer = 0; peer < Blocks; ++peer)
-                    Team<Blocks>::store(Team<Blocks>::at(to, peer), *(u32*)&stored);
+                    BlockCluster<Blocks>::store(BlockCluster<Blocks>::at(to, peer), *(u32*)&stored);
         }
     }
 
@@ -581,8 +597,8 @@ struct Recurrent {
                 cells<0>(a, p, x, pass, step, from, 2, y);
                 if (Passes > 1) __syncthreads();
             }
-            Team<Blocks>::arrive();
-            Team<Blocks>::wait();
+            BlockCluster<Blocks>::arrive();
+            BlockCluster<Blocks>::wait();
         }
         for (int pass = 0; pass < Passes; ++pass) {
             if (Passes > 1) load_inputs(a, p, pass, step, x);
@@ -595,13 +611,13 @@ struct Recurrent {
         }
         bool checks = YieldPoint::kPreemptible && step % kCheckPeriod == kCheckPeriod - 1;
         if (checks) tell_peers(p, yield_point);
-        Team<Blocks>::arrive();
+        BlockCluster<Blocks>::arrive();
         // The next step's barrier does not wait for these.
         store_outputs(a, p, Passes - 1, step, y);
         if (Passes == 1 && step + 1 < steps) load_inputs(a, p, 0, step + 1, x);
         if (YieldPoint::kPreemptible && step % kCheckPeriod == kCheckPeriod - 2)
             yield_point.poll_for_block();
-        Team<Blocks>::wait();
+        BlockCluster<Blocks>::wait();
         return !(checks && team_is_preempted(yield_point));
     }
 
@@ -620,7 +636,7 @@ struct Recurrent {
             if (!yield_point.is_preempted()) return;
             u32 flag = shared_address(yield_point.words + 1);
             for (int peer = 0; peer < Blocks; ++peer)
-                Team<Blocks>::store(Team<Blocks>::at(flag, peer), 1u);
+                BlockCluster<Blocks>::store(BlockCluster<Blocks>::at(flag, peer), 1u);
         }
     }
     template <class YieldPoint>
@@ -707,18 +723,19 @@ struct Recurrent {
         int team = t / Blocks;
         Place p = {t, t % Blocks, team % a.directions, team / a.directions * kRows, false, shared};
         p.backward = a.backward >> p.direction & 1;
+        for (int i = 0; i < 3; ++i) p.kinds[i] = a.functions[p.direction][i].kind;
         Weights w;
         load_weights(a, p, w);
         clear_states(p);
         dependency.wait();
         yield_point.poll_for_block();
         // All blocks have started and have cleared their states before one writes to another.
-        Team<Blocks>::arrive();
-        Team<Blocks>::wait();
+        BlockCluster<Blocks>::arrive();
+        BlockCluster<Blocks>::wait();
         if constexpr (YieldPoint::kPreemptible) {
             tell_peers(p, yield_point);
-            Team<Blocks>::arrive();
-            Team<Blocks>::wait();
+            BlockCluster<Blocks>::arrive();
+            BlockCluster<Blocks>::wait();
             if (team_is_preempted(yield_point)) return false;
         }
         load_biases(a, p);

@@ -395,11 +395,14 @@ impl Lowering<'_> {
         if rows * width == 0 {
             return Ok(None);
         }
-        let flat = match x.reshaped(&[rows, width]) {
-            Some(flat) => flat,
-            None => {
+        // The order of the rows does not matter: whichever needs no copy.
+        let turned = x.permuted(&[1, 0, 2]).reshaped(&[rows, width]);
+        let (flat, is_turned) = match (x.reshaped(&[rows, width]), turned) {
+            (Some(flat), _) => (flat, false),
+            (None, Some(flat)) => (flat, true),
+            (None, None) => {
                 let packed = self.in_row_major(x.clone())?;
-                packed.reshaped(&[rows, width]).ok_or("the input's rows cannot be merged")?
+                (packed.reshaped(&[rows, width]).ok_or("the rows cannot be merged")?, false)
             }
         };
         let id = node.inputs.get(1).copied().flatten().ok_or("no weights")?;
@@ -408,8 +411,9 @@ impl Lowering<'_> {
             Some(weight) => self.constant_rows(&flat, &weight, columns)?,
             None => self.any_rows(&flat, id, columns)?,
         };
-        let shaped = product.reshaped(&[first, second, columns]);
-        Ok(Some(shaped.ok_or("the products' rows cannot be split")?))
+        let shape = if is_turned { [second, first, columns] } else { [first, second, columns] };
+        let shaped = product.reshaped(&shape).ok_or("the products' rows cannot be split")?;
+        Ok(Some(if is_turned { shaped.permuted(&[1, 0, 2]) } else { shaped }))
     }
 
     /// The products of the rows of `x` with a constant `[.., width]`, on the tensor cores.
