@@ -25,6 +25,7 @@ pub mod packing;
 pub mod pool;
 pub mod product;
 pub mod quantize;
+pub mod recurrent;
 pub mod reduce;
 pub mod shape;
 pub mod tile;
@@ -67,6 +68,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("number.cuh", include_str!("../kernels/number.cuh")),
     ("pool.cuh", include_str!("../kernels/pool.cuh")),
     ("product.cuh", include_str!("../kernels/product.cuh")),
+    ("recurrent.cuh", include_str!("../kernels/recurrent.cuh")),
     ("reduce.cuh", include_str!("../kernels/reduce.cuh")),
     ("tensor.cuh", include_str!("../kernels/tensor.cuh")),
     ("tensor_load.cuh", include_str!("../kernels/tensor_load.cuh")),

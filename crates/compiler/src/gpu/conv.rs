@@ -468,6 +468,44 @@ impl Lowering<'_> {
         };
         let (weight, weight_bytes) = self.matrix_weight(matrix);
         let bias = self.matrix_bias(matrix);
+        let flat = self.push_rows(Rows {
+            input,
+            depth,
+            weight: (weight, weight_bytes),
+            columns,
+            bias,
+            residual,
+            act,
+        })?;
+        let mut column = 0;
+        for part in &matrix.parts {
+            let shape = self.shape(part.output)?;
+            let mut slice = flat.sliced(1, column, part.columns, 1);
+            slice.slack = if matrix.parts.len() == 1 { flat.slack } else { 0 };
+            let view = slice.reshaped(&shape).ok_or("the output's rows cannot be split")?;
+            self.define_product(part.output, view, rest);
+            column += part.columns;
+        }
+        Ok(true)
+    }
+
+    /// The products of the rows of `input`, which vectors can read up to `depth`, with a packed
+    /// weight: a number and its bytes.
+    pub fn rows_product(
+        &mut self,
+        input: View,
+        depth: usize,
+        weight: (u32, usize),
+        columns: usize,
+    ) -> Result<View, UnsupportedReason> {
+        let (bias, residual, act) = (None, None, 0);
+        self.push_rows(Rows { input, depth, weight, columns, bias, residual, act })
+    }
+
+    /// Adds a product of rows and returns its result.
+    fn push_rows(&mut self, product: Rows) -> Result<View, UnsupportedReason> {
+        let Rows { input, depth, weight, columns, bias, residual, act } = product;
+        let rows = input.shape[0];
         let stride = columns.next_multiple_of(8);
         let mut flat = self.packed(&[rows, stride], Element::F16);
         (flat.shape[1], flat.slack) = (columns, stride - columns);
@@ -486,8 +524,8 @@ impl Lowering<'_> {
             input,
             output: flat.clone(),
             residual,
-            weight,
-            weight_bytes,
+            weight: weight.0,
+            weight_bytes: weight.1,
             bias,
             normalize: None,
             act,
@@ -495,16 +533,7 @@ impl Lowering<'_> {
         };
         let work = product.work(&self.target)?;
         self.push(work);
-        let mut column = 0;
-        for part in &matrix.parts {
-            let shape = self.shape(part.output)?;
-            let mut slice = flat.sliced(1, column, part.columns, 1);
-            slice.slack = if matrix.parts.len() == 1 { flat.slack } else { 0 };
-            let view = slice.reshaped(&shape).ok_or("the output's rows cannot be split")?;
-            self.define_product(part.output, view, rest);
-            column += part.columns;
-        }
-        Ok(true)
+        Ok(flat)
     }
 
     fn matrix_weight(&mut self, matrix: &Matrix) -> (u32, usize) {
@@ -550,6 +579,18 @@ impl Lowering<'_> {
         };
         Some(self.keyed_weight(key, bytes, Packer(Arc::new(pack))))
     }
+}
+
+/// A product of rows with constant weights.
+struct Rows {
+    input: View,
+    depth: usize,
+    /// Its number and bytes.
+    weight: (u32, usize),
+    columns: usize,
+    bias: Option<u32>,
+    residual: Option<(View, usize)>,
+    act: i32,
 }
 
 /// Matrix products of one left operand with several constant right operands, computed as one.

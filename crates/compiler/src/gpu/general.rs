@@ -88,6 +88,7 @@ impl Lowering<'_> {
                 };
                 self.finish(node, work, vec![Some(y)])
             }
+            Op::Rnn(rnn) => self.recurrent(node, rnn),
             other => Err(format!("{} has no GPU kernel; --device cpu has one", other.name())),
         }
     }

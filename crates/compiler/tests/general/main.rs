@@ -6,6 +6,7 @@ mod elementwise;
 mod golden;
 mod index;
 mod product;
+mod recurrent;
 mod reduce;
 mod window;
 

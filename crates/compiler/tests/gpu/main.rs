@@ -3,6 +3,7 @@
 
 mod kernels;
 mod models;
+mod recurrent;
 
 use std::collections::HashMap;
 use std::fmt::Write;
