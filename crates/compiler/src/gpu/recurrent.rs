@@ -452,7 +452,7 @@ impl Lowering<'_> {
         };
         let output = self.packed(&[x.shape[0], columns], self.float());
         let spec = MatMul { transpose_b: true, ..MatMul::default() };
-        let work = product::matmul(&spec, (x, &weight), (None, None), &output)?;
+        let work = product::matmul(&self.target, &spec, (x, &weight), (None, None), &output)?;
         self.push(work);
         Ok(output)
     }
