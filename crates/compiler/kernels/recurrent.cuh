@@ -5,8 +5,9 @@
 // computes it; each block owns 16 * Groups hidden units with all their gates. The weights of these
 // units stay in registers and shared memory for the whole sequence as far as they fit; the rest is
 // read from L2 every step. Every block has the state of all units in shared memory, twice: a step
-// reads one copy while the blocks write their new values into the other copy of all their peers.
-// One barrier of the cluster separates two steps. Devices without clusters have one block per tile.
+// reads one copy while the blocks write their new values into the other copy of all their peers. A
+// block begins a step when all bytes of the state have arrived. Devices without clusters have one
+// block per tile.
 //
 //   sums[gate][unit][item] = R[gate][unit][:] . h[item][:]     (rows of 16 units x 8 items x 16)
 //
@@ -103,18 +104,56 @@ struct BlockCluster {
         return p;
 #endif
     }
-    static __device__ __forceinline__ void store(u32 to, uint4 v)
-    {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-        asm volatile("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y),
-            "r"(v.z), "r"(v.w)
-            : "memory");
-#endif
-    }
     static __device__ __forceinline__ void store(u32 to, u32 v)
     {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
         asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+#endif
+    }
+    // Stores that also count their bytes at a barrier in the same block.
+    static __device__ __forceinline__ void send(u32 to, u32 barrier, uint4 v)
+    {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
+                     "[%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
+            "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+            : "memory");
+#endif
+    }
+    static __device__ __forceinline__ void send(u32 to, u32 barrier, u32 v)
+    {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+            "r"(v), "r"(barrier)
+            : "memory");
+#endif
+    }
+    // A barrier that one thread announces bytes to; it completes when these have arrived.
+    static __device__ __forceinline__ void create(u32 barrier)
+    {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+    static __device__ __forceinline__ void expect(u32 barrier, u32 bytes)
+    {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        asm volatile(
+            "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+            : "memory");
+#endif
+    }
+    static __device__ __forceinline__ void receive(u32 barrier, u32 parity)
+    {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        asm volatile("{\n.reg .pred done;\n"
+                     "again:\n"
+                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                     "@!done bra again;\n}" ::"r"(barrier),
+            "r"(parity)
+            : "memory");
 #endif
     }
 };
@@ -202,11 +241,14 @@ struct RecurrentArgs {
 // ---- the layer ----------------------------------------------------------------------------------
 
 // Chunks: the depth in units of 32. Held, Kept: how many of a warp's chunks are in registers and in
-// shared memory. Passes: a block with many groups computes them one part after another.
+// shared memory. Passes: a block with many groups computes them one part after another. Plain: the
+// functions are those of ONNX's defaults, without clipping, peepholes and coupled gates. This makes
+// a cell free of branches.
 template <class T, int Cell, int Blocks, int Groups, int Chunks, int RowTiles, int Split,
-    int Passes, int Held, int Kept, bool Tensor, bool CellInMemory>
+    int Passes, int Held, int Kept, bool Tensor, bool CellInMemory, bool Plain>
 struct Recurrent {
     using Args = RecurrentArgs;
+    using Cluster = BlockCluster<Blocks>;
     static constexpr int kGates = Cell == kSimpleCell ? 1 : Cell == kLstmCell ? 4 : 3;
     static constexpr bool kEarly = Cell == kGruEarlyCell;
     static constexpr int kRows = RowTiles * 8, kUnits = Groups * 16, kDepth = Chunks * 32;
@@ -228,7 +270,8 @@ struct Recurrent {
     static constexpr int kCellAt = kBiasAt + (Passes == 1 ? kBiases * kUnits * 4 : 0);
     static constexpr int kLengthsAt =
         kCellAt + (kHasCell && !CellInMemory ? kRows * kUnits * 4 : 0);
-    static constexpr int kWeightsAt = kLengthsAt + (kRows * 4 + 15) / 16 * 16;
+    static constexpr int kBarriersAt = kLengthsAt + (kRows * 4 + 15) / 16 * 16;
+    static constexpr int kWeightsAt = kBarriersAt + 32;
     static constexpr int kShared = kWeightsAt + kPart * Split * kGates * Kept * 2 * kWarp * 16;
 
     static_assert(Passes == 1 || Held + Kept == 0, "weights stay only when a warp has one group");
@@ -244,6 +287,9 @@ struct Recurrent {
 
         __device__ __forceinline__ T* state(int copy) const
         { return (T*)(shared + copy * kStateBytes); }
+        // Counts the bytes that arrive in a copy.
+        __device__ __forceinline__ u32 barrier(int copy) const
+        { return shared_address(shared + kBarriersAt + copy * 8); }
         __device__ __forceinline__ float* sums() const { return (float*)(shared + kSumsAt); }
         __device__ __forceinline__ float* bias() const { return (float*)(shared + kBiasAt); }
         __device__ __forceinline__ int* lengths() const { return (int*)(shared + kLengthsAt); }
@@ -402,8 +448,9 @@ struct Recurrent {
         static __device__ __forceinline__ bool exists(int i)
         { return (int)threadIdx.x + i * kThreads < kRows * kPartUnits; }
     };
+    // As stored: a conversion would wait for the load.
     struct InputSums {
-        float v[kCells][kGates];
+        T v[kCells][kGates];
     };
 
     static __device__ __forceinline__ int time_of(const Place& p, int length, int step)
@@ -425,7 +472,7 @@ struct Recurrent {
 #pragma unroll
             for (int g = 0; g < kGates; ++g)
                 x.v[i][g] =
-                    moves ? computed(__ldcg((const T*)a.x + at + (size_t)g * a.hidden)) : 0.f;
+                    moves ? __ldcg((const T*)a.x + at + (size_t)g * a.hidden) : Stored<T>::of(0.f);
         }
     }
 
@@ -456,11 +503,15 @@ struct Recurrent {
     }
 
     static __device__ __forceinline__ float apply(const Args& a, const Place& p, float x, int which)
-    { return gate_function(x, p.kinds[which], a.functions[p.direction][which]); }
+    {
+        if constexpr (Plain)
+            return which == 0 && Cell != kSimpleCell ? gate_sigmoid(x) : gate_tanh(x);
+        return gate_function(x, p.kinds[which], a.functions[p.direction][which]);
+    }
     // Clips a gate's input and applies its function.
     static __device__ __forceinline__ float gate(const Args& a, const Place& p, float x, int which)
     {
-        if (a.clips) x = fminf(fmaxf(x, -a.clip), a.clip);
+        if (!Plain && a.clips) x = fminf(fmaxf(x, -a.clip), a.clip);
         return apply(a, p, x, which);
     }
 
@@ -468,12 +519,12 @@ struct Recurrent {
         const Args& a, const Place& p, const CellPlace& c, const float (&v)[kGates])
     {
         float before = p.cell(a, c.item, c.slot), peep[3] = {};
-        if (a.peepholes) {
+        if (!Plain && a.peepholes) {
             const float* from = a.peepholes + (size_t)p.direction * 3 * a.hidden + c.unit;
             for (int i = 0; i < 3; ++i) peep[i] = __ldcg(from + (size_t)i * a.hidden);
         }
         float input = gate(a, p, v[0] + peep[0] * before, 0);
-        float forget = a.coupled ? 1.f - input : gate(a, p, v[2] + peep[2] * before, 0);
+        float forget = !Plain && a.coupled ? 1.f - input : gate(a, p, v[2] + peep[2] * before, 0);
         float after = forget * before + input * gate(a, p, v[3], 1);
         float output = gate(a, p, v[1] + peep[1] * after, 0);
         p.cell(a, c.item, c.slot) = after;
@@ -484,11 +535,11 @@ struct Recurrent {
     // candidate's product.
     template <int Phase>
     static __device__ __forceinline__ float advance(
-        const Args& a, const Place& p, const CellPlace& c, const float (&x)[kGates], float h)
+        const Args& a, const Place& p, const CellPlace& c, const T (&x)[kGates], float h)
     {
         float v[kGates];
 #pragma unroll
-        for (int g = 0; g < kGates; ++g) v[g] = x[g] + bias(a, p, c, g);
+        for (int g = 0; g < kGates; ++g) v[g] = computed(x[g]) + bias(a, p, c, g);
         if constexpr (Cell == kSimpleCell) return gate(a, p, v[0] + total(p, c, 0), 0);
         if constexpr (Cell == kLstmCell) {
 #pragma unroll
@@ -533,14 +584,29 @@ struct Recurrent {
                 lane & 4 ? make_uint4(low2, high2, low, high) : make_uint4(low, high, low2, high2);
             u32 to = shared_address(p.state(copy) + c.item * kStride + c.unit / 8 * 8);
             if (inside)
+#pragma unroll
                 for (int peer = lane % 8; peer < Blocks; peer += 8)
-                    BlockCluster<Blocks>::store(BlockCluster<Blocks>::at(to, peer), all);
+                    Cluster::send(Cluster::at(to, peer), Cluster::at(p.barrier(copy), peer), all);
         } else {
             u32 to = shared_address(p.state(copy) + c.item * kStride + c.unit);
             if (inside)
 #pragma unroll
                 for (int peer = 0; peer < Blocks; ++peer)
-                    BlockCluster<Blocks>::store(BlockCluster<Blocks>::at(to, peer), *(u32*)&stored);
+                    Cluster::send(
+                        Cluster::at(to, peer), Cluster::at(p.barrier(copy), peer), *(u32*)&stored);
+        }
+    }
+    // Waits until all blocks have written a copy. A block writes a copy again only after it has
+    // received what this block computed from it, so that no copy is overwritten while it is read.
+    static __device__ __forceinline__ void receive(const Place& p, int copy, int step)
+    {
+        if constexpr (Blocks == 1) {
+            __syncthreads();
+        } else {
+            constexpr int kUnitsOfAll = Blocks * kUnits < kDepth ? Blocks * kUnits : kDepth;
+            if (threadIdx.x == 0)
+                Cluster::expect(p.barrier(copy), kRows * kUnitsOfAll * (int)sizeof(T));
+            Cluster::receive(p.barrier(copy), (copy == 2 ? step : step / 2) & 1);
         }
     }
 
@@ -597,8 +663,7 @@ struct Recurrent {
                 cells<0>(a, p, x, pass, step, from, 2, y);
                 if (Passes > 1) __syncthreads();
             }
-            BlockCluster<Blocks>::arrive();
-            BlockCluster<Blocks>::wait();
+            receive(p, 2, step);
         }
         for (int pass = 0; pass < Passes; ++pass) {
             if (Passes > 1) load_inputs(a, p, pass, step, x);
@@ -609,16 +674,15 @@ struct Recurrent {
             store_outputs(a, p, pass, step, y);
             __syncthreads();
         }
-        bool checks = YieldPoint::kPreemptible && step % kCheckPeriod == kCheckPeriod - 1;
-        if (checks) tell_peers(p, yield_point);
-        BlockCluster<Blocks>::arrive();
-        // The next step's barrier does not wait for these.
+        // While the state is on its way.
         store_outputs(a, p, Passes - 1, step, y);
         if (Passes == 1 && step + 1 < steps) load_inputs(a, p, 0, step + 1, x);
         if (YieldPoint::kPreemptible && step % kCheckPeriod == kCheckPeriod - 2)
             yield_point.poll_for_block();
-        BlockCluster<Blocks>::wait();
-        return !(checks && team_is_preempted(yield_point));
+        receive(p, to, step);
+        if (YieldPoint::kPreemptible && step % kCheckPeriod == kCheckPeriod - 1)
+            return !is_preempted(yield_point);
+        return true;
     }
 
     // ---- preemption
@@ -626,25 +690,25 @@ struct Recurrent {
     // Steps between two looks at the epoch counter, which is loaded one step before.
     static constexpr int kCheckPeriod = 8;
 
-    // A block that exits tells all blocks of the tile before their common barrier. The flag is read
-    // directly after that barrier and written only every kCheckPeriod steps, so that all of them
-    // read the same.
+    // Blocks of a cluster exit together: one that is preempted tells all before a common barrier.
+    // The flag is read directly after it and written only every kCheckPeriod steps, so that all of
+    // them read the same.
     template <class YieldPoint>
-    static __device__ __forceinline__ void tell_peers(const Place&, const YieldPoint& yield_point)
+    static __device__ __forceinline__ bool is_preempted(const YieldPoint& yield_point)
     {
-        if constexpr (YieldPoint::kPreemptible && Blocks > 1) {
-            if (!yield_point.is_preempted()) return;
+        if constexpr (!YieldPoint::kPreemptible) {
+            return false;
+        } else if constexpr (Blocks == 1) {
+            return __any_sync(~0u, __syncthreads_or(yield_point.is_preempted()));
+        } else {
             u32 flag = shared_address(yield_point.words + 1);
-            for (int peer = 0; peer < Blocks; ++peer)
-                BlockCluster<Blocks>::store(BlockCluster<Blocks>::at(flag, peer), 1u);
+            if (yield_point.is_preempted())
+                for (int peer = 0; peer < Blocks; ++peer)
+                    Cluster::store(Cluster::at(flag, peer), 1u);
+            Cluster::arrive();
+            Cluster::wait();
+            return yield_point.peer_is_preempted();
         }
-    }
-    template <class YieldPoint>
-    static __device__ __forceinline__ bool team_is_preempted(const YieldPoint& yield_point)
-    {
-        if constexpr (!YieldPoint::kPreemptible) return false;
-        else if constexpr (Blocks > 1) return yield_point.peer_is_preempted();
-        else return __any_sync(~0u, __syncthreads_or(yield_point.is_preempted()));
     }
 
     // ---- beginning and end
@@ -727,17 +791,13 @@ struct Recurrent {
         Weights w;
         load_weights(a, p, w);
         clear_states(p);
+        if (Blocks > 1 && threadIdx.x < 3) Cluster::create(p.barrier(threadIdx.x));
         dependency.wait();
         yield_point.poll_for_block();
         // All blocks have started and have cleared their states before one writes to another.
-        BlockCluster<Blocks>::arrive();
-        BlockCluster<Blocks>::wait();
-        if constexpr (YieldPoint::kPreemptible) {
-            tell_peers(p, yield_point);
-            BlockCluster<Blocks>::arrive();
-            BlockCluster<Blocks>::wait();
-            if (team_is_preempted(yield_point)) return false;
-        }
+        Cluster::arrive();
+        Cluster::wait();
+        if (is_preempted(yield_point)) return false;
         load_biases(a, p);
         load_states(a, p);
         int steps = load_lengths(a, p);
@@ -745,6 +805,9 @@ struct Recurrent {
         if (Passes == 1) load_inputs(a, p, 0, 0, x);
         for (int step = 0; step < steps; ++step)
             if (!run_step(a, p, w, step, steps, x, yield_point)) return false;
+        // No block ends while another may still send to it.
+        Cluster::arrive();
+        Cluster::wait();
         yield_point.finishing();
         store_states(a, p, steps % 2);
         float zeros[kCells] = {};

@@ -162,6 +162,7 @@ pub fn work(
         check_view(view)?;
     }
     let tensor = matches!(operands.weights, StateWeights::Packed(_));
+    let functions = GateFunction::of(rnn)?;
     let problem = Problem {
         element,
         cell: cell_code(rnn.cell),
@@ -170,8 +171,11 @@ pub fn work(
         batch: extents.batch,
         directions: directions(rnn),
         tensor,
+        plain: functions == GateFunction::of(&Rnn { activations: vec![], ..rnn.clone() })?
+            && rnn.clip.is_none()
+            && operands.peepholes.is_none()
+            && rnn.cell != RnnCell::Lstm { input_forget: true },
     };
-    let functions = GateFunction::of(rnn)?;
     let shapes = problem.shapes(target);
     if !shapes.iter().any(|shape| shape.blocks == 1) {
         return Err(format!(

@@ -14,6 +14,8 @@ pub(super) struct Problem {
     pub(super) batch: usize,
     pub(super) directions: usize,
     pub(super) tensor: bool,
+    /// Whether its cells are those of the kernel's branch-free version.
+    pub(super) plain: bool,
 }
 
 /// The parameters of `Recurrent` in `kernels/recurrent.cuh`.
@@ -136,7 +138,7 @@ impl Shape {
         let in_shared = problem.has_cell() && !self.cell_in_memory;
         let cell = if in_shared { rows * units * 4 } else { 0 };
         let weights = self.warps() * problem.gates * self.kept * 1024;
-        states + sums + bias + cell + (rows * 4).next_multiple_of(16) + weights
+        states + sums + bias + cell + (rows * 4).next_multiple_of(16) + 32 + weights
     }
 
     /// Workspace for cell states.
@@ -147,7 +149,7 @@ impl Shape {
     /// The operator as a C++ type.
     pub(super) fn expression(&self, problem: &Problem) -> String {
         format!(
-            "tiles::Recurrent<{}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}>",
+            "tiles::Recurrent<{}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}>",
             problem.element.cuda_name(),
             problem.cell,
             self.blocks,
@@ -160,6 +162,7 @@ impl Shape {
             self.kept,
             problem.tensor,
             self.cell_in_memory,
+            problem.plain,
         )
     }
 
