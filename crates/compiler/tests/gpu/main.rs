@@ -3,6 +3,7 @@
 
 mod kernels;
 mod models;
+mod products;
 
 use std::collections::HashMap;
 use std::fmt::Write;
