@@ -169,7 +169,8 @@ __device__ __forceinline__ void add_pack(
 // Eight columns of one row: bias, residual, activation.
 template <class P, class Place>
 __device__ __forceinline__ void emit_columns(
-    const typename P::Args& a, const Place& p, const int (&at)[4 + P::kAxes], int n, float (&v)[8])
+    const typename P::Args& a, const Place& p, const int (&at)[4 + P::kAxes], int n, int channel,
+    float (&v)[8])
 {
     using Bias = typename P::Bias;
     using Out = typename P::Out;
@@ -178,7 +179,7 @@ __device__ __forceinline__ void emit_columns(
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] *= a.alpha;
     if (a.bias)
-        add_pack(v, (const Bias*)a.bias + (p.part[2] + at[1] + n * a.bias_column), a.bias_column,
+        add_pack(v, (const Bias*)a.bias + (p.part[2] + at[1] + channel * a.bias_column), a.bias_column,
             a.beta, all && (a.vectors & 4), count);
     int shifted = at[2] + a.out_shift;
     if (a.residual)
@@ -208,17 +209,20 @@ __device__ __forceinline__ void emit_tensor(
         if (m >= a.rows || n >= a.columns) continue;
         a.row.offsets(m, at);
         bool inside = true;
+        int channel = n;
         if constexpr (P::kPhases) {
+            int phase = a.by_phase.split(n, channel);
 #pragma unroll
             for (int x = 0; x < P::kAxes; ++x) {
                 int position = at[4 + x] * a.image.step[x] + p.part[5 + x] - a.image.before[x];
+                if (x == P::kAxes - 1) position += phase;
                 inside = inside && (u32)position < (u32)a.image.out_size[x];
             }
         }
         if (!inside) continue;
         float v[8] = {};
         parts.sum(v, row * C::kStaged + column);
-        emit_columns<P>(a, p, at, n, v);
+        emit_columns<P>(a, p, at, n, channel, v);
     }
 }
 
@@ -275,8 +279,10 @@ struct Tensor {
     using Args = typename P::Args;
     using Config = C;
     static constexpr int kThreads = C::kThreads, kShared = C::kShared;
-    // Addresses of any strides take more registers than those of an image.
-    static constexpr int kByRegisters = 65536 / (kThreads * (C::kFragM * C::kFragN * 4 + 104));
+    // Elements that are gathered one by one take more registers than copies.
+    static constexpr int kBesides = P::kAVec >= 4 && P::kBVec >= 4 ? 64 : 104;
+    static constexpr int kByRegisters =
+        65536 / (kThreads * (C::kFragM * C::kFragN * 4 + kBesides));
     static constexpr int kFitting = kByRegisters < C::kBlocks ? kByRegisters : C::kBlocks;
     static constexpr int kBlocks = kFitting < 1 ? 1 : kFitting;
     template <class YieldPoint, class Dependency>

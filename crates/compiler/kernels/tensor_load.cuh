@@ -39,6 +39,7 @@ struct TensorArgs {
     int vectors; // bits: output, residual, bias may be moved eight columns at a time
     float alpha, beta, first, second; // the last two belong to the activation
     FastDiv by_splits, by_columns, by_rows; // tiles
+    FastDiv by_phase; // with phases: columns of one phase, if those of the last axis are adjacent
     StridedLoop<PartRank, 5 + Axes> part; // a, b, bias, output, residual; phases
     StridedLoop<RowRank, 4 + Axes> row; // a, bias, output, residual; the image
     StridedLoop<DepthRank, 2 + Axes> inner; // a, b; the image

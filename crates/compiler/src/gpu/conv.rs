@@ -253,6 +253,40 @@ impl Product {
     }
 }
 
+/// An image of one dimension as one of two, the first of extent one.
+pub fn planar_view(mut view: View) -> View {
+    if view.shape.len() == 3 {
+        view.shape.insert(2, 1);
+        view.strides.insert(2, 0);
+    }
+    view
+}
+
+/// A window over one dimension as one over two.
+pub fn two_dimensional(window: &Window, kernel: &[usize]) -> (Window, Vec<usize>) {
+    if kernel.len() != 1 {
+        return (window.clone(), kernel.to_vec());
+    }
+    let wide = |list: &[usize], fill: usize| match list {
+        [] => vec![],
+        list => [&[fill], list].concat(),
+    };
+    let padding = match &window.padding {
+        Padding::Explicit(pads) if !pads.is_empty() => {
+            let (begin, end) = (pads[0], pads.get(1).copied().unwrap_or(0));
+            Padding::Explicit(vec![0, begin, 0, end])
+        }
+        other => other.clone(),
+    };
+    let planar = Window {
+        kernel: wide(&window.kernel, 1),
+        strides: wide(&window.strides, 1),
+        dilations: wide(&window.dilations, 1),
+        padding,
+    };
+    (planar, wide(kernel, 1))
+}
+
 /// Whether a window of one tap stays inside the image.
 fn has_no_border(window: &Window) -> bool {
     match &window.padding {
@@ -289,7 +323,7 @@ impl Lowering<'_> {
         vec: usize,
     ) -> Result<(View, usize, usize), UnsupportedReason> {
         if let Some(value) = self.take_deferred(id) {
-            if self.placement(id).is_none() && value.shape.len() == 4 {
+            if self.placement(id).is_none() && matches!(value.shape.len(), 3 | 4) {
                 let mut image = self.image(&value.shape, vec, value.element);
                 image.slack = image.shape[1].next_multiple_of(vec) - image.shape[1];
                 self.compute_into(&value, &image)?;
@@ -299,7 +333,7 @@ impl Lowering<'_> {
             }
         }
         let view = self.operand(id)?;
-        self.as_image(view, vec)
+        self.as_image(planar_view(view), vec)
     }
 
     /// A constant row of floats for a kernel's epilogue.
@@ -325,7 +359,7 @@ impl Lowering<'_> {
     ) -> Result<Option<(View, usize)>, UnsupportedReason> {
         let Some(id) = id else { return Ok(None) };
         let view = self.operand(id)?;
-        let (view, stride, _) = self.as_image(view, 8)?;
+        let (view, stride, _) = self.as_image(planar_view(view), 8)?;
         Ok(Some((view, stride)))
     }
 
@@ -339,10 +373,13 @@ impl Lowering<'_> {
             let output = node.outputs.first().copied().flatten();
             output.is_some_and(|output| self.shape(output).ok() == self.shape(id).ok())
         });
-        self.float() == Element::F16 && conv.groups == 1 && rank == 4 && bias && same_shape
+        let placed = node.outputs.first().copied().flatten().and_then(|id| self.placement(id));
+        // One dimension is two, the first of extent one.
+        let planar = rank == 4 || (rank == 3 && placed.is_none());
+        self.float() == Element::F16 && conv.groups == 1 && planar && bias && same_shape
     }
 
-    /// A convolution over two dimensions, one group.
+    /// A convolution over one or two dimensions, one group.
     pub fn fast_conv(
         &mut self,
         node: &GraphNode,
@@ -352,7 +389,8 @@ impl Lowering<'_> {
         let weight = self.constant(node, 1).ok_or("the weight is not constant")?;
         let x = node.inputs.first().copied().flatten().ok_or("no input")?;
         // Only the access without padding can normalise its input.
-        let point = weight.shape()[2..] == [1, 1] && has_no_border(&conv.window);
+        let point =
+            weight.shape()[2..].iter().all(|size| *size == 1) && has_no_border(&conv.window);
         let shallow = weight.shape()[1] <= NORMALIZED_DEPTH_MAX;
         let normalized = self.normalized(x).filter(|_| point && shallow);
         // Images of up to four channels have specialised kernels.
@@ -363,7 +401,8 @@ impl Lowering<'_> {
         };
         let (input, in_stride, in_c) = self.image_operand(source, vec)?;
         let spatial = &input.shape[2..];
-        let window = Window2::of(&conv.window, &weight.shape()[2..], spatial).ok_or("not 2-D")?;
+        let (planar, kernel) = two_dimensional(&conv.window, &weight.shape()[2..]);
+        let window = Window2::of(&planar, &kernel, spatial).ok_or("not 2-D")?;
         let bytes = packing::weight_rows(weight.shape()[0])
             * (window.kernel[0] * window.kernel[1] * in_c).next_multiple_of(8)
             * 2;
@@ -379,10 +418,11 @@ impl Lowering<'_> {
         };
         let residual = self.residual(node.inputs.get(3).copied().flatten())?;
         let (act, rest) = fused(conv.activation);
-        let mut output = self.product_image(output_id, rest)?;
+        let mut result = self.product_image(output_id, rest)?;
+        let out_c = result.shape[1].next_multiple_of(8);
+        result.slack = out_c - result.shape[1];
+        let output = planar_view(result.clone());
         let out_stride = pixel_stride(&output, 8).ok_or("the output is not an image")?;
-        let out_c = output.shape[1].next_multiple_of(8);
-        output.slack = out_c - output.shape[1];
         let product = Product {
             name: "Conv",
             in_h: input.shape[2],
@@ -396,7 +436,7 @@ impl Lowering<'_> {
             out_stride,
             rows: output.shape[0] * output.shape[2] * output.shape[3],
             input,
-            output: output.clone(),
+            output,
             residual,
             weight: weight_number,
             weight_bytes: bytes,
@@ -407,7 +447,7 @@ impl Lowering<'_> {
         };
         let work = product.work(&self.target)?;
         self.push(work);
-        self.define_product(output_id, output, rest);
+        self.define_product(output_id, result, rest);
         Ok(())
     }
 
@@ -454,13 +494,15 @@ impl Lowering<'_> {
         let first = self.shape(matrix.parts[0].output)?;
         let rows = first.iter().product::<usize>() / matrix.parts[0].columns.max(1);
         let input = self.operand(matrix.input)?;
-        let Some(input) = rows_of(&input, rows, depth) else { return Ok(false) };
+        // Rows may be in any order: the output then has the same.
+        let order = row_order(&input, &first);
+        let Some(input) = rows_of(&input.permuted(&order), rows, depth) else { return Ok(false) };
         let residual = match matrix.residual {
             None => None,
             Some(id) if self.shape(id)? != first => return Ok(false),
             Some(id) => {
                 let view = self.operand(id)?;
-                match rows_of(&view, rows, columns) {
+                match rows_of(&view.permuted(&row_order_of(&order, first.len())), rows, columns) {
                     Some(view) => Some((view.clone(), view.strides[0])),
                     None => return Ok(false),
                 }
@@ -482,7 +524,10 @@ impl Lowering<'_> {
             let shape = self.shape(part.output)?;
             let mut slice = flat.sliced(1, column, part.columns, 1);
             slice.slack = if matrix.parts.len() == 1 { flat.slack } else { 0 };
-            let view = slice.reshaped(&shape).ok_or("the output's rows cannot be split")?;
+            let order = row_order_of(&order, shape.len());
+            let ordered: Vec<usize> = order.iter().map(|axis| shape[*axis]).collect();
+            let view = slice.reshaped(&ordered).ok_or("the output's rows cannot be split")?;
+            let view = view.permuted(&inverse(&order));
             self.define_product(part.output, view, rest);
             column += part.columns;
         }
@@ -628,6 +673,36 @@ impl Matrix {
         let shape = self.parts[0].weight.shape();
         if self.transposed { shape[shape.len() - 1] } else { shape[shape.len() - 2] }
     }
+}
+
+/// The dimensions of `input` with those of its rows in memory order, if the output's rows are the
+/// same; as they are otherwise, and where that is possible.
+fn row_order(input: &View, output: &[usize]) -> Vec<usize> {
+    let rank = input.shape.len();
+    let plain: Vec<usize> = (0..rank).collect();
+    let same = rank == output.len() && rank > 1 && input.shape[..rank - 1] == output[..rank - 1];
+    let (rows, depth) = (input.shape.iter().rev().skip(1).product(), input.shape.last().copied());
+    let readable = |view: &View| rows_of(view, rows, depth.unwrap_or(1)).is_some();
+    if !same || readable(input) {
+        return plain;
+    }
+    let mut order: Vec<usize> =
+        input.memory_order().into_iter().filter(|axis| *axis != rank - 1).collect();
+    order.push(rank - 1);
+    if readable(&input.permuted(&order)) { order } else { plain }
+}
+
+/// `order` for a value of `rank` dimensions: the same, or that of the dimensions.
+fn row_order_of(order: &[usize], rank: usize) -> Vec<usize> {
+    if order.len() == rank { order.to_vec() } else { (0..rank).collect() }
+}
+
+fn inverse(order: &[usize]) -> Vec<usize> {
+    let mut inverse = vec![0; order.len()];
+    for (position, axis) in order.iter().enumerate() {
+        inverse[*axis] = position;
+    }
+    inverse
 }
 
 /// `view` as `rows` rows of `columns` adjacent halves that vector loads can read.

@@ -5,7 +5,7 @@ use model::Tensor;
 use model::op;
 
 use super::args::{Address, ArgsWriter};
-use super::conv::{Window2, fused, pixel_stride};
+use super::conv::{Window2, fused, pixel_stride, planar_view, two_dimensional};
 use super::draft::{KernelText, LaunchDraft, StepDraft};
 use super::loop_nest::address;
 use super::lowering::{Lowering, UnsupportedReason};
@@ -24,15 +24,16 @@ impl Lowering<'_> {
         let Some(weight) = constant(1) else { return false };
         let channels = weight.shape()[0];
         let bias = node.inputs.get(2).copied().flatten().is_none() || constant(2).is_some();
+        let placed = node.outputs.first().copied().flatten().and_then(|id| self.placement(id));
         self.float() == Element::F16
-            && weight.shape().len() == 4
+            && (weight.shape().len() == 4 || (weight.shape().len() == 3 && placed.is_none()))
             && weight.shape()[1] == 1
             && conv.groups == channels
             && channels % 8 == 0
             && bias
     }
 
-    /// A convolution with one filter per channel.
+    /// A convolution with one filter per channel, over one or two dimensions.
     pub fn fast_depthwise(
         &mut self,
         node: &GraphNode,
@@ -42,8 +43,9 @@ impl Lowering<'_> {
         let id = node.inputs.get(1).copied().flatten().ok_or("no weight")?;
         let weight = self.graph.constant(id).cloned().ok_or("the weight is not constant")?;
         let input = self.input(node, 0)?;
-        let (input, in_stride, channels) = self.as_image(input, 8)?;
-        let window = Window2::of(&conv.window, &weight.shape()[2..], &input.shape[2..]);
+        let (input, in_stride, channels) = self.as_image(planar_view(input), 8)?;
+        let (planar, kernel) = two_dimensional(&conv.window, &weight.shape()[2..]);
+        let window = Window2::of(&planar, &kernel, &input.shape[2..]);
         let window = window.ok_or("not 2-D")?;
         let pack = |tensor: &Tensor| packing::depthwise(tensor).unwrap_or_default();
         let weight_bytes = weight.len() * 2;
@@ -56,11 +58,12 @@ impl Lowering<'_> {
             None => Address::Null,
         };
         let residual = match self.optional(node, 3)? {
-            Some(view) => Some(self.as_image(view, 8)?),
+            Some(view) => Some(self.as_image(planar_view(view), 8)?),
             None => None,
         };
         let (act, rest) = fused(conv.activation);
-        let output = self.product_image(output_id, rest)?;
+        let result = self.product_image(output_id, rest)?;
+        let output = planar_view(result.clone());
         let out_stride = pixel_stride(&output, 8).ok_or("the output is not an image")?;
         let [batch, _, out_h, out_w] = output.shape[..] else { return Err("not 2-D".into()) };
         let Window2 { kernel, stride, pad, dilation } = window;
@@ -110,7 +113,7 @@ impl Lowering<'_> {
             weight_bytes: weight_bytes as u64,
             finish_tiles: None,
         });
-        self.define_product(output_id, output, rest);
+        self.define_product(output_id, result, rest);
         Ok(())
     }
 }

@@ -70,6 +70,10 @@ impl Lowering<'_> {
             Op::ConvTranspose(spec) => PackedConv::transposed(spec, &x, weight.shape(), &output),
             _ => return Ok(None),
         };
+        let residual = node.inputs.get(3).copied().flatten();
+        if residual.is_some_and(|id| self.shape(id).ok().as_ref() != Some(&output)) {
+            return Ok(None);
+        }
         let half = matches!(self.float(), Element::F16 | Element::BF16);
         let element = self.element(Self::output(node)?)? == self.float();
         let fits = half && element && packing::converts(&weight, Element::F32);

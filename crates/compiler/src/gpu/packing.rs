@@ -93,6 +93,19 @@ pub fn matrix(tensor: &Tensor, transposed: bool, factor: f32) -> Option<Vec<u8>>
     Some(bytemuck::cast_slice(&packed).to_vec())
 }
 
+/// The elements of a tensor, its rows (the last dimension) rounded up to eight with zeros.
+pub fn aligned_rows(tensor: &Tensor, element: Element) -> Option<Vec<u8>> {
+    let row = *tensor.shape().last()?;
+    let bytes = convert(tensor, element)?;
+    let gap = (row.next_multiple_of(8) - row) * element.size();
+    let mut packed = Vec::with_capacity(bytes.len() + bytes.len() / row.max(1) * gap);
+    for line in bytes.chunks(row * element.size()) {
+        packed.extend_from_slice(line);
+        packed.resize(packed.len() + gap, 0);
+    }
+    Some(packed)
+}
+
 /// A depthwise filter `[channels, 1, taps...]` as `[taps][channels]` halves.
 pub fn depthwise(tensor: &Tensor) -> Option<Vec<u8>> {
     let values = content::floats(tensor)?;

@@ -113,6 +113,19 @@ fn check(a: &View, b: &View, extra: Extra, output: &View) -> Result<(), String> 
     }
 }
 
+/// The microseconds that reading `a` and `b` in small pieces costs the product; more than a copy
+/// costs, and a copy is worthwhile.
+pub fn matmul_reading(spec: &MatMul, (a, b): (&View, &View), output: &View) -> [f64; 2] {
+    let turned = |view: &View, turn: bool| if turn { transposed(view) } else { view.clone() };
+    let (a, b) = (turned(a, spec.transpose_a), turned(b, spec.transpose_b));
+    let extra = Extra { bias: None, residual: None };
+    let views = Views { a: &a, b: &b, bias: None, residual: None, output };
+    let problem = matrix_problem((&a, &b), extra, output).ok();
+    let problem = problem.filter(|_| tensor::multiplies(&views));
+    let loops = problem.and_then(|(problem, ..)| TensorLoops::of(&problem, false));
+    loops.map_or([0.0; 2], |loops| [0, 1].map(|at| loops.reading_us(at, &views)))
+}
+
 fn matrix(
     target: &GpuTarget,
     op: &'static str,
@@ -121,6 +134,17 @@ fn matrix(
     epilogue: Epilogue,
     output: &View,
 ) -> Result<StepDraft, String> {
+    let (problem, bias, residual) = matrix_problem((a, b), extra, output)?;
+    let views = Views { a, b, bias: bias.as_ref(), residual: residual.as_ref(), output };
+    problem.work(target, op, &views, epilogue)
+}
+
+/// The loops of a product, and what is added to it, broadcast to the output.
+fn matrix_problem(
+    (a, b): (&View, &View),
+    extra: Extra,
+    output: &View,
+) -> Result<(Problem, Option<View>, Option<View>), String> {
     check(a, b, extra, output)?;
     let spread = |view: &View| {
         view.broadcast(&output.shape)
@@ -145,8 +169,7 @@ fn matrix(
             (bias.map(|view| widened(&view, at)), residual.map(|view| widened(&view, at)));
     }
     let problem = batched(&left, &right, &bias, &residual, &result)?;
-    let views = Views { a, b, bias: bias.as_ref(), residual: residual.as_ref(), output };
-    problem.work(target, op, &views, epilogue)
+    Ok((problem, bias, residual))
 }
 
 /// The loops of a batched product of matrices.

@@ -250,6 +250,13 @@ fn layer(random: &mut Random) -> Layer {
     Layer { input, groups, channels, columns, kernel, window }
 }
 
+/// The same numbers in steps that eight bits can represent.
+fn coarse(tensor: &model::Tensor) -> model::Tensor {
+    let values = tensor.to_vec::<f32>().unwrap();
+    let coarse: Vec<f32> = values.iter().map(|x| (x * 16.0).round() / 16.0).collect();
+    model::Tensor::from_vec(tensor.shape().to_vec(), coarse).unwrap()
+}
+
 /// Runs `conv` on tensor cores and compares with the CPU device.
 fn check_packed(
     bench: &mut Bench,
@@ -291,8 +298,12 @@ fn packed_convolutions() {
     while checked < 16 {
         let Layer { input, groups, channels, columns, kernel, window } = layer(&mut random);
         let shape = [vec![groups * columns, channels], kernel.clone()].concat();
-        let (x, weight) = (random.floats(&input), random.floats(&shape));
-        let bias = random.floats(&[groups * columns]);
+        let element = if checked % 4 == 3 { Element::BF16 } else { Element::F16 };
+        let mut floats = |shape: &[usize]| match element {
+            Element::BF16 => coarse(&random.floats(shape)),
+            _ => random.floats(shape),
+        };
+        let (x, weight, bias) = (floats(&input), floats(&shape), floats(&[groups * columns]));
         let spec = Conv { window, groups, activation: Activation::HardSwish };
         let op = Op::Conv(spec.clone());
         let plain = cpu::evaluate(&op, &[Some(x.clone()), Some(weight.clone())], 1);
@@ -301,12 +312,11 @@ fn packed_convolutions() {
         };
         let mut tensors = vec![x, weight, bias];
         if random.below(2) == 0 {
-            tensors.push(random.floats(plain.shape()));
+            tensors.push(coarse(&random.floats(plain.shape())));
         }
         let expected = crate::reference(&op, &tensors.iter().collect::<Vec<_>>(), 1).remove(0);
         let (x, weight) = (tensors[0].shape(), tensors[1].shape());
         let conv = product::PackedConv::conv(&spec, x, weight, expected.shape()).unwrap();
-        let element = if checked % 4 == 3 { Element::BF16 } else { Element::F16 };
         check_packed(&mut bench, &op, &conv, &tensors, &expected, element);
         checked += 1;
     }

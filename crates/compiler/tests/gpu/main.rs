@@ -3,6 +3,7 @@
 
 mod kernels;
 mod models;
+mod products;
 mod recurrent;
 
 use std::collections::HashMap;

@@ -144,7 +144,7 @@ impl PackedConv {
                 let even = (merged * self.channels).is_multiple_of(vec);
                 if even || merged == self.groups {
                     let cost = cost(merged, vec);
-                    best = if cost < best.0 { (cost, merged, vec) } else { best };
+                    best = if cost <= best.0 { (cost, merged, vec) } else { best };
                 }
             }
         }
@@ -323,7 +323,17 @@ impl PackedConv {
                 && self.rows[axis] * self.phases[axis] == self.sizes.output[axis];
             self.pads[axis] != 0 || last >= self.sizes.input[axis] || (transposed && !exact)
         };
-        let kept: Vec<usize> = (0..3).filter(|axis| leaves(*axis)).collect();
+        // Phases of the last axis are adjacent columns where its pixels are adjacent in the output.
+        let adjacent = transposed
+            && self.phases[2] > 1
+            && self.is_single()
+            && columns.is_multiple_of(8)
+            && output.strides[1] == 1
+            && to[2] == columns;
+        let mut kept: Vec<usize> = (0..3).filter(|axis| leaves(*axis)).collect();
+        if adjacent && !kept.is_empty() && !kept.contains(&2) {
+            kept.push(2);
+        }
         let coordinate = |axis: usize, step: usize| -> Vec<usize> {
             kept.iter().map(|other| if *other == axis { step } else { 0 }).collect()
         };
@@ -348,7 +358,9 @@ impl PackedConv {
         for axis in 0..3 {
             after /= self.phases[axis];
             let strides = vec![0, after * stored, 0, to[axis], 0];
-            push(&mut part, self.phases[axis], strides, coordinate(axis, 1));
+            if !(adjacent && axis == 2) {
+                push(&mut part, self.phases[axis], strides, coordinate(axis, 1));
+            }
         }
 
         let mut row = LoopNest { loops: Vec::new(), operands: 4 + kept.len() };
@@ -384,13 +396,14 @@ impl PackedConv {
             part: part.merged(),
             row: row.merged(),
             inner: inner.merged(),
-            columns,
+            columns: if adjacent { columns * self.phases[2] } else { columns },
             depth: self.depth(),
             column: [self.weight_row(), bias_stride, output.strides[1], residual_channel],
             axes: kept.iter().map(axis).collect(),
             a_shift: -(0..3).map(shift).sum::<i64>(),
             out_shift: -(0..3).map(back).sum::<i64>(),
-            phases: transposed && !kept.is_empty(),
+            phases: transposed && (adjacent || !kept.is_empty()),
+            phase_columns: adjacent.then_some(columns),
             constant: true,
         }
     }

@@ -38,6 +38,8 @@ pub(super) struct TensorLoops {
     pub a_shift: i64,
     pub out_shift: i64,
     pub phases: bool,
+    /// Columns of a phase, if the phases of the last axis are adjacent columns.
+    pub phase_columns: Option<usize>,
     /// Whether `b` is a weight.
     pub constant: bool,
 }
@@ -100,6 +102,7 @@ impl TensorLoops {
             a_shift,
             out_shift: 0,
             phases: false,
+            phase_columns: None,
             constant,
         })
     }
@@ -141,6 +144,24 @@ impl TensorLoops {
         } else {
             Reading { deep: true, vec: deep }
         }
+    }
+
+    /// The microseconds that reading an operand in pieces of less than 16 bytes adds, roughly.
+    pub fn reading_us(&self, operand: usize, views: &Views) -> f64 {
+        const TILE: usize = 64;
+        let (view, edge, other) = match operand {
+            0 => (views.a, self.row.len(), self.columns),
+            _ => (views.b, self.columns, self.row.len()),
+        };
+        // Elements per microsecond, all multiprocessors together.
+        let rate = match self.reading(operand, view.offset).vec {
+            8 => return 0.0,
+            4 => 7e6,
+            2 => 3.6e6,
+            _ => 1.8e6,
+        };
+        let elements = self.part.len() as f64 * edge as f64 * self.depth as f64;
+        elements * other.div_ceil(TILE) as f64 / rate
     }
 
     fn tiles(&self, target: &GpuTarget) -> tile::Problem {
@@ -246,6 +267,7 @@ impl TensorLoops {
         args.fast_div(variant.splits);
         args.fast_div(self.columns.div_ceil(variant.tile.bn));
         args.fast_div(self.row.len().div_ceil(variant.tile.bm));
+        args.fast_div(self.phase_columns.unwrap_or(i32::MAX as usize));
         self.part.write(&mut args);
         self.row.write(&mut args);
         self.inner.write(&mut args);
