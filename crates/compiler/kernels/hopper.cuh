@@ -44,8 +44,9 @@ struct HopperConfig {
     static constexpr int kBarriers = kStageBytes * kStages;
     static constexpr int kExits = kBarriers + (kStages + 1) * 16;
     static constexpr int kShared = kExits + (kStages + 1) * 4 + 1024;
-    // Steps between two checks of the epoch: about two microseconds.
-    static constexpr int kWatchPeriod = BM * BN >= 128 * 256 ? 2 : 4;
+    // Steps between two checks of the epoch: about a microsecond. Consumers then still multiply the
+    // stages that are full: two to three more.
+    static constexpr int kWatchPeriod = BM * BN >= 128 * 256 ? 1 : 2;
     static_assert(BM % (GM * 64) == 0 && BN % (GN * 32) == 0, "whole products");
     static_assert(kStageBytes % 1024 == 0 && kInputBytes % 1024 == 0, "the swizzle repeats");
 };
@@ -258,7 +259,7 @@ struct ThreadPlace {
     }
 };
 
-// Sums start with bias and residual: all loads of a tile are in flight at the same time.
+// Sums start with bias and residual, whose loads then overlap the copies of the first stages.
 template <class C>
 __device__ __forceinline__ void hopper_begin(
     const ConvArgs& a, const OutputTile<C>& t, HopperSums<C>& sums)
