@@ -191,13 +191,14 @@ impl Problem {
         let multiply = if self.tensor {
             let kept = shape.warps() * self.gates * shape.kept * 1024 / 128;
             let held = shape.split * shape.groups * (shape.held + shape.kept) * self.gates;
-            let streamed = products.saturating_sub(held) * 1024 / 40;
+            let streamed = products.saturating_sub(held) * 1024 / 30;
             products * 2 * shape.row_tiles * 8 / 4 + kept + streamed
         } else {
             // Every weight comes from L2, and 128 lanes multiply.
             products * 512 * (self.element.size() * 128 / 40 + shape.rows()) / 128
         };
-        rounds * (600 + barrier * if self.cell == 3 { 2 } else { 1 } + multiply)
+        let cells = (shape.rows() * shape.part() * 16).div_ceil(shape.threads()) * shape.passes;
+        rounds * (500 + 400 * cells + barrier * if self.cell == 3 { 2 } else { 1 } + multiply)
     }
 
     /// The shapes to choose from, the best first as far as one can tell without measuring.
