@@ -2,7 +2,11 @@
 //! files.
 
 mod kernels;
+#[path = "../../../cli/tests/support/lowering_device.rs"]
+mod lowering_device;
 mod models;
+mod sections;
+mod shapes;
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -13,6 +17,7 @@ use device::KernelCompiler;
 use model::LaunchPlan;
 use model::gpu::{GpuPlan, GpuTarget, Precision};
 use models::{dense, encoder, odd, stages};
+use shapes::CpuEvaluator;
 
 fn lower(plan: &LaunchPlan, batch: usize) -> GpuPlan {
     lower_for(plan, batch, 90)
