@@ -4,6 +4,7 @@
 //! that rewording a comment does not ask for hours of measurements. `scripts/gpu/evidence.py`
 //! computes the same hash where the figures are measured.
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use serde_json::Value;
@@ -11,6 +12,10 @@ use sha2::{Digest, Sha256};
 
 /// Folder of the sources that evidence names by file name alone; it names others by their path.
 const KERNELS: &str = "crates/compiler/kernels";
+
+/// Verdicts on ONNX's node tests, on the CPU and on a GPU (`scripts/gpu/node_tests.sh`).
+const CPU_NODE_TESTS: &str = "crates/cli/tests/onnx_nodes.txt";
+const GPU_NODE_TESTS: &str = "crates/cli/tests/onnx_nodes_cuda.txt";
 
 /// Every evidence file with what is stale about it; nothing when it is fresh.
 pub(crate) fn check(root: &Path) -> Result<Vec<(String, Vec<String>)>, String> {
@@ -26,8 +31,23 @@ pub(crate) fn check(root: &Path) -> Result<Vec<(String, Vec<String>)>, String> {
             report.push((name, stale_sources(root, &text)?));
         }
     }
+    if let Ok(gpu) = std::fs::read_to_string(root.join(GPU_NODE_TESTS)) {
+        let cpu = std::fs::read_to_string(root.join(CPU_NODE_TESTS));
+        let cpu = cpu.map_err(|err| format!("{CPU_NODE_TESTS}: {err}"))?;
+        report.push((GPU_NODE_TESTS.to_string(), not_on_a_gpu(&cpu, &gpu)));
+    }
     report.sort();
     Ok(report)
+}
+
+/// The node tests that pass on the CPU and not on a GPU.
+fn not_on_a_gpu(cpu: &str, gpu: &str) -> Vec<String> {
+    fn passed(list: &str) -> impl Iterator<Item = &str> {
+        list.lines().filter_map(|line| line.strip_suffix(" passed"))
+    }
+    let on_gpu: HashSet<&str> = passed(gpu).collect();
+    let behind = passed(cpu).filter(|name| !on_gpu.contains(name));
+    behind.map(|name| format!("{name} does not pass on a GPU")).collect()
 }
 
 fn stale_sources(root: &Path, text: &str) -> Result<Vec<String>, String> {
@@ -124,6 +144,14 @@ mod tests {
         for (name, stale) in check(&root).unwrap() {
             assert!(stale.is_empty(), "{name} is stale, measure again: {}", stale.join(", "));
         }
+    }
+
+    #[test]
+    fn the_list_of_a_gpu_must_not_be_shorter() {
+        let cpu = "test_a passed\ntest_b unsupported\ntest_c passed\n";
+        assert!(not_on_a_gpu(cpu, "test_a passed\ntest_c passed\n").is_empty());
+        let behind = not_on_a_gpu(cpu, "test_a failed\ntest_b passed\n");
+        assert_eq!(behind.len(), 2, "{behind:?}");
     }
 
     #[test]

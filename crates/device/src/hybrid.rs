@@ -2,11 +2,12 @@
 //! on the host, inside the same program.
 //!
 //! A plan that the accelerator accepts is loaded there: its tasks and segments are the
-//! accelerator's own, and nothing else happens unless a request has sizes that it refuses. Any other plan is cut into *sections*, alternately of
-//! the accelerator and of the host, each a launch plan of its own ([`section`]). A task of such a
-//! program runs its sections one after another; values that another section reads pass through host
-//! memory. Sizes that depend on data are symbols of the sections that read them, so these are
-//! specialised when the sizes are known.
+//! accelerator's own, and nothing else happens unless a request has sizes that it refuses.
+//!
+//! Any other plan is cut into *sections*, alternately of the accelerator and of the host, each a
+//! launch plan of its own ([`section`]). A task of such a program runs its sections one after
+//! another; values that another section reads pass through host memory. Sizes that depend on data
+//! are symbols of the sections that read them, so these are specialised when the sizes are known.
 
 mod placement;
 mod program;

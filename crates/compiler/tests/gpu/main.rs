@@ -2,9 +2,13 @@
 //! files.
 
 mod kernels;
+#[path = "../../../cli/tests/support/lowering_device.rs"]
+mod lowering_device;
 mod models;
 mod products;
 mod recurrent;
+mod sections;
+mod shapes;
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -15,6 +19,7 @@ use device::KernelCompiler;
 use model::LaunchPlan;
 use model::gpu::{GpuPlan, GpuTarget, Precision};
 use models::{dense, encoder, odd, stages};
+use shapes::CpuEvaluator;
 
 fn lower(plan: &LaunchPlan, batch: usize) -> GpuPlan {
     lower_for(plan, batch, 90)

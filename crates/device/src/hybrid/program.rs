@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use base::{Bytes, Nanos};
 use model::{Dim, LaunchPlan, Tensor, ValueId};
 
-use super::residency::JointResidency;
+use super::residency::{JointResidency, SectionWeights};
 use super::section::{Section, Side, sizes_of};
 use crate::batch::{HostStagedInputs, join, rows_of};
 use crate::residency::Residency;
@@ -36,6 +36,8 @@ pub(super) struct ProgramState {
 pub(super) struct LoadedSection {
     pub(super) section: Section,
     program: Arc<dyn Program>,
+    /// Its weights, where the accelerator loads and evicts them.
+    weights: Option<Arc<SectionWeights>>,
     /// Values of the plan that no later section reads.
     last_uses: Vec<ValueId>,
     /// The same section on the host, for sizes that the accelerator refuses.
@@ -63,9 +65,15 @@ impl HybridProgram {
                 Side::Accelerator => accelerator.load(section.plan.clone())?,
                 Side::Host => host.load(section.plan.clone())?,
             };
-            let last_uses = std::mem::take(&mut last_uses[loaded.len()]);
-            let (fallback, shapes) = (OnceLock::new(), Mutex::default());
-            loaded.push(LoadedSection { section, program, last_uses, fallback, shapes });
+            let weights = program.residency().filter(|_| section.side == Side::Accelerator);
+            loaded.push(LoadedSection {
+                weights: weights.map(|weights| Arc::new(SectionWeights::new(weights))),
+                last_uses: std::mem::take(&mut last_uses[loaded.len()]),
+                section,
+                program,
+                fallback: OnceLock::new(),
+                shapes: Mutex::default(),
+            });
         }
         let (host, ready) = (host.clone(), Mutex::default());
         let state = ProgramState { plan, sections: loaded, host, ready };
@@ -148,8 +156,8 @@ fn symbols(plan: &LaunchPlan) -> Vec<&str> {
 }
 
 impl ProgramState {
-    /// Makes all sections of the accelerator ready whose sizes follow from the inputs' `shapes`: the
-    /// thread that runs the sections must not wait for it.
+    /// Makes all sections of the accelerator ready whose sizes follow from `shapes`, those of the
+    /// inputs: the thread that runs the sections must not wait for it.
     fn make_ready<'a>(&self, shapes: impl Iterator<Item = &'a [usize]>) -> Result<(), DeviceError> {
         let sizes = bound_sizes(&self.plan, shapes);
         if lock(&self.ready).contains(&sizes) {
@@ -196,15 +204,23 @@ pub(super) fn is_refusal(err: &DeviceError) -> bool {
 }
 
 impl LoadedSection {
-    /// A task of this section, and where it runs.
+    /// A task of this section, and where it runs: on the host where the accelerator refuses the
+    /// sizes. The same in a task that `runs` if the sizes need weights that are not there yet: they
+    /// are loaded before the next request starts.
     fn prepare(
         &self,
         host: &Arc<dyn Device>,
         inputs: Vec<Tensor>,
+        runs: bool,
     ) -> Result<(Side, Box<dyn Task>), DeviceError> {
         let side = self.section.side;
         let refusal = match self.program.prepare(inputs.clone()) {
-            Ok(task) => return Ok((side, task)),
+            Ok(task) => match &self.weights {
+                Some(weights) if runs && weights.have_grown() => {
+                    DeviceError::BadPlan("weights for new sizes are not loaded yet".to_string())
+                }
+                _ => return Ok((side, task)),
+            },
             Err(err) if side == Side::Accelerator && is_refusal(&err) => err,
             Err(err) => return Err(err),
         };
@@ -231,7 +247,7 @@ impl Program for HybridProgram {
         check_inputs(&self.state.plan, &inputs)?;
         self.state.make_ready(inputs.iter().map(Tensor::shape))?;
         let mut task = self.task(inputs, None);
-        task.start_section()?;
+        task.start_section(false)?;
         Ok(Box::new(task))
     }
 
@@ -300,13 +316,10 @@ impl Program for HybridProgram {
     }
 
     fn residency(&self) -> Option<Arc<dyn Residency>> {
-        let mut all: Vec<Arc<dyn Residency>> =
-            self.accelerated().filter_map(|loaded| loaded.program.residency()).collect();
-        match all.len() {
-            0 => None,
-            1 => all.pop(),
-            _ => Some(Arc::new(JointResidency(all))),
-        }
+        let own =
+            |loaded: &LoadedSection| loaded.weights.clone().map(|one| one as Arc<dyn Residency>);
+        let all: Vec<Arc<dyn Residency>> = self.accelerated().filter_map(own).collect();
+        (!all.is_empty()).then(|| Arc::new(JointResidency(all)) as Arc<dyn Residency>)
     }
 }
 
@@ -348,9 +361,9 @@ struct StepTimes {
 }
 
 impl HybridTask {
-    /// Prepares the next section unless it is prepared. May take long where its sizes depend on
-    /// data.
-    pub(super) fn start_section(&mut self) -> Result<(), DeviceError> {
+    /// Prepares the next section unless it is prepared; `runs` says whether the task was launched.
+    /// May take long where its sizes depend on data.
+    pub(super) fn start_section(&mut self, runs: bool) -> Result<(), DeviceError> {
         if self.running.is_some() {
             return Ok(());
         }
@@ -365,7 +378,7 @@ impl HybridTask {
         if self.step_times.is_some() {
             *lock(&loaded.shapes) = inputs.iter().map(|x| x.shape().to_vec()).collect();
         }
-        let prepared = loaded.prepare(&self.program.host, inputs);
+        let prepared = loaded.prepare(&self.program.host, inputs, runs);
         self.running = Some(prepared.map_err(|err| failed(loaded, err))?);
         Ok(())
     }

@@ -225,11 +225,18 @@ impl Shared {
         let end = end.min(task.step_count());
         let mut busy = Nanos::ZERO;
         while task.next_step() < end {
-            if let Err(err) = task.start_section() {
+            if let Err(err) = task.start_section(true) {
                 return (Outcome::Failed(err), busy);
             }
             let Some((side, inner)) = task.take_running() else { break };
             let steps = inner.next_step()..inner.step_count();
+            if steps.is_empty() {
+                // All of its outputs are empty.
+                if let Err(err) = task.finish_section(inner, Nanos::ZERO) {
+                    return (Outcome::Failed(err), busy);
+                }
+                continue;
+            }
             let segment = Segment { token: DRIVER_TOKEN, task: inner, steps };
             let completion = match self.launch_own(side, segment, epoch) {
                 Launched::Running => match ended.recv() {

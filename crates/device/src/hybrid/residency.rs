@@ -1,11 +1,47 @@
 //! Weights of a program in sections: loaded and evicted together.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use base::Bytes;
 
 use crate::DeviceError;
 use crate::residency::{LoadCallback, LoadProgress, Residency};
+
+/// The weights of one section. They may grow when the section is prepared for more sizes; the new
+/// ones are there after the next load.
+pub(super) struct SectionWeights {
+    inner: Arc<dyn Residency>,
+    /// Their size when the last load began; 0 when they are evicted.
+    loaded: AtomicU64,
+}
+
+impl SectionWeights {
+    pub(super) fn new(inner: Arc<dyn Residency>) -> SectionWeights {
+        SectionWeights { inner, loaded: AtomicU64::new(0) }
+    }
+
+    /// Whether they have grown since the last load, so that some are not on the device.
+    pub(super) fn have_grown(&self) -> bool {
+        self.inner.bytes().0 > self.loaded.load(Ordering::Acquire)
+    }
+}
+
+impl Residency for SectionWeights {
+    fn bytes(&self) -> Bytes {
+        self.inner.bytes()
+    }
+
+    fn load(&self, urgent: bool, report: LoadCallback) {
+        self.loaded.store(self.inner.bytes().0, Ordering::Release);
+        self.inner.load(urgent, report);
+    }
+
+    fn evict(&self) {
+        self.loaded.store(0, Ordering::Release);
+        self.inner.evict();
+    }
+}
 
 /// The weights of several programs as those of one.
 pub(super) struct JointResidency(pub(super) Vec<Arc<dyn Residency>>);

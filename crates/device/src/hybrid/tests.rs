@@ -1,13 +1,14 @@
 //! Cuts of random plans, and joint loads.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use base::{Bytes, Random};
 use model::op::{Binary, Op, Unary};
 use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
-use super::residency::JointResidency;
+use super::residency::{JointResidency, SectionWeights};
 use super::section::{Section, Side, cut};
 use crate::DeviceError;
 use crate::residency::{LoadCallback, LoadProgress, Residency};
@@ -132,6 +133,7 @@ fn independent_steps_do_not_add_sections() {
 /// Weights whose loads end when the test says so.
 #[derive(Default)]
 struct ManualWeights {
+    added: AtomicU64,
     reports: Mutex<Vec<LoadCallback>>,
     evicted: Mutex<usize>,
 }
@@ -144,7 +146,7 @@ impl ManualWeights {
 
 impl Residency for ManualWeights {
     fn bytes(&self) -> Bytes {
-        Bytes(10)
+        Bytes(10 + self.added.load(Ordering::SeqCst))
     }
 
     fn load(&self, _: bool, report: LoadCallback) {
@@ -199,4 +201,20 @@ fn a_load_that_fails_in_one_section_leaves_none() {
         assert_eq!(*seen.lock().unwrap(), [LoadProgress::Failed(err.clone())]);
         assert_eq!((*good.evicted.lock().unwrap(), *bad.evicted.lock().unwrap()), (1, 0));
     }
+}
+
+#[test]
+fn weights_that_grew_since_their_load_are_noticed() {
+    let manual = Arc::new(ManualWeights::default());
+    let weights = SectionWeights::new(manual.clone());
+    assert!(weights.have_grown(), "nothing is loaded");
+    weights.load(true, Box::new(|_| {}));
+    assert!(!weights.have_grown());
+    manual.added.store(5, Ordering::SeqCst);
+    assert!(weights.have_grown());
+    weights.load(true, Box::new(|_| {}));
+    assert!(!weights.have_grown());
+    weights.evict();
+    assert!(weights.have_grown());
+    assert_eq!(weights.bytes(), Bytes(15));
 }
