@@ -58,7 +58,9 @@ struct Attention {
     static constexpr int kRing = kQueries * kPitch + 2 * kStage;
     static constexpr int kStaged = KeyWarps * kPart * 4;
     static constexpr int kShared = kRing > kStaged ? kRing : kStaged;
-    static constexpr int kBlocks = kThreads <= 128 && kShared <= 112 * 1024 ? 2 : 1;
+    // Scores, sums and queries of a thread leave room for a second block.
+    static constexpr bool kSmall = RowTiles * (kDim + kValues + Keys) <= 256 && kThreads <= 256;
+    static constexpr int kBlocks = (kSmall || kThreads <= 128) && kShared <= 112 * 1024 ? 2 : 1;
     // Queries stay in registers where these suffice.
     static constexpr bool kKept = RowTiles * kDim <= 128;
     static_assert(kWarpKeys % 16 == 0, "keys of a warp");

@@ -44,7 +44,9 @@ pub enum Op {
     MatMul(MatMul),
     /// `a, b, [c]`: `activation(alpha * op(a) @ op(b) + beta * c)` on matrices.
     Gemm(Gemm),
-    /// `q, k, v, [mask]`, each `[.., tokens, width]`: `softmax(scale * q @ k^T + mask) @ v`.
+    /// `q, k, v, [mask]`, each `[.., tokens, width]`: `softmax(scale * q @ k^T + mask) @ v`, numpy
+    /// batching. The mask broadcasts to the scores; a boolean one excludes keys where it is false.
+    /// A query without any key (all scores minus infinity) gets zeros.
     Attention {
         /// Factor on the scores.
         scale: f32,

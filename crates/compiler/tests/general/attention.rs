@@ -128,8 +128,9 @@ fn run(
     let operands = Operands { q: &gq, k: &gk, v: &gv, bias: bias.as_ref(), y: &gy };
     let work = attention::work(scale, causal, &operands, &TARGET);
     let name = format!(
-        "{batch}x{heads}/{key_heads} {queries}x{keys} {width} {value_width} {order:?} {:?} {causal:?}",
+        "{batch}x{heads}/{key_heads} {queries}x{keys} {width} {value_width} {order:?} {:?} {:?}",
         bias.as_ref().map(|bias| (bias.element, bias.shape.clone())),
+        causal
     );
     let work = work.unwrap_or_else(|| panic!("{name}: not supported"));
     bench.check(&name, &[work], &[(&y, &expected)], 3e-3);

@@ -2,6 +2,7 @@
 
 mod attention;
 mod bench;
+mod dress;
 mod elementwise;
 mod golden;
 mod index;

@@ -81,7 +81,10 @@ pub fn gemm(op: &Gemm, x: &Operands) -> Inferred<Fact> {
 
 pub fn attention(x: &Operands) -> Inferred<Fact> {
     x.require(3)?;
-    let dtype = x.same_type(0..x.count())?;
+    let dtype = x.same_type([0, 1, 2])?;
+    if x.count() > 3 && !matches!(x.dtype(3), Ok(DataType::Bool)) {
+        x.same_type([0, 3])?;
+    }
     let shape = match (x.shape(0), x.shape(1), x.shape(2)) {
         (Some(q), Some(k), Some(v)) if q.len() >= 2 && k.len() >= 2 && v.len() >= 2 => {
             unify(&q[q.len() - 1], &k[k.len() - 1], "head widths")?;

@@ -89,9 +89,18 @@ fn attention(cx: &mut Context) -> Mapped {
         k = repeat_heads(cx, k, heads, key_heads)?;
         v = repeat_heads(cx, v, heads, key_heads)?;
     }
-    let bias = bias(cx, q, k, causal, past_tokens)?;
+    let spelled = softcap > 0.0 || cx.wants(3);
+    // The operator itself takes a condition.
+    let condition = cx.optional(3).filter(|id| cx.dtype(*id) == DataType::Bool);
+    let bias = match condition.filter(|_| !causal && !spelled) {
+        Some(condition) => {
+            covers_all_keys(cx, condition, k)?;
+            Some(condition)
+        }
+        None => bias(cx, q, k, causal, past_tokens)?,
+    };
     let masked = cx.has(3);
-    let mut y = if softcap > 0.0 || cx.wants(3) {
+    let mut y = if spelled {
         if cx.wants(3) && (softcap > 0.0 || !(mode == 0 || mode == 3 && !masked)) {
             return unsupported(format!("qk_matmul_output_mode {mode}"));
         }
@@ -101,7 +110,7 @@ fn attention(cx: &mut Context) -> Mapped {
         let count = if bias.is_some() { 4 } else { 3 };
         cx.parts(Op::Attention { scale }, inputs[..count].to_vec(), 1)?[0]
     };
-    if let Some(bias) = bias.filter(|_| masked) {
+    if let Some(bias) = bias.filter(|_| masked && spelled) {
         y = zero_masked_rows(cx, y, bias)?;
     }
     if flat {
@@ -144,16 +153,7 @@ fn bias(
     let mut bias = match cx.optional(3) {
         None => None,
         Some(mask) => {
-            let last =
-                |id: ValueId, axis: usize| cx.shape(id).and_then(|shape| shape.get(axis)?.fixed());
-            let mask_rank = cx.rank(mask)?;
-            let width = mask_rank.checked_sub(1).and_then(|axis| last(mask, axis));
-            if let (Some(width), Some(tokens)) = (width, last(k, 2))
-                && width < tokens
-                && width != 1
-            {
-                return unsupported("a mask shorter than the keys");
-            }
+            covers_all_keys(cx, mask, k)?;
             Some(match cx.dtype(mask) {
                 DataType::Bool => hide(cx, mask, dtype)?,
                 _ => mask,
@@ -179,6 +179,17 @@ fn bias(
         });
     }
     Ok(bias)
+}
+
+fn covers_all_keys(cx: &Context, mask: ValueId, k: ValueId) -> Result<(), MapError> {
+    let last = |id: ValueId, axis: usize| cx.shape(id).and_then(|shape| shape.get(axis)?.fixed());
+    let width = cx.rank(mask)?.checked_sub(1).and_then(|axis| last(mask, axis));
+    match (width, last(k, 2)) {
+        (Some(width), Some(tokens)) if width < tokens && width != 1 => {
+            unsupported("a mask shorter than the keys")
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Zero where `mask` is true, minus infinity elsewhere.

@@ -1,214 +1,436 @@
-//! Recognises attention: `softmax(scale * q @ k^T + mask) @ v`.
+//! Recognises attention: `softmax(scale * q @ k^T + bias) @ v`.
+//!
+//! The recogniser works on algebra. From the product with the values it goes up to the softmax, and
+//! from there to the product of queries and keys; every operator in between is a factor, a term of
+//! the bias, a condition that excludes keys, a cast between floats, or a change of the batch
+//! dimensions. Factors may also be on the queries and the keys, behind any views.
+//!
+//! Batch dimensions may be merged and split on the way (`[batch * heads, ..]`, windows of an image,
+//! groups of heads that share their keys). The operator gets the finest of these levels, and
+//! everything else is reshaped to it.
 
-use model::op::{Activation, Binary, MatMul, Op, Softmax, SoftmaxKind};
+use model::op::{Activation, Binary, MatMul, Op, Softmax, SoftmaxKind, Unary, Variadic};
 use model::{DataType, ValueId};
 
+use self::level::{Level, batch_of};
 use super::editor::{Editor, first, pair};
+use crate::content;
 use crate::ir::Graph;
+use model::dim::SymDim;
+
+mod build;
+mod level;
+
+/// From here on, a number in place of a score excludes its key: the exponential is zero beside any
+/// other. Clamps at this magnitude and beyond have no effect.
+const EXCLUDED: f32 = -1e4;
+
+/// The maximum number of operators between the product and the softmax.
+const MAX_DEPTH: usize = 24;
 
 /// Replaces attention written as several operators by one operator each. Returns how many.
 pub fn run(graph: &mut Graph) -> usize {
     let mut editor = Editor::new(graph);
     for index in 0..editor.len() {
-        rewrite(&mut editor, index);
+        if let Some(found) = find(&editor, index).or_else(|| simpler(&editor, index)) {
+            build::replace(&mut editor, index, found);
+        }
     }
     editor.finish()
 }
 
-/// The parts of a score matrix.
+/// What is added to the scores, or excludes some.
+struct Term {
+    value: ValueId,
+    kind: TermKind,
+    /// The batch dimensions of the scores where it joins them.
+    level: Level,
+}
+
+enum TermKind {
+    /// `factor * value` is added.
+    Add { factor: f32 },
+    /// Where the condition is `keep`, the score stays; elsewhere it is `low`.
+    Choose { keep: bool, low: f32 },
+}
+
+/// An operand of a product, as `[.., rows, width]` after the transposition.
+struct Matrix {
+    value: ValueId,
+    /// Its permutation to that order.
+    perm: Option<Vec<usize>>,
+    /// The batch dimensions of its product.
+    level: Level,
+}
+
 struct Scores {
-    q: ValueId,
-    k: Key,
+    q: Matrix,
+    k: Matrix,
     scale: f32,
-    mask: Option<ValueId>,
-    /// Nodes with no other reader, to be removed.
-    nodes: Vec<usize>,
+    terms: Vec<Term>,
+    /// Nodes that multiply queries or keys with a number, and their other operand.
+    factors: Vec<(usize, ValueId)>,
 }
 
-/// The keys, `[.., tokens, width]`, directly or permuted.
-enum Key {
-    Plain(ValueId),
-    /// A value and its permutation to that order.
-    Permuted(ValueId, Vec<usize>),
+/// An attention.
+struct Found {
+    scores: Scores,
+    v: Matrix,
+    /// Whether the result is transposed: `v^T @ weights^T`.
+    swapped: bool,
+    /// The batch dimensions of the result.
+    level: Level,
 }
 
-fn plain(matmul: &MatMul, inputs: &[Option<ValueId>]) -> bool {
-    matmul.activation == Activation::None && inputs.iter().skip(2).all(Option::is_none)
+fn is_float(dtype: DataType) -> bool {
+    matches!(dtype, DataType::F16 | DataType::BF16 | DataType::F32 | DataType::F64)
 }
 
-fn rewrite(editor: &mut Editor, index: usize) -> Option<()> {
+/// Whether the product has no epilogue but `alpha`.
+fn plain(matmul: &MatMul) -> bool {
+    matmul.activation == Activation::None
+}
+
+/// Matches the attention whose product with the values is node `index`.
+fn find(editor: &Editor, index: usize) -> Option<Found> {
     let node = editor.node(index)?;
     let Op::MatMul(matmul) = &node.op else { return None };
-    if !plain(matmul, &node.inputs)
-        || matmul.transpose_a
-        || matmul.transpose_b
-        || matmul.alpha != 1.0
-    {
+    if !plain(matmul) || matmul.alpha != 1.0 || node.inputs.iter().skip(2).any(Option::is_some) {
         return None;
     }
-    let (weights, v) = pair(&node.inputs)?;
-    let name = node.name.clone();
-    let (at, softmax) = editor.producer(weights)?;
-    let Op::Softmax(Softmax { kind: SoftmaxKind::Softmax, axis, flatten: false }) = softmax.op
-    else {
-        return None;
-    };
-    let scores = first(&softmax.inputs)?;
-    let rank = editor.graph.shape(scores)?.len();
-    if !editor.is_private(weights) || (axis != -1 && axis != rank as i64 - 1) {
-        return None;
-    }
-    let mut found = scores_of(editor, scores)?;
-    found.nodes.push(at);
-    if !fits(editor, &found, v, rank) {
-        return None;
-    }
-    let k = match found.k {
-        Key::Plain(k) => k,
-        Key::Permuted(source, perm) => {
-            let op = Op::Transpose { perm: Some(perm) };
-            editor.insert(index, &format!("{name}/k"), op, vec![Some(source)])?
+    let (a, b) = pair(&node.inputs)?;
+    let output = first(&node.outputs)?;
+    let level = batch_of(editor.graph, output)?;
+    let (weights, value, swapped, transposed) = match (matmul.transpose_a, matmul.transpose_b) {
+        (false, transposed) if leads_to_softmax(editor, a) => (a, b, false, transposed),
+        (transposed, true) if leads_to_softmax(editor, b) => (b, a, true, !transposed),
+        (transposed, false) => {
+            let (_, node) = editor.producer(b).filter(|_| editor.is_private(b))?;
+            let Op::Transpose { perm: Some(perm) } = &node.op else { return None };
+            let source = first(&node.inputs)?;
+            let swaps = perm.iter().copied().eq(level::swapped(perm.len())?);
+            if !swaps || !leads_to_softmax(editor, source) {
+                return None;
+            }
+            (source, a, true, !transposed)
         }
+        _ => return None,
     };
-    let inputs = [Some(found.q), Some(k), Some(v), found.mask];
-    let count = if found.mask.is_some() { 4 } else { 3 };
-    editor.replace(index, Op::Attention { scale: found.scale }, inputs[..count].to_vec());
-    found.nodes.iter().for_each(|node| editor.remove(*node));
-    Some(())
+    let scores = softmax_input(editor, weights)?;
+    let same_batch = level.is_same(&batch_of(editor.graph, weights)?);
+    let rank = editor.graph.shape(value)?.len();
+    let perm = if transposed { Some(level::swapped(rank)?) } else { None };
+    let v = untransposed(editor, Matrix { value, perm, level: level.clone() });
+    let scores = scores_of(editor, scores, 1.0, 0)?;
+    let scores = reduce_operands(editor, scores)?;
+    let all = [scores.q.value, scores.k.value, value];
+    let floats = all.iter().all(|id| is_float(editor.graph.value(*id).dtype));
+    (same_batch && floats).then_some(Found { scores, v, swapped, level })
 }
 
-/// Matches scores from the outside in: mask, factor, product.
-fn scores_of(editor: &Editor, id: ValueId) -> Option<Scores> {
-    let (mut id, mut scale, mut mask, mut nodes) = (id, 1.0, None, Vec::new());
-    let (q, k, transposed) = loop {
-        if !editor.is_private(id) {
+/// An operator whose keys or values are repeated, or whose operands have factors.
+fn simpler(editor: &Editor, index: usize) -> Option<Found> {
+    let node = editor.node(index)?;
+    let Op::Attention { scale } = node.op else { return None };
+    let output = first(&node.outputs)?;
+    let level = batch_of(editor.graph, output)?;
+    let matrix = |index: usize| {
+        let value = node.inputs.get(index).copied().flatten()?;
+        Some(Matrix { value, perm: None, level: level.clone() })
+    };
+    let (q, k, v) = (matrix(0)?, matrix(1)?, matrix(2)?);
+    let mut scores = Scores { q, k, scale, terms: Vec::new(), factors: Vec::new() };
+    if let Some(value) = node.inputs.get(3).copied().flatten() {
+        let kind = match editor.graph.value(value).dtype {
+            DataType::Bool => TermKind::Choose { keep: true, low: f32::NEG_INFINITY },
+            _ => TermKind::Add { factor: 1.0 },
+        };
+        scores = with_term(editor, scores, output, value, kind)?;
+    }
+    let scores = reduce_operands(editor, scores)?;
+    let better = scores.scale != scale
+        || build::is_repeated(editor, &scores.k)
+        || build::is_repeated(editor, &v);
+    better.then_some(Found { scores, v, swapped: false, level })
+}
+
+fn leads_to_softmax(editor: &Editor, id: ValueId) -> bool {
+    softmax_input(editor, id).is_some()
+}
+
+/// Whether `id` is read once, or as often as `reads`, and is not an output of the model.
+fn is_inner(editor: &Editor, id: ValueId, reads: usize) -> bool {
+    editor.readers(id) == Some(reads)
+}
+
+/// The scores, when `id` is their softmax over the last dimension, perhaps cast or reshaped.
+fn softmax_input(editor: &Editor, id: ValueId) -> Option<ValueId> {
+    let (mut id, mut reads) = (id, 1);
+    for _ in 0..MAX_DEPTH {
+        if !is_inner(editor, id, reads) {
             return None;
         }
-        let (at, node) = editor.producer(id)?;
-        let (a, b) = pair(&node.inputs)?;
-        nodes.push(at);
-        match &node.op {
-            Op::Binary(Binary::Add) if mask.is_none() && scale == 1.0 => {
-                let is_scores = |id: ValueId| leads_to_product(editor, id);
-                (id, mask) = match (is_scores(a), is_scores(b)) {
-                    (true, false) => (a, Some(b)),
-                    (false, true) => (b, Some(a)),
-                    _ => return None,
-                };
+        reads = 1;
+        let (op, inputs) = editor.op(id)?;
+        let x = first(inputs)?;
+        match op {
+            Op::Softmax(Softmax { kind: SoftmaxKind::Softmax, axis, .. }) => {
+                let rank = editor.graph.shape(x)?.len() as i64;
+                let last = rank >= 2 && (*axis == -1 || *axis == rank - 1);
+                return last.then_some(x);
             }
-            Op::Binary(Binary::Mul) => match (editor.number(a), editor.number(b)) {
-                (None, Some(factor)) => (id, scale) = (a, scale * factor),
-                (Some(factor), None) => (id, scale) = (b, scale * factor),
+            // A row without any key is zero instead of NaN: so it is in the operator.
+            Op::Where => {
+                let [Some(condition), Some(zero), Some(weights)] = inputs[..] else { return None };
+                let (Op::Unary(Unary::IsNan), tested) = editor.op(condition)? else { return None };
+                if first(tested) != Some(weights) || uniform(editor, zero) != Some(0.0) {
+                    return None;
+                }
+                (id, reads) = (weights, 2);
+            }
+            _ => id = passed(editor, id, op, x)?,
+        }
+    }
+    None
+}
+
+/// The operand of an operator that changes only the type or the batch dimensions.
+fn passed(editor: &Editor, id: ValueId, op: &Op, x: ValueId) -> Option<ValueId> {
+    let same = match op {
+        Op::Identity => true,
+        Op::Cast(cast) => is_float(cast.to) && is_float(editor.graph.value(x).dtype),
+        Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze => {
+            level::keeps_matrices(editor.graph, x, id)
+        }
+        _ => false,
+    };
+    same.then_some(x)
+}
+
+/// The number of which all elements of `id` are.
+fn uniform(editor: &Editor, id: ValueId) -> Option<f32> {
+    if let Some(number) = editor.number(id) {
+        return Some(number);
+    }
+    if let Some(tensor) = editor.graph.constant(id) {
+        let all = content::floats(tensor)?;
+        let number = *all.first()?;
+        return all.iter().all(|other| *other == number).then_some(number);
+    }
+    match editor.op(id)? {
+        (Op::Expand | Op::Reshape { .. } | Op::Unsqueeze | Op::Identity, inputs) => {
+            uniform(editor, first(inputs)?)
+        }
+        (Op::Cast(cast), inputs) if is_float(cast.to) => uniform(editor, first(inputs)?),
+        _ => None,
+    }
+}
+
+/// Matches scores from the outside in. `factor` is what follows them.
+fn scores_of(editor: &Editor, id: ValueId, factor: f32, depth: usize) -> Option<Scores> {
+    if depth > MAX_DEPTH || !is_inner(editor, id, 1) {
+        return None;
+    }
+    let (op, inputs) = editor.op(id)?;
+    let x = first(inputs)?;
+    let inner = |id: ValueId, factor: f32| scores_of(editor, id, factor, depth + 1);
+    match op {
+        Op::MatMul(matmul) if plain(matmul) => product(editor, id, matmul, inputs, factor),
+        Op::Binary(Binary::Mul) => {
+            let (a, b) = pair(inputs)?;
+            match (uniform(editor, a), uniform(editor, b)) {
+                (None, Some(number)) if editor.same_rank(a, id) => inner(a, factor * number),
+                (Some(number), None) if editor.same_rank(b, id) => inner(b, factor * number),
+                _ => None,
+            }
+        }
+        Op::Binary(Binary::Div) => {
+            let number = uniform(editor, inputs.get(1).copied().flatten()?)?;
+            editor.same_rank(x, id).then(|| inner(x, factor / number))?
+        }
+        Op::Binary(Binary::Add) => {
+            let (a, b) = pair(inputs)?;
+            let term = |scores: ValueId, value: ValueId| {
+                let found = editor.same_shape(scores, id).then(|| inner(scores, factor))??;
+                with_term(editor, found, id, value, TermKind::Add { factor })
+            };
+            term(a, b).or_else(|| term(b, a))
+        }
+        Op::Binary(Binary::Sub) => {
+            let (a, b) = pair(inputs)?;
+            let found = editor.same_shape(a, id).then(|| inner(a, factor))??;
+            with_term(editor, found, id, b, TermKind::Add { factor: -factor })
+        }
+        Op::Where => {
+            let [Some(condition), Some(a), Some(b)] = inputs[..] else { return None };
+            let term = |scores: ValueId, other: ValueId, keep: bool| {
+                let low = uniform(editor, other)? * factor;
+                let excludes = low <= EXCLUDED && editor.same_shape(scores, id);
+                let found = excludes.then(|| inner(scores, factor))??;
+                with_term(editor, found, id, condition, TermKind::Choose { keep, low })
+            };
+            term(a, b, true).or_else(|| term(b, a, false))
+        }
+        Op::Clip | Op::Variadic(Variadic::Max | Variadic::Min) => {
+            let scores = unclamped(editor, id, op, inputs)?;
+            inner(scores, factor)
+        }
+        _ => inner(passed(editor, id, op, x)?, factor),
+    }
+}
+
+fn with_term(
+    editor: &Editor,
+    mut scores: Scores,
+    at: ValueId,
+    value: ValueId,
+    kind: TermKind,
+) -> Option<Scores> {
+    let dtype = editor.graph.value(value).dtype;
+    let typed = match kind {
+        TermKind::Add { factor } => is_float(dtype) && factor.is_finite(),
+        TermKind::Choose { .. } => dtype == DataType::Bool,
+    };
+    editor.graph.shape(value)?;
+    let level = batch_of(editor.graph, at)?;
+    scores.terms.push(Term { value, kind, level });
+    typed.then_some(scores)
+}
+
+/// The operand of a clamp that changes no score that counts.
+fn unclamped(editor: &Editor, id: ValueId, op: &Op, inputs: &[Option<ValueId>]) -> Option<ValueId> {
+    let low = |id: ValueId| uniform(editor, id).is_some_and(|number| number <= EXCLUDED);
+    let high = |id: ValueId| uniform(editor, id).is_some_and(|number| number >= -EXCLUDED);
+    let operand = |index: usize| inputs.get(index).copied().flatten();
+    match (op, inputs) {
+        (Op::Clip, _) => {
+            let wide = operand(1).is_none_or(low) && operand(2).is_none_or(high);
+            first(inputs).filter(|_| wide)
+        }
+        (Op::Variadic(kind), [Some(a), Some(b)]) => {
+            let bound = |id| if *kind == Variadic::Max { low(id) } else { high(id) };
+            let scores = match (bound(*a), bound(*b)) {
+                (true, false) => *b,
+                (false, true) => *a,
                 _ => return None,
-            },
-            Op::Binary(Binary::Div) => (id, scale) = (a, scale / editor.number(b)?),
-            Op::MatMul(matmul) if plain(matmul, &node.inputs) && !matmul.transpose_a => {
-                scale *= matmul.alpha;
-                break (a, b, matmul.transpose_b);
-            }
-            _ => return None,
+            };
+            editor.same_shape(scores, id).then_some(scores)
         }
-    };
-    let (q, factor) = unscaled(editor, q, &mut nodes);
-    scale *= factor;
-    let (k, factor) = unscaled(editor, k, &mut nodes);
-    scale *= factor;
-    let (k, factor) = key(editor, k, transposed, &mut nodes)?;
-    scale *= factor;
-    (scale.is_finite() && scale != 0.0).then_some(Scores { q, k, scale, mask, nodes })
-}
-
-/// Whether `id` is a product, perhaps scaled.
-fn leads_to_product(editor: &Editor, id: ValueId) -> bool {
-    let mut id = id;
-    for _ in 0..3 {
-        match editor.op(id) {
-            Some((Op::MatMul(_), _)) => return editor.is_private(id),
-            Some((Op::Binary(Binary::Mul | Binary::Div), inputs)) => match pair(inputs) {
-                Some((a, b)) => id = if editor.number(a).is_some() { b } else { a },
-                None => return false,
-            },
-            _ => return false,
-        }
-    }
-    false
-}
-
-/// The operand and factor when `id` is a private product with a number; else `id` itself.
-fn unscaled(editor: &Editor, id: ValueId, nodes: &mut Vec<usize>) -> (ValueId, f32) {
-    let scaled = || {
-        let (at, node) = editor.producer(id).filter(|_| editor.is_private(id))?;
-        let (a, b) = pair(&node.inputs)?;
-        let (x, factor) = match (&node.op, editor.number(a), editor.number(b)) {
-            (Op::Binary(Binary::Mul), None, Some(factor)) => (a, factor),
-            (Op::Binary(Binary::Mul), Some(factor), None) => (b, factor),
-            (Op::Binary(Binary::Div), None, Some(divisor)) => (a, divisor.recip()),
-            _ => return None,
-        };
-        editor.same_rank(x, id).then_some((at, x, factor))
-    };
-    match scaled() {
-        Some((at, x, factor)) => {
-            nodes.push(at);
-            (x, factor)
-        }
-        None => (id, 1.0),
+        _ => None,
     }
 }
 
-/// The keys from the right operand of the scores' product.
-fn key(
+/// The product of queries and keys.
+fn product(
     editor: &Editor,
     id: ValueId,
-    transposed: bool,
-    nodes: &mut Vec<usize>,
-) -> Option<(Key, f32)> {
-    if transposed {
-        return Some((Key::Plain(id), 1.0));
+    matmul: &MatMul,
+    inputs: &[Option<ValueId>],
+    factor: f32,
+) -> Option<Scores> {
+    let (a, b) = pair(inputs)?;
+    let level = batch_of(editor.graph, id)?;
+    let rank = |id: ValueId| editor.graph.shape(id).map(<[SymDim]>::len).filter(|rank| *rank >= 2);
+    let perm = |id: ValueId, swap: bool| {
+        let rank = rank(id)?;
+        Some(if swap { Some(level::swapped(rank)?) } else { None })
+    };
+    let q = Matrix { value: a, perm: perm(a, matmul.transpose_a)?, level: level.clone() };
+    let k = Matrix { value: b, perm: perm(b, !matmul.transpose_b)?, level };
+    let scale = factor * matmul.alpha;
+    let mut scores = Scores { q, k, scale, terms: Vec::new(), factors: Vec::new() };
+    for value in inputs.iter().skip(2).copied().flatten() {
+        scores = with_term(editor, scores, id, value, TermKind::Add { factor })?;
     }
-    let rank = editor.graph.shape(id)?.len();
-    let mut swap: Vec<usize> = (0..rank).collect();
-    swap.swap(rank.checked_sub(2)?, rank - 1);
-    let (at, node) = match editor.producer(id) {
-        Some((at, node)) if editor.is_private(id) => (at, node),
-        _ => return Some((Key::Permuted(id, swap), 1.0)),
+    Some(scores)
+}
+
+/// Joins a transposition, and factors beside it, with the one that is needed anyway.
+fn untransposed(editor: &Editor, matrix: Matrix) -> Matrix {
+    let Some(perm) = &matrix.perm else { return matrix };
+    let Some((Op::Transpose { perm: Some(before) }, inputs)) = editor.op(matrix.value) else {
+        return matrix;
     };
-    let Op::Transpose { perm: Some(perm) } = &node.op else {
-        return Some((Key::Permuted(id, swap), 1.0));
-    };
-    let perm: Vec<usize> =
-        swap.iter().map(|axis| perm.get(*axis).copied()).collect::<Option<_>>()?;
-    let source = first(&node.inputs)?;
-    nodes.push(at);
-    let (source, factor) = unscaled(editor, source, nodes);
-    match perm.iter().copied().eq(0..rank) {
-        true => Some((Key::Plain(source), factor)),
-        false => Some((Key::Permuted(source, perm), factor)),
+    let joined: Option<Vec<usize>> = perm.iter().map(|axis| before.get(*axis).copied()).collect();
+    match (first(inputs), joined) {
+        (Some(value), Some(joined)) => {
+            let plain = joined.iter().copied().eq(0..joined.len());
+            Matrix { value, perm: (!plain).then_some(joined), level: matrix.level }
+        }
+        _ => matrix,
     }
 }
 
-/// Whether types, ranks and batch dimensions are supported by every device.
-fn fits(editor: &Editor, scores: &Scores, v: ValueId, rank: usize) -> bool {
-    let graph = &editor.graph;
-    let (Some(q), Some(v_shape)) = (graph.shape(scores.q), graph.shape(v)) else { return false };
-    let k: Option<Vec<_>> = match &scores.k {
-        Key::Plain(k) => graph.shape(*k).map(<[_]>::to_vec),
-        Key::Permuted(source, perm) => graph
-            .shape(*source)
-            .and_then(|shape| perm.iter().map(|axis| shape.get(*axis).cloned()).collect()),
+/// The other operand and the factor, when node `at` multiplies with or divides by a number.
+fn factor_of(editor: &Editor, id: ValueId) -> Option<(usize, ValueId, f32)> {
+    let (at, node) = editor.producer(id)?;
+    let (a, b) = pair(&node.inputs)?;
+    let (x, factor) = match (&node.op, uniform(editor, a), uniform(editor, b)) {
+        (Op::Binary(Binary::Mul), None, Some(factor)) => (a, factor),
+        (Op::Binary(Binary::Mul), Some(factor), None) => (b, factor),
+        (Op::Binary(Binary::Div), None, Some(divisor)) => (a, divisor.recip()),
+        _ => return None,
     };
-    let Some(k) = k else { return false };
-    let batch = rank - 2;
-    let ranks = rank == 4 && q.len() == rank && k.len() == rank && v_shape.len() == rank;
-    let types = [Some(scores.q), Some(v), scores.mask].into_iter().flatten().all(|id| {
-        let dtype = graph.value(id).dtype;
-        dtype == graph.value(v).dtype
-            && matches!(dtype, DataType::F32 | DataType::F16 | DataType::BF16)
-    });
-    let mask_rank =
-        scores.mask.is_none_or(|mask| graph.shape(mask).is_some_and(|m| m.len() <= rank));
-    ranks
-        && types
-        && mask_rank
-        && (0..batch).all(|axis| q[axis].is_same(&k[axis]) && q[axis].is_same(&v_shape[axis]))
+    editor.same_rank(x, id).then_some((at, x, factor))
+}
+
+/// The operand without factors and without a transposition that cancels, and `scale` with the
+/// factors. Factors behind views are recorded: their nodes are replaced once the attention is
+/// certain. That changes a value for all its readers, so there must be no other.
+fn reduced(
+    editor: &Editor,
+    matrix: Matrix,
+    scale: &mut f32,
+    factors: &mut Vec<(usize, ValueId)>,
+) -> Matrix {
+    let (mut matrix, mut exclusive) = (matrix, true);
+    loop {
+        let id = matrix.value;
+        if let Some((_, x, factor)) = factor_of(editor, id) {
+            matrix.value = x;
+            *scale *= factor;
+        } else {
+            matrix = untransposed(editor, matrix);
+        }
+        if matrix.value == id {
+            break;
+        }
+        exclusive &= editor.is_private(id);
+    }
+    let mut behind = matrix.value;
+    for _ in 0..MAX_DEPTH {
+        if !exclusive || !editor.is_private(behind) {
+            break;
+        }
+        if let Some((at, x, factor)) = factor_of(editor, behind) {
+            factors.push((at, x));
+            *scale *= factor;
+            behind = x;
+            continue;
+        }
+        let Some((op, inputs)) = editor.op(behind) else { break };
+        let moves = match op {
+            Op::Reshape { .. }
+            | Op::Flatten { .. }
+            | Op::Squeeze
+            | Op::Unsqueeze
+            | Op::Transpose { .. }
+            | Op::Expand
+            | Op::Identity => true,
+            Op::Cast(cast) => is_float(cast.to),
+            _ => false,
+        };
+        let Some(x) = first(inputs).filter(|_| moves) else { break };
+        behind = x;
+    }
+    matrix
+}
+
+/// Factors on queries and keys are part of the scale.
+fn reduce_operands(editor: &Editor, scores: Scores) -> Option<Scores> {
+    let Scores { q, k, mut scale, terms, mut factors } = scores;
+    let q = reduced(editor, q, &mut scale, &mut factors);
+    let k = reduced(editor, k, &mut scale, &mut factors);
+    let usable = scale.is_finite() && scale != 0.0;
+    usable.then_some(Scores { q, k, scale, terms, factors })
 }

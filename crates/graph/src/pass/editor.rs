@@ -60,6 +60,11 @@ impl<'a> Editor<'a> {
         self.reads[id.index()] == 1 && !self.is_output[id.index()]
     }
 
+    /// How often nodes read `id`; `None` for an output of the model.
+    pub fn readers(&self, id: ValueId) -> Option<usize> {
+        (!self.is_output[id.index()]).then_some(self.reads[id.index()])
+    }
+
     /// The number that the scalar constant `id` holds.
     pub fn number(&self, id: ValueId) -> Option<f32> {
         self.graph.constant_float(id)
