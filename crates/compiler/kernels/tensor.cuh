@@ -179,8 +179,8 @@ __device__ __forceinline__ void emit_columns(
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] *= a.alpha;
     if (a.bias)
-        add_pack(v, (const Bias*)a.bias + (p.part[2] + at[1] + channel * a.bias_column), a.bias_column,
-            a.beta, all && (a.vectors & 4), count);
+        add_pack(v, (const Bias*)a.bias + (p.part[2] + at[1] + channel * a.bias_column),
+            a.bias_column, a.beta, all && (a.vectors & 4), count);
     int shifted = at[2] + a.out_shift;
     if (a.residual)
         add_pack(v,

@@ -46,7 +46,8 @@ struct TensorArgs {
     TensorImage<Axes> image;
 };
 
-// What of a product is known at compile time. `Constant`: `b` does not depend on the previous step.
+// What of a product is known at compile time. `Constant`: `b` is a packed weight, that is, adjacent
+// along the whole depth, and does not depend on the previous step.
 template <class T_, class Bias_, class Out_, int PartRank, int RowRank, int DepthRank, int Axes,
     bool Phases, bool ADeep, int AVec, bool BDeep, int BVec, bool Constant, int Act>
 struct TensorProblem {
@@ -113,6 +114,10 @@ struct TensorDepth {
     __device__ __forceinline__ TensorDepth(const typename P::Args& a, int at)
     {
         left = a.depth - at;
+        if constexpr (!IsA && P::kConstant) {
+            offset = at;
+            return;
+        }
         int to[2 + P::kAxes];
         a.inner.offsets(left > 0 ? at : 0, to);
         offset = to[IsA ? 0 : 1];

@@ -501,11 +501,19 @@ impl Lowering<'_> {
             None => None,
             Some(id) if self.shape(id)? != first => return Ok(false),
             Some(id) => {
-                let view = self.operand(id)?;
-                match rows_of(&view.permuted(&row_order_of(&order, first.len())), rows, columns) {
-                    Some(view) => Some((view.clone(), view.strides[0])),
-                    None => return Ok(false),
-                }
+                let view = self.operand(id)?.permuted(&row_order_of(&order, first.len()));
+                let view = match rows_of(&view, rows, columns) {
+                    Some(view) => view,
+                    // Another order of rows: a copy costs less than another kernel.
+                    None => {
+                        let copy = self.packed(&view.shape, Element::F16);
+                        let Some(rows) = rows_of(&copy, rows, columns) else { return Ok(false) };
+                        self.copy_into(&view, &copy)?;
+                        rows
+                    }
+                };
+                let stride = view.strides[0];
+                Some((view, stride))
             }
         };
         let (weight, weight_bytes) = self.matrix_weight(matrix);

@@ -188,17 +188,40 @@ fn every_product_in_half_precision_runs_on_tensor_cores() {
     assert!(products >= 40 * 2 * 15, "{products} products");
 }
 
+/// Tokens before heads in memory, as exported transformers have them: rows in another order.
+fn permuted(b: &mut Builder) -> ValueId {
+    let x = b.input(&[197, 12, 64]);
+    let perm = Some(vec![0, 2, 1, 3]);
+    b.step(Op::Transpose { perm }, &[Some(x)], &[12, 197, 64])
+}
+
 #[test]
 fn products_of_permuted_activations_need_no_copy() {
     let mut b = Builder::default();
-    // Tokens, batch, channels in memory, as exported vision transformers have them.
-    let x = b.input(&[768, 197]);
-    let turned = b.step(Op::Transpose { perm: Some(vec![0, 2, 1]) }, &[Some(x)], &[197, 768]);
-    let weight = b.constant(&[768, 64]);
-    let hidden = b.step(Op::MatMul(MatMul::default()), &[Some(turned), Some(weight)], &[197, 64]);
-    let other = b.constant(&[64, 24]);
-    let y = b.step(Op::MatMul(MatMul::default()), &[Some(hidden), Some(other)], &[197, 24]);
+    let x = permuted(&mut b);
+    let (first, second) = (b.constant(&[64, 40]), b.constant(&[40, 24]));
+    let product = Op::MatMul(MatMul::default());
+    let hidden = b.step(product.clone(), &[Some(x), Some(first)], &[12, 197, 40]);
+    let y = b.step(product, &[Some(hidden), Some(second)], &[12, 197, 24]);
     let gpu = lower(&b.finish(y), 4);
     let ops: Vec<&str> = gpu.steps.iter().map(|step| step.op.as_str()).collect();
     assert_eq!(ops, ["Copy", "MatMul", "MatMul", "Copy"]);
+    for step in &gpu.steps[1..3] {
+        let kernel = &gpu.kernels[step.choices[0].kernel].expression;
+        assert!(kernel.contains("tiles::Conv<"), "{kernel}");
+    }
+}
+
+#[test]
+fn a_residual_in_another_order_is_copied() {
+    let mut b = Builder::default();
+    let x = permuted(&mut b);
+    let (weight, other) = (b.constant(&[64, 64]), b.input(&[12, 197, 64]));
+    let inputs = [Some(x), Some(weight), None, Some(other)];
+    let y = b.step(Op::MatMul(MatMul::default()), &inputs, &[12, 197, 64]);
+    let gpu = lower(&b.finish(y), 4);
+    assert_eq!(check::faults(&gpu), Vec::<String>::new());
+    let product = gpu.steps.iter().find(|step| step.op == "MatMul").unwrap();
+    let kernel = &gpu.kernels[product.choices[0].kernel].expression;
+    assert!(kernel.contains("tiles::Conv<"), "{kernel}");
 }

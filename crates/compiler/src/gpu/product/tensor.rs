@@ -40,7 +40,7 @@ pub(super) struct TensorLoops {
     pub phases: bool,
     /// Columns of a phase, if the phases of the last axis are adjacent columns.
     pub phase_columns: Option<usize>,
-    /// Whether `b` is a weight.
+    /// Whether `b` is a weight whose elements are adjacent along the whole depth, in aligned rows.
     pub constant: bool,
 }
 
@@ -110,6 +110,9 @@ impl TensorLoops {
     /// How the kernel reads `a` (0) or `b` (1), which begins `offset` elements after an aligned
     /// address.
     pub fn reading(&self, operand: usize, offset: usize) -> Reading {
+        if operand == 1 && self.constant {
+            return Reading { deep: true, vec: 8 };
+        }
         let shift = if operand == 0 { self.a_shift } else { 0 };
         let start = (offset as i64 + shift).rem_euclid(8) as usize;
         let strides = |nest: &LoopNest| -> Vec<(usize, usize)> {
