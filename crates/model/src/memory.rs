@@ -36,12 +36,6 @@ pub enum MemoryError {
     },
 }
 
-impl From<MemoryError> for String {
-    fn from(error: MemoryError) -> String {
-        error.to_string()
-    }
-}
-
 /// Memory that is kept for reuse and can be freed at any time.
 pub trait MemoryCache: Send + Sync {
     /// Frees all of it. Must not reserve memory.

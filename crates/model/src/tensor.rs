@@ -78,11 +78,14 @@ pub fn element_count(shape: &[usize]) -> Result<usize, TensorError> {
 
 /// A vector of numbers that exposes its memory as bytes, so that outputs are not copied. Holds the
 /// reservation of that memory.
-struct Owner<T>(Vec<T>, Option<Reservation>);
+struct Owner<T> {
+    values: Vec<T>,
+    _reservation: Option<Reservation>,
+}
 
 impl<T: bytemuck::NoUninit> AsRef<[u8]> for Owner<T> {
     fn as_ref(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.0)
+        bytemuck::cast_slice(&self.values)
     }
 }
 
@@ -117,7 +120,7 @@ impl Tensor {
         if values.len() != expected {
             return Err(TensorError::WrongElementCount { shape, expected, actual: values.len() });
         }
-        let raw = Bytes::from_owner(Owner(values, None));
+        let raw = Bytes::from_owner(Owner { values, _reservation: None });
         Ok(Tensor { dtype: T::DTYPE, shape, data: TensorData::Raw(raw) })
     }
 
@@ -131,7 +134,7 @@ impl Tensor {
     where
         T: bytemuck::NoUninit + Send,
     {
-        let raw = Bytes::from_owner(Owner(values, Some(reservation)));
+        let raw = Bytes::from_owner(Owner { values, _reservation: Some(reservation) });
         Tensor::from_raw(dtype, shape, raw)
     }
 
