@@ -23,8 +23,11 @@ pub fn open_device(args: &DeviceArgs) -> Result<Arc<dyn Device>, Failure> {
     let settings = &args.settings;
     match args.device.as_str() {
         "cpu" => {
-            let options =
-                CpuOptions { threads: settings.threads, queues: usize::from(settings.cpu_queues) };
+            let options = CpuOptions {
+                threads: settings.threads,
+                queues: usize::from(settings.cpu_queues),
+                ..CpuOptions::default()
+            };
             Ok(Arc::new(CpuDevice::new(options)))
         }
         other => Err(Failure::usage(format!(
