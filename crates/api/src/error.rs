@@ -13,7 +13,7 @@ pub enum ErrorKind {
     NotFound,
     /// The route exists, but not with this method.
     MethodNotAllowed,
-    /// The body exceeds the limit of the server.
+    /// The body, or the memory that the request needs, exceeds the limit of the server.
     TooLarge,
     /// The server does not support the request.
     Unsupported,
@@ -126,6 +126,19 @@ impl ApiError {
 impl From<model::TensorError> for ApiError {
     fn from(error: model::TensorError) -> ApiError {
         ApiError::invalid(error.to_string())
+    }
+}
+
+impl From<model::MemoryError> for ApiError {
+    fn from(error: model::MemoryError) -> ApiError {
+        match error {
+            model::MemoryError::TooLarge { .. } => {
+                ApiError::new(ErrorKind::TooLarge, error.to_string())
+            }
+            model::MemoryError::Busy { .. } => {
+                ApiError::unavailable(error.to_string()).retry_after(1)
+            }
+        }
     }
 }
 

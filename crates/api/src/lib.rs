@@ -5,6 +5,7 @@
 
 pub mod client;
 pub mod codec;
+pub mod decoded_size;
 pub mod error;
 pub mod grpc;
 pub mod infer;

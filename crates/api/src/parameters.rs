@@ -158,7 +158,11 @@ fn own_parameter(options: &mut InferOptions, name: &str, value: &ParameterValue)
         }
         "atoll_deadline_ms" => {
             let nanos = match value {
-                ParameterValue::Float(millis) if *millis >= 0.0 => Nanos((millis * 1e6) as u64),
+                // The shortest deadline is one nanosecond: zero would mean none.
+                ParameterValue::Float(millis) if *millis > 0.0 => {
+                    Nanos(((millis * 1e6) as u64).max(1))
+                }
+                ParameterValue::Float(0.0) => Nanos::ZERO,
                 _ => Nanos::from_millis(unsigned(name, value)?.unwrap_or(0)),
             };
             options.limit_timeout(Some(nanos).filter(|nanos| *nanos > Nanos::ZERO));
@@ -194,6 +198,19 @@ mod tests {
         assert_eq!(class(r#"{"priority":1}"#), Some(Class::RealTime));
         assert_eq!(class(r#"{"priority":2}"#), None);
         assert_eq!(class(r#"{"priority":1,"atoll_class":"be"}"#), Some(Class::BestEffort));
+    }
+
+    #[test]
+    fn deadlines_below_a_nanosecond_are_deadlines() {
+        let timeout = |json: &str| options(json).unwrap().timeout;
+        for millis in ["1e-7", "1e-300", "0.0000001"] {
+            let json = format!(r#"{{"atoll_deadline_ms":{millis}}}"#);
+            assert_eq!(timeout(&json), Some(Nanos(1)), "{millis}");
+        }
+        assert_eq!(timeout(r#"{"atoll_deadline_ms":0.0}"#), None);
+        assert_eq!(timeout(r#"{"atoll_deadline_ms":0}"#), None);
+        assert_eq!(timeout(r#"{"atoll_deadline_ms":1e300}"#), Some(Nanos(u64::MAX)));
+        assert!(options(r#"{"atoll_deadline_ms":-0.5}"#).is_err());
     }
 
     #[test]

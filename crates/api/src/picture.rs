@@ -7,6 +7,7 @@
 use std::fmt::Display;
 use std::io::Cursor;
 
+use model::Reservation;
 use model::config::ResizeFilter;
 use zune_jpeg::zune_core::bytestream::ZCursor;
 use zune_jpeg::zune_core::colorspace::ColorSpace;
@@ -60,12 +61,17 @@ pub struct RgbPicture {
     pub rgb: Vec<u8>,
 }
 
-/// Decodes a JPEG or PNG file.
-pub fn decode(file: &[u8], limits: &DecodeLimits) -> ApiResult<RgbPicture> {
+/// Decodes a JPEG or PNG file. The memory of its pixels is reserved in `memory`, which must live as
+/// long as the picture, before it is allocated.
+pub fn decode(
+    file: &[u8],
+    limits: &DecodeLimits,
+    memory: &mut Reservation,
+) -> ApiResult<RgbPicture> {
     if file.starts_with(b"\x89PNG\r\n\x1a\n") {
-        decode_png(file, limits)
+        decode_png(file, limits, memory)
     } else if file.starts_with(b"\xff\xd8\xff") {
-        decode_jpeg(file, limits)
+        decode_jpeg(file, limits, memory)
     } else {
         Err(unreadable(&"it is neither JPEG nor PNG"))
     }
@@ -75,7 +81,11 @@ fn unreadable(error: &dyn Display) -> ApiError {
     ApiError::invalid(format!("the picture cannot be read: {error}"))
 }
 
-fn decode_png(file: &[u8], limits: &DecodeLimits) -> ApiResult<RgbPicture> {
+fn decode_png(
+    file: &[u8],
+    limits: &DecodeLimits,
+    memory: &mut Reservation,
+) -> ApiResult<RgbPicture> {
     let refuse = |error: png::DecodingError| unreadable(&error);
     let bytes = png::Limits { bytes: limits.bytes };
     let mut decoder = png::Decoder::new_with_limits(Cursor::new(file), bytes);
@@ -86,7 +96,8 @@ fn decode_png(file: &[u8], limits: &DecodeLimits) -> ApiResult<RgbPicture> {
     // Palettes and channels of fewer than 8 bits become 8 bits per channel.
     decoder.set_transformations(png::Transformations::EXPAND);
     let mut reader = decoder.read_info().map_err(refuse)?;
-    let mut decoded = vec![0; limits.check(width, height, reader.output_buffer_size())?];
+    let size = limits.check(width, height, reader.output_buffer_size())?;
+    let mut decoded = pixels_buffer(size, width * height, 1, memory)?;
     reader.next_frame(&mut decoded).map_err(refuse)?;
     let (colour, depth) = reader.output_color_type();
     let samples = match depth {
@@ -103,7 +114,11 @@ fn decode_png(file: &[u8], limits: &DecodeLimits) -> ApiResult<RgbPicture> {
     Ok(RgbPicture { width, height, rgb })
 }
 
-fn decode_jpeg(file: &[u8], limits: &DecodeLimits) -> ApiResult<RgbPicture> {
+fn decode_jpeg(
+    file: &[u8],
+    limits: &DecodeLimits,
+    memory: &mut Reservation,
+) -> ApiResult<RgbPicture> {
     let refuse = |error: zune_jpeg::errors::DecodeErrors| unreadable(&error);
     let options = DecoderOptions::default()
         .set_strict_mode(false)
@@ -117,10 +132,29 @@ fn decode_jpeg(file: &[u8], limits: &DecodeLimits) -> ApiResult<RgbPicture> {
         decoder.set_options(options.jpeg_set_out_colorspace(ColorSpace::Luma));
     }
     let (width, height) = decoder.dimensions().unwrap_or_default();
-    let mut decoded = vec![0; limits.check(width, height, decoder.output_buffer_size())?];
+    let size = limits.check(width, height, decoder.output_buffer_size())?;
+    // Progressive files keep the coefficients of all channels, two bytes each.
+    let mut decoded = pixels_buffer(size, width * height, 7, memory)?;
     decoder.decode_into(&mut decoded).map_err(refuse)?;
     let rgb = if grey { grey_to_rgb::<1>(&decoded) } else { decoded };
     Ok(RgbPicture { width, height, rgb })
+}
+
+/// A buffer of `size` zeros for decoded pixels. Reserves it, the decoder's own memory of `own`
+/// bytes per pixel, and the pixels as RGB.
+fn pixels_buffer(
+    size: usize,
+    pixels: usize,
+    own: usize,
+    memory: &mut Reservation,
+) -> ApiResult<Vec<u8>> {
+    let bytes = size.saturating_add(pixels.saturating_mul(3 + own));
+    memory.grow(bytes)?;
+    let mut buffer = Vec::new();
+    let refused = |_| ApiError::from(memory.memory().refusal(bytes, 0));
+    buffer.try_reserve_exact(size).map_err(refused)?;
+    buffer.resize(size, 0);
+    Ok(buffer)
 }
 
 /// Rounds big-endian 16-bit samples to 8 bits.

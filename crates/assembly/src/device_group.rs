@@ -135,7 +135,7 @@ fn open_cpu(args: &DeviceArgs, count: usize) -> Result<OpenDevice, Failure> {
         }
         threads => threads,
     };
-    let device = CpuDevice::new(CpuOptions { threads, queues });
+    let device = CpuDevice::new(CpuOptions { threads, queues, ..CpuOptions::default() });
     let budget = Bytes(weight_budget(None, device.info().memory)?.0 / count as u64);
     Ok(OpenDevice { device: Arc::new(device), budget })
 }

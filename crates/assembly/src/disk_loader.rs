@@ -11,7 +11,7 @@ use device::DeviceError;
 use graph::ImportError;
 use model::repository::{Repository, RepositoryError};
 use model::store::{Store, StoreError};
-use model::{LaunchPlan, ModelConfig};
+use model::{HostMemory, LaunchPlan, MemoryError, ModelConfig, Reservation};
 use runtime::{DeviceGroup, PlacedProgram};
 use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 
@@ -125,10 +125,21 @@ impl DiskLoader {
     }
 }
 
+/// Reserves the memory of a model of `bytes` while it is compiled: its file, and copies of it.
+fn reserve_compiling(bytes: usize) -> Result<Reservation, LoadError> {
+    let needed = bytes.saturating_mul(2);
+    HostMemory::process().reserve(needed).map_err(|err| match err {
+        MemoryError::TooLarge { .. } => LoadError::Invalid(err.to_string()),
+        MemoryError::Busy { .. } => LoadError::Unavailable(err.to_string()),
+    })
+}
+
 fn make_program(device_group: &DeviceGroup, plan: LaunchPlan) -> Result<PlacedProgram, LoadError> {
     device_group.load(Arc::new(plan)).map_err(|err| match err {
         DeviceError::Unsupported { .. } => LoadError::Unsupported(err.to_string()),
-        DeviceError::OutOfMemory { .. } => LoadError::Unavailable(err.to_string()),
+        DeviceError::OutOfMemory { .. } | DeviceError::HostMemory(MemoryError::Busy { .. }) => {
+            LoadError::Unavailable(err.to_string())
+        }
         DeviceError::Faulted { .. } => LoadError::Unavailable(err.to_string()),
         _ => LoadError::Invalid(err.to_string()),
     })
@@ -197,7 +208,9 @@ impl ModelLoader for DiskLoader {
             )));
         }
         // A model that cannot run is refused before it is stored.
+        let memory = reserve_compiling(request.onnx.len())?;
         let plan = compile_bytes(&request.onnx).map_err(compile_error)?;
+        drop(memory);
         let placed = make_program(&self.device_group, plan)?;
         let config = ModelConfig {
             class: request.class.unwrap_or_default(),

@@ -17,7 +17,8 @@ use runtime::policy::NAMES;
 const DIGITS: &[u8] = include_bytes!("../../../assets/digits.onnx");
 
 fn live() -> LiveBenchmark {
-    let device: Arc<dyn Device> = Arc::new(CpuDevice::new(CpuOptions { threads: 1, queues: 1 }));
+    let device: Arc<dyn Device> =
+        Arc::new(CpuDevice::new(CpuOptions { threads: 1, queues: 1, ..CpuOptions::default() }));
     let plan = Arc::new(compiler::compile_onnx(DIGITS, None).unwrap());
     let program = device.load(plan.clone()).unwrap();
     let input = |id: &model::ValueId| {

@@ -15,7 +15,7 @@ use runtime::{ModelKey, Node, NodeOptions, Rejection, Reply, Request};
 const DIGITS: &[u8] = include_bytes!("../../../assets/digits.onnx");
 
 fn device() -> Arc<dyn Device> {
-    Arc::new(CpuDevice::new(CpuOptions { threads: 1, queues: 1 }))
+    Arc::new(CpuDevice::new(CpuOptions { threads: 1, queues: 1, ..CpuOptions::default() }))
 }
 
 fn program(device: &dyn Device) -> Arc<dyn Program> {

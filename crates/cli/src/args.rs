@@ -28,6 +28,16 @@ pub(crate) struct Cli {
     /// Log as JSON lines
     #[arg(long, global = true, env = "ATOLL_LOG_JSON")]
     pub(crate) log_json: bool,
+
+    /// Max memory in MiB of requests, their outputs and temporaries, and of models on the CPU;
+    /// requests beyond it get 413 or 503 [default: 80 % of the cgroup's or the machine's memory]
+    #[arg(
+        long,
+        global = true,
+        env = "ATOLL_MEMORY_LIMIT_MIB",
+        value_parser = clap::value_parser!(u64).range(16..)
+    )]
+    pub(crate) memory_limit_mib: Option<u64>,
 }
 
 #[derive(Debug, Subcommand)]

@@ -10,6 +10,7 @@ mod demo_command;
 mod deprecated_env;
 mod grid;
 mod listen;
+mod log_lines;
 mod models_command;
 mod npy;
 mod nvidia;
@@ -28,17 +29,23 @@ use std::process::ExitCode;
 use assembly::Failure;
 use benchmarks::ServeSettings;
 use clap::{CommandFactory, FromArgMatches};
+use model::HostMemory;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::prelude::*;
 
 use crate::args::{Cli, Command};
 use crate::deprecated_env::DeprecatedValues;
+use crate::log_lines::LogLines;
 
 fn main() -> ExitCode {
     cuda::tune_allocator();
     exit_without_error_on_closed_stdout();
     let deprecated = deprecated_env::read();
     let cli = parse(std::env::args_os(), &deprecated).unwrap_or_else(|err| err.exit());
+    if let Some(mib) = cli.memory_limit_mib {
+        let bytes = mib.checked_mul(1 << 20).and_then(|bytes| usize::try_from(bytes).ok());
+        HostMemory::process().set_limit(bytes.unwrap_or(usize::MAX));
+    }
     let started = start_logging(&cli).map(|()| deprecated_env::warn(&deprecated));
     let code = match started.and_then(|()| run(cli.command)) {
         Ok(()) => 0,
@@ -109,9 +116,9 @@ fn parse_serve_arguments(arguments: &[String]) -> Result<ServeSettings, Failure>
 fn start_logging(cli: &Cli) -> Result<(), Failure> {
     let filter: Targets =
         cli.log.parse().map_err(|err| Failure::usage(format!("--log {}: {err}", cli.log)))?;
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal());
+    let colours = std::io::stderr().is_terminal();
+    let lines =
+        tracing_subscriber::fmt::layer().with_writer(LogLines { colours }).with_ansi(colours);
     let registry = tracing_subscriber::registry();
     if cli.log_json {
         registry.with(lines.json()).with(filter).init();

@@ -1,9 +1,13 @@
 //! Memory of values that are no longer needed, kept for the outputs of later steps.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use bytes::Bytes;
 use half::{bf16, f16};
+use model::memory::MemoryCache;
+use model::{HostMemory, MemoryError};
+
+use crate::buffer::{self, Buffer};
 
 /// Buffers kept per element width. The oldest is freed when there are more.
 const MAX_BUFFERS: usize = 64;
@@ -11,39 +15,42 @@ const MAX_BUFFERS: usize = 64;
 /// Bytes below which a buffer is not kept: the allocator is as fast.
 const MIN_BYTES: usize = 128;
 
-/// Vectors that are reused instead of freed. Element types of one width share their buffers.
+/// Buffers that are reused instead of freed. Element types of one width share their buffers.
 #[derive(Default)]
 pub(crate) struct BufferPool {
     buffers: Mutex<PooledBuffers>,
 }
 
-/// Empty vectors with capacity, oldest first.
+/// Empty buffers with capacity, oldest first.
 #[derive(Default)]
 pub(crate) struct PooledBuffers {
-    bools: Vec<Vec<bool>>,
-    bits8: Vec<Vec<u8>>,
-    bits16: Vec<Vec<u16>>,
-    bits32: Vec<Vec<u32>>,
-    bits64: Vec<Vec<u64>>,
+    bools: Vec<Buffer<bool>>,
+    bits8: Vec<Buffer<u8>>,
+    bits16: Vec<Buffer<u16>>,
+    bits32: Vec<Buffer<u32>>,
+    bits64: Vec<Buffer<u64>>,
+    /// Buffers with elements, for kernels that overwrite all of their output: these need not be
+    /// filled first.
+    spare: Vec<Buffer<f32>>,
 }
 
-/// An element type whose vectors the pool reuses.
+/// An element type whose buffers the pool reuses.
 pub(crate) trait Pooled: Clone + Send + Sync + 'static {
     /// Takes a buffer with room for `capacity` elements out of the pool.
-    fn take_buffer(buffers: &mut PooledBuffers, capacity: usize) -> Option<Vec<Self>>;
+    fn take_buffer(buffers: &mut PooledBuffers, capacity: usize) -> Option<Buffer<Self>>;
     /// Puts an empty `buffer` into the pool; the result is a buffer to free.
-    fn put_buffer(buffers: &mut PooledBuffers, buffer: Vec<Self>) -> Option<Vec<Self>>;
+    fn put_buffer(buffers: &mut PooledBuffers, buffer: Buffer<Self>) -> Option<Buffer<Self>>;
 }
 
 macro_rules! pooled {
     ($($rust:ty: $list:ident),+ $(,)?) => {
         $(impl Pooled for $rust {
-            fn take_buffer(buffers: &mut PooledBuffers, capacity: usize) -> Option<Vec<Self>> {
-                best_fit(&mut buffers.$list, capacity).map(bytemuck::cast_vec)
+            fn take_buffer(buffers: &mut PooledBuffers, capacity: usize) -> Option<Buffer<Self>> {
+                best_fit(&mut buffers.$list, capacity).map(Buffer::cast)
             }
 
-            fn put_buffer(buffers: &mut PooledBuffers, buffer: Vec<Self>) -> Option<Vec<Self>> {
-                push(&mut buffers.$list, bytemuck::cast_vec(buffer)).map(bytemuck::cast_vec)
+            fn put_buffer(buffers: &mut PooledBuffers, buffer: Buffer<Self>) -> Option<Buffer<Self>> {
+                push(&mut buffers.$list, buffer.cast()).map(Buffer::cast)
             }
         })+
     };
@@ -57,65 +64,99 @@ pooled! {
 }
 
 impl Pooled for bool {
-    fn take_buffer(buffers: &mut PooledBuffers, capacity: usize) -> Option<Vec<bool>> {
+    fn take_buffer(buffers: &mut PooledBuffers, capacity: usize) -> Option<Buffer<bool>> {
         best_fit(&mut buffers.bools, capacity)
     }
 
-    fn put_buffer(buffers: &mut PooledBuffers, buffer: Vec<bool>) -> Option<Vec<bool>> {
+    fn put_buffer(buffers: &mut PooledBuffers, buffer: Buffer<bool>) -> Option<Buffer<bool>> {
         push(&mut buffers.bools, buffer)
     }
 }
 
 impl Pooled for Bytes {
-    fn take_buffer(_: &mut PooledBuffers, _: usize) -> Option<Vec<Bytes>> {
+    fn take_buffer(_: &mut PooledBuffers, _: usize) -> Option<Buffer<Bytes>> {
         None
     }
 
-    fn put_buffer(_: &mut PooledBuffers, buffer: Vec<Bytes>) -> Option<Vec<Bytes>> {
+    fn put_buffer(_: &mut PooledBuffers, buffer: Buffer<Bytes>) -> Option<Buffer<Bytes>> {
         Some(buffer)
     }
 }
 
 /// Removes the smallest buffer that has room for `capacity` elements.
-fn best_fit<T>(list: &mut Vec<Vec<T>>, capacity: usize) -> Option<Vec<T>> {
+fn best_fit<T>(list: &mut Vec<Buffer<T>>, capacity: usize) -> Option<Buffer<T>> {
     let fits = list.iter().enumerate().filter(|(_, buffer)| buffer.capacity() >= capacity);
     let (index, _) = fits.min_by_key(|(_, buffer)| buffer.capacity())?;
     Some(list.remove(index))
 }
 
 /// Appends `buffer`, and removes the oldest one when there are too many.
-fn push<T>(list: &mut Vec<Vec<T>>, buffer: Vec<T>) -> Option<Vec<T>> {
+fn push<T>(list: &mut Vec<Buffer<T>>, buffer: Buffer<T>) -> Option<Buffer<T>> {
     list.push(buffer);
     (list.len() > MAX_BUFFERS).then(|| list.remove(0))
 }
 
 impl BufferPool {
-    pub(crate) fn new() -> BufferPool {
-        BufferPool::default()
+    /// An empty pool whose buffers are freed when the memory of the calling thread's budget is
+    /// short.
+    pub(crate) fn new() -> Arc<BufferPool> {
+        BufferPool::of(buffer::memory())
     }
 
-    fn lock(&self) -> MutexGuard<'_, PooledBuffers> {
+    fn of(memory: &HostMemory) -> Arc<BufferPool> {
+        let pool = Arc::new(BufferPool::default());
+        let cache: Weak<BufferPool> = Arc::downgrade(&pool);
+        memory.add_cache(cache);
+        pool
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, PooledBuffers> {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An empty vector with room for at least `capacity` elements.
-    pub(crate) fn alloc<T: Pooled>(&self, capacity: usize) -> Vec<T> {
+    /// An empty buffer with room for at least `capacity` elements.
+    pub(crate) fn alloc<T: Pooled>(&self, capacity: usize) -> Result<Buffer<T>, MemoryError> {
         if capacity.saturating_mul(size_of::<T>()) < MIN_BYTES {
-            return Vec::with_capacity(capacity);
+            return Buffer::with_capacity(capacity);
         }
         // The lock is released before the allocator is called.
         let found = T::take_buffer(&mut self.lock(), capacity);
-        found.unwrap_or_else(|| Vec::with_capacity(capacity))
+        found.map_or_else(|| Buffer::with_capacity(capacity), Ok)
+    }
+
+    /// A buffer of `count` copies of `value`.
+    pub(crate) fn filled<T: Pooled>(
+        &self,
+        count: usize,
+        value: T,
+    ) -> Result<Buffer<T>, MemoryError> {
+        let mut buffer = self.alloc(count)?;
+        buffer.resize(count, value);
+        Ok(buffer)
     }
 
     /// Keeps the memory of `buffer` for [`alloc`](BufferPool::alloc).
-    pub(crate) fn add<T: Pooled>(&self, mut buffer: Vec<T>) {
+    pub(crate) fn add<T: Pooled>(&self, mut buffer: Buffer<T>) {
         if buffer.capacity().saturating_mul(size_of::<T>()) < MIN_BYTES {
             return;
         }
         buffer.clear();
         let surplus = T::put_buffer(&mut self.lock(), buffer);
         drop(surplus);
+    }
+}
+
+impl PooledBuffers {
+    pub(crate) fn spare(&mut self) -> &mut Vec<Buffer<f32>> {
+        &mut self.spare
+    }
+}
+
+impl MemoryCache for BufferPool {
+    fn free(&self) {
+        // Freed after the lock is released.
+        let freed = std::mem::take(&mut *self.lock());
+        drop(freed);
     }
 }
 
@@ -126,32 +167,45 @@ mod tests {
     #[test]
     fn reuses_the_smallest_buffer_that_fits() {
         let pool = BufferPool::new();
-        pool.add(vec![0f32; 300]);
-        pool.add(vec![0f32; 200]);
-        let buffer: Vec<f32> = pool.alloc(150);
+        pool.add(Buffer::filled(300, 0f32).unwrap());
+        pool.add(Buffer::filled(200, 0f32).unwrap());
+        let buffer: Buffer<f32> = pool.alloc(150).unwrap();
         assert!(buffer.is_empty() && buffer.capacity() == 200);
-        assert_eq!(pool.alloc::<f32>(150).capacity(), 300);
-        assert_eq!(pool.alloc::<f32>(150).capacity(), 150);
+        assert_eq!(pool.alloc::<f32>(150).unwrap().capacity(), 300);
+        assert_eq!(pool.alloc::<f32>(150).unwrap().capacity(), 150);
     }
 
     #[test]
     fn types_of_one_width_share_buffers() {
         let pool = BufferPool::new();
-        pool.add(vec![0f32; 300]);
-        assert_eq!(pool.alloc::<u64>(100).capacity(), 100);
-        assert_eq!(pool.alloc::<u32>(100).capacity(), 300);
+        pool.add(Buffer::filled(300, 0f32).unwrap());
+        assert_eq!(pool.alloc::<u64>(100).unwrap().capacity(), 100);
+        assert_eq!(pool.alloc::<u32>(100).unwrap().capacity(), 300);
     }
 
     #[test]
     fn frees_the_oldest_and_ignores_the_small() {
         let pool = BufferPool::new();
-        pool.add(vec![0u8; MIN_BYTES - 1]);
+        pool.add(Buffer::filled(MIN_BYTES - 1, 0u8).unwrap());
         assert!(pool.lock().bits8.is_empty());
         for extra in 0..=MAX_BUFFERS {
-            pool.add(Vec::<u8>::with_capacity(1000 + extra));
+            pool.add(Buffer::<u8>::with_capacity(1000 + extra).unwrap());
         }
-        let kept: Vec<usize> = pool.lock().bits8.iter().map(Vec::capacity).collect();
+        let kept: Vec<usize> = pool.lock().bits8.iter().map(Buffer::capacity).collect();
         assert_eq!(kept.len(), MAX_BUFFERS);
         assert_eq!(kept[0], 1001);
+    }
+
+    #[test]
+    fn frees_its_buffers_when_memory_is_short() {
+        let memory = HostMemory::leaked(100_000);
+        buffer::with_memory(memory, || {
+            let pool = BufferPool::new();
+            pool.add(pool.alloc::<f32>(20_000).unwrap());
+            assert_eq!(memory.used(), 80_000);
+            // Of another width, so that the kept buffer does not fit.
+            let other = pool.alloc::<u64>(10_000).unwrap();
+            assert_eq!((memory.used(), other.capacity()), (80_000, 10_000));
+        });
     }
 }

@@ -6,8 +6,9 @@ use base::Bytes;
 use device::{
     CompletionSink, Device, DeviceError, DeviceInfo, PreemptionLevel, Program, Queue, QueueOptions,
 };
-use model::LaunchPlan;
+use model::{HostMemory, LaunchPlan};
 
+use crate::buffer;
 use crate::device_state::DeviceState;
 use crate::program::CpuProgram;
 use crate::queue::CpuQueue;
@@ -15,6 +16,8 @@ use crate::queue::CpuQueue;
 /// How much of the machine the device may use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuOptions {
+    /// The budget of weights, inputs, outputs and temporaries.
+    pub memory: &'static HostMemory,
     /// Threads per queue. 0 means the cores divided by the queues, and all cores for the queue of
     /// high priority, for which the other queues are preempted.
     pub threads: usize,
@@ -61,7 +64,7 @@ impl CpuDevice {
             queues: queues + 1,
             rounding: 0.0,
         };
-        CpuDevice { info, threads, max_threads, state: Arc::default() }
+        CpuDevice { info, threads, max_threads, state: Arc::new(DeviceState::new(options.memory)) }
     }
 
     /// How often tasks were preempted so far.
@@ -88,11 +91,13 @@ impl Device for CpuDevice {
     }
 
     fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError> {
-        crate::program::unsupported_steps(plan)
+        buffer::with_memory(self.state.memory(), || crate::program::unsupported_steps(plan))
     }
 
     fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
-        Ok(Arc::new(CpuProgram::load(plan)?))
+        let memory = self.state.memory();
+        let program = buffer::with_memory(memory, || CpuProgram::load(plan, memory))?;
+        Ok(Arc::new(program))
     }
 
     fn open_queue(

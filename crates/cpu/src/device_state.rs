@@ -5,6 +5,7 @@ use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, OnceLock};
 
 use device::{Completion, CompletionSink};
+use model::HostMemory;
 
 /// Tasks that may be suspended inside a step at once. Each holds threads and the memory they use;
 /// further tasks are preempted between steps.
@@ -22,8 +23,8 @@ const NICE_INCREMENT: i32 = 5;
 type Delivery = (Completion, Arc<dyn CompletionSink>);
 
 /// State that the queues of a device share.
-#[derive(Default)]
 pub(crate) struct DeviceState {
+    memory: &'static HostMemory,
     /// Whether a queue of high priority was ever used.
     real_time_seen: AtomicBool,
     suspended_tasks: AtomicUsize,
@@ -33,6 +34,23 @@ pub(crate) struct DeviceState {
 }
 
 impl DeviceState {
+    /// The state of a device that uses `memory`.
+    pub(crate) fn new(memory: &'static HostMemory) -> DeviceState {
+        DeviceState {
+            memory,
+            real_time_seen: AtomicBool::new(false),
+            suspended_tasks: AtomicUsize::new(0),
+            preempted_inside_step: AtomicU64::new(0),
+            preempted_between_steps: AtomicU64::new(0),
+            completion_thread: OnceLock::new(),
+        }
+    }
+
+    /// The budget of its tasks.
+    pub(crate) fn memory(&self) -> &'static HostMemory {
+        self.memory
+    }
+
     pub(crate) fn note_real_time(&self) {
         self.real_time_seen.store(true, Ordering::Relaxed);
     }

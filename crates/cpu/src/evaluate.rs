@@ -20,13 +20,13 @@ pub fn evaluate(op: &Op, inputs: &[Option<Tensor>], outputs: usize) -> Option<Ve
         .collect::<Result<_, _>>()
         .ok()?;
     let plan = single_step(op, inputs, outputs);
-    let mut constants = vec![None; plan.values.len()];
     // Kernels may bind constants, so that an evaluation takes the same path as a loaded plan.
-    constants[..values.len()].clone_from_slice(&values);
+    let mut constants = values;
+    constants.resize_with(plan.values.len(), || None);
     let facts = StepFacts { plan: &plan, step: &plan.steps[0], constants: &constants };
     let kernel = kernel::build(&facts).ok()?;
     let pool = BufferPool::new();
-    let operands: SmallVec<[Operand; 4]> = values
+    let operands: SmallVec<[Operand; 4]> = constants[..inputs.len()]
         .iter()
         .map(|value| value.as_ref().map_or(Operand::Absent, Operand::Shared))
         .collect();

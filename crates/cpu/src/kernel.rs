@@ -20,6 +20,8 @@ mod geometry;
 mod integer;
 mod layout;
 mod matmul;
+#[cfg(test)]
+mod memory_tests;
 mod norm;
 mod operand;
 mod parallel;
@@ -38,14 +40,45 @@ mod testing_dense;
 mod unary;
 
 use model::op::Op;
-use model::{DataType, LaunchPlan, Step};
+use model::{DataType, LaunchPlan, MemoryError, Step};
 use smallvec::SmallVec;
+use thiserror::Error;
 
 use crate::buffer_pool::BufferPool;
 use crate::value::{Typed, TypedTensor, Value};
 
 /// The outputs of a kernel in the operator's order, or the reason why it failed.
-pub(crate) type KernelResult = Result<Outputs, String>;
+pub(crate) type KernelResult = Result<Outputs, KernelError>;
+
+/// Why a kernel cannot be built or fails.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub(crate) enum KernelError {
+    /// The operator does not accept its operands.
+    #[error("{0}")]
+    Invalid(String),
+    /// There is not enough memory.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+}
+
+impl From<String> for KernelError {
+    fn from(reason: String) -> KernelError {
+        KernelError::Invalid(reason)
+    }
+}
+
+impl From<&str> for KernelError {
+    fn from(reason: &str) -> KernelError {
+        KernelError::Invalid(reason.to_string())
+    }
+}
+
+/// A [`KernelError::Invalid`] with a formatted reason.
+macro_rules! invalid {
+    ($($argument:tt)*) => { $crate::kernel::KernelError::Invalid(format!($($argument)*)) };
+}
+
+pub(crate) use invalid;
 
 /// A step's results, in the operator's order.
 pub(crate) type Outputs = SmallVec<[Value; 1]>;
@@ -122,39 +155,39 @@ impl<'a> Inputs<'a> {
     }
 
     /// Operand `index`.
-    pub(crate) fn get(&self, index: usize) -> Result<&Value, String> {
-        self.optional(index).ok_or_else(|| format!("operand {index} is missing"))
+    pub(crate) fn get(&self, index: usize) -> Result<&Value, KernelError> {
+        self.optional(index).ok_or_else(|| invalid!("operand {index} is missing"))
     }
 
     /// Operand `index` as a tensor of `T`.
-    pub(crate) fn typed<T: Typed>(&self, index: usize) -> Result<&TypedTensor<T>, String> {
+    pub(crate) fn typed<T: Typed>(&self, index: usize) -> Result<&TypedTensor<T>, KernelError> {
         let value = self.get(index)?;
-        T::get(value).ok_or_else(|| format!("operand {index} is {}", value.dtype()))
+        T::get(value).ok_or_else(|| invalid!("operand {index} is {}", value.dtype()))
     }
 
     /// Operand `index` as a tensor of `T`, if there is one.
     pub(crate) fn optional_typed<T: Typed>(
         &self,
         index: usize,
-    ) -> Result<Option<&TypedTensor<T>>, String> {
+    ) -> Result<Option<&TypedTensor<T>>, KernelError> {
         self.optional(index).map(|_| self.typed(index)).transpose()
     }
 
     /// Operand `index` itself: moved if no later step reads it, copied otherwise.
-    pub(crate) fn take(&mut self, index: usize) -> Result<Value, String> {
+    pub(crate) fn take(&mut self, index: usize) -> Result<Value, KernelError> {
         let slot =
-            self.operands.get_mut(index).ok_or_else(|| format!("operand {index} is missing"))?;
+            self.operands.get_mut(index).ok_or_else(|| invalid!("operand {index} is missing"))?;
         match std::mem::replace(slot, Operand::Absent) {
-            Operand::Absent => Err(format!("operand {index} is missing")),
-            Operand::Shared(value) => Ok(value.clone()),
+            Operand::Absent => Err(invalid!("operand {index} is missing")),
+            Operand::Shared(value) => value.try_clone(),
             Operand::Owned(value) => Ok(value),
         }
     }
 
     /// Operand `index` as it is, to be an operand of another kernel.
-    pub(crate) fn take_operand(&mut self, index: usize) -> Result<Operand<'a>, String> {
+    pub(crate) fn take_operand(&mut self, index: usize) -> Result<Operand<'a>, KernelError> {
         let slot =
-            self.operands.get_mut(index).ok_or_else(|| format!("operand {index} is missing"))?;
+            self.operands.get_mut(index).ok_or_else(|| invalid!("operand {index} is missing"))?;
         Ok(std::mem::replace(slot, Operand::Absent))
     }
 
@@ -208,9 +241,9 @@ impl StepFacts<'_> {
 }
 
 /// The kernel of a step, or the reason why there is none.
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     match &facts.step.op {
-        Op::Identity => Ok(Kernel::new(|_, mut inputs| Ok(Outputs::from_elem(inputs.take(0)?, 1)))),
+        Op::Identity => Ok(Kernel::new(|_, mut inputs| Ok(Outputs::from_iter([inputs.take(0)?])))),
         Op::Unary(unary) => unary::build(facts, *unary),
         Op::Binary(_) | Op::Compare(_) | Op::Variadic(_) | Op::Where => binary::build(facts),
         Op::Clip | Op::PRelu => binary::build(facts),
@@ -271,9 +304,9 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
 }
 
 /// The error of an operator without a kernel for its element types.
-pub(crate) fn no_kernel(facts: &StepFacts) -> String {
+pub(crate) fn no_kernel(facts: &StepFacts) -> KernelError {
     let types: Vec<String> = (0..facts.step.inputs.len())
         .map(|index| facts.input_dtype(index).map_or("-".to_string(), |dtype| dtype.to_string()))
         .collect();
-    format!("no kernel for element types ({})", types.join(", "))
+    invalid!("no kernel for element types ({})", types.join(", "))
 }

@@ -5,10 +5,12 @@ use std::sync::Arc;
 
 use base::{Bytes, Nanos};
 use device::{DeviceError, Program, Task, check_inputs};
-use model::{LaunchPlan, Step, Tensor};
+use model::plan::PeakMemory;
+use model::{HostMemory, LaunchPlan, MemoryError, Step, Tensor};
 
+use crate::buffer;
 use crate::buffer_pool::BufferPool;
-use crate::kernel::{self, Context, Inputs, Kernel, Operand, StepFacts};
+use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, StepFacts};
 use crate::suspended_task::SuspendedTask;
 use crate::value::Value;
 
@@ -23,6 +25,8 @@ struct LoadedPlan {
     constants: Vec<Option<Value>>,
     kernels: Vec<Kernel>,
     resident: Bytes,
+    memory: &'static HostMemory,
+    peak: PeakMemory,
 }
 
 /// The steps of `plan` that have no kernel, with reasons.
@@ -35,21 +39,31 @@ pub(crate) fn unsupported_steps(plan: &LaunchPlan) -> Vec<DeviceError> {
             .filter_map(|step| {
                 kernel::build(&StepFacts { plan, step, constants: &constants })
                     .err()
-                    .map(|reason| unsupported(step, reason))
+                    .map(|error| unsupported(step, error))
             })
             .collect(),
     }
 }
 
-fn unsupported(step: &Step, reason: String) -> DeviceError {
-    DeviceError::Unsupported { step: step.name.clone(), op: step.op.name(), reason }
+fn unsupported(step: &Step, error: KernelError) -> DeviceError {
+    match error {
+        KernelError::Memory(error) => DeviceError::HostMemory(error),
+        KernelError::Invalid(reason) => {
+            DeviceError::Unsupported { step: step.name.clone(), op: step.op.name(), reason }
+        }
+    }
 }
 
 fn constants_of(plan: &LaunchPlan) -> Result<Vec<Option<Value>>, DeviceError> {
     plan.check().map_err(|err| DeviceError::BadPlan(err.to_string()))?;
-    let mut constants: Vec<Option<Value>> = vec![None; plan.values.len()];
+    let mut constants: Vec<Option<Value>> = Vec::new();
+    constants.resize_with(plan.values.len(), || None);
     for (id, tensor) in &plan.constants {
-        constants[id.index()] = Some(Value::from_host(tensor).map_err(DeviceError::BadPlan)?);
+        let value = Value::from_host(tensor).map_err(|err| match err {
+            KernelError::Invalid(reason) => DeviceError::BadPlan(reason),
+            KernelError::Memory(err) => DeviceError::HostMemory(err),
+        })?;
+        constants[id.index()] = Some(value);
     }
     Ok(constants)
 }
@@ -75,18 +89,23 @@ fn drop_packed(plan: &LaunchPlan, kernels: &[Kernel], constants: &mut [Option<Va
 }
 
 impl CpuProgram {
-    pub(crate) fn load(plan: Arc<LaunchPlan>) -> Result<CpuProgram, DeviceError> {
+    pub(crate) fn load(
+        plan: Arc<LaunchPlan>,
+        memory: &'static HostMemory,
+    ) -> Result<CpuProgram, DeviceError> {
         let mut constants = constants_of(&plan)?;
         let mut kernels = Vec::with_capacity(plan.steps.len());
         for step in &plan.steps {
             let facts = StepFacts { plan: &plan, step, constants: &constants };
-            kernels.push(kernel::build(&facts).map_err(|reason| unsupported(step, reason))?);
+            kernels.push(kernel::build(&facts).map_err(|error| unsupported(step, error))?);
         }
         drop_packed(&plan, &kernels, &mut constants);
         let constant_bytes: usize = constants.iter().flatten().map(Value::size_bytes).sum();
         let kernel_bytes: usize = kernels.iter().map(|kernel| kernel.resident_bytes).sum();
         let resident = Bytes((constant_bytes + kernel_bytes) as u64);
-        Ok(CpuProgram { loaded: Arc::new(LoadedPlan { plan, constants, kernels, resident }) })
+        let peak = PeakMemory::default();
+        let loaded = LoadedPlan { plan, constants, kernels, resident, memory, peak };
+        Ok(CpuProgram { loaded: Arc::new(loaded) })
     }
 }
 
@@ -102,10 +121,18 @@ impl Program for CpuProgram {
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
         let plan = &self.loaded.plan;
         check_inputs(plan, &inputs)?;
+        let memory = self.loaded.memory;
+        // What cannot fit is refused before anything is allocated for it.
+        let bytes = self.loaded.peak.of(plan, &inputs);
+        memory.check(bytes).map_err(DeviceError::HostMemory)?;
         let mut slots: Vec<Option<Value>> = Vec::new();
         slots.resize_with(plan.values.len(), || None);
         for (id, tensor) in plan.inputs.iter().zip(&inputs) {
-            slots[id.index()] = Some(Value::from_host(tensor).map_err(DeviceError::BadInput)?);
+            let value = buffer::with_memory(memory, || Value::from_host(tensor));
+            slots[id.index()] = Some(value.map_err(|err| match err {
+                KernelError::Invalid(reason) => DeviceError::BadInput(reason),
+                KernelError::Memory(err) => DeviceError::HostMemory(err),
+            })?);
         }
         let values = TaskValues { program: self.loaded.clone(), slots };
         Ok(Box::new(CpuTask {
@@ -200,11 +227,7 @@ impl TaskValues {
             let inputs = self.operands(&program, step);
             kernel.run.run(&Context { pool }, inputs)
         }
-        .map_err(|reason| DeviceError::StepFailed {
-            step: step.name.clone(),
-            op: step.op.name(),
-            reason,
-        })?;
+        .map_err(|err| self.step_error(step, err))?;
         for (id, value) in step.outputs.iter().zip(outputs) {
             if let Some(id) = id {
                 self.slots[id.index()] = Some(value);
@@ -216,6 +239,22 @@ impl TaskValues {
             }
         }
         Ok(())
+    }
+
+    /// `error` of `step` as an error of the task.
+    fn step_error(&self, step: &Step, error: KernelError) -> DeviceError {
+        match error {
+            KernelError::Invalid(reason) => {
+                DeviceError::StepFailed { step: step.name.clone(), op: step.op.name(), reason }
+            }
+            KernelError::Memory(
+                MemoryError::Busy { bytes, .. } | MemoryError::TooLarge { bytes, .. },
+            ) => {
+                // Together with what the task holds already it may be more than there will ever be.
+                let held = self.slots.iter().flatten().map(Value::size_bytes).sum();
+                DeviceError::HostMemory(self.program.memory.refusal(bytes, held))
+            }
+        }
     }
 
     /// The operands of `step`. Values that no other operand or later step reads are moved.
@@ -241,6 +280,15 @@ impl TaskValues {
     }
 }
 
+/// A copy of an output that is needed again, or that is a constant.
+fn copy_of(value: Option<&Value>, id: model::ValueId) -> Result<Value, DeviceError> {
+    let missing = || DeviceError::BadPlan(format!("output {} is missing", id.0));
+    value.ok_or_else(missing)?.try_clone().map_err(|err| match err {
+        KernelError::Invalid(reason) => DeviceError::BadPlan(reason),
+        KernelError::Memory(err) => DeviceError::HostMemory(err),
+    })
+}
+
 impl Task for CpuTask {
     fn step_count(&self) -> usize {
         self.program.plan.steps.len()
@@ -259,6 +307,17 @@ impl Task for CpuTask {
     }
 
     fn into_outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
+        let memory = self.program.memory;
+        buffer::with_memory(memory, || self.outputs())
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+impl CpuTask {
+    fn outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
         if self.next_step < self.step_count() {
             return Err(DeviceError::BadPlan(
                 "outputs requested before the last step ended".to_string(),
@@ -274,16 +333,13 @@ impl Task for CpuTask {
             // An output that is listed twice is moved only for its last occurrence.
             let again = ids[position + 1..].contains(id);
             let slot = &mut values.slots[id.index()];
-            let value = if again { slot.clone() } else { slot.take() };
-            let value = value
-                .or_else(|| program.constants[id.index()].clone())
-                .ok_or_else(|| DeviceError::BadPlan(format!("output {} is missing", id.0)))?;
+            let owned = if again { None } else { slot.take() };
+            let value = match owned {
+                Some(value) => value,
+                None => copy_of(slot.as_ref().or(program.constants[id.index()].as_ref()), *id)?,
+            };
             outputs.push(value.into_host().map_err(DeviceError::BadPlan)?);
         }
         Ok(outputs)
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn Any {
-        self
     }
 }

@@ -3,52 +3,55 @@
 //! The buffers stay initialized, so that a kernel that overwrites all of its output need not fill
 //! it first.
 
-use std::cell::RefCell;
+use model::MemoryError;
 
+use crate::buffer::Buffer;
 use crate::buffer_pool::BufferPool;
-use crate::yield_point;
 
-/// Buffers kept per thread.
+/// Buffers kept per pool.
 const MAX_BUFFERS: usize = 24;
 
 /// Elements of the smallest buffer worth keeping.
 const MIN_LENGTH: usize = 1024;
 
-thread_local! {
-    // All steps of a queue run on one thread, which keeps and takes.
-    static BUFFERS: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Keeps `buffer` for [`take`]. The oldest one goes to `pool` when there are too many.
-pub(crate) fn keep(buffer: Vec<f32>, pool: &BufferPool) {
+/// Keeps `buffer` for [`take`]. The oldest one is emptied when there are too many.
+pub(crate) fn keep(buffer: Buffer<f32>, pool: &BufferPool) {
     if buffer.len() < MIN_LENGTH {
         return;
     }
-    BUFFERS.with_borrow_mut(|buffers| {
-        buffers.push(buffer);
-        if buffers.len() > MAX_BUFFERS {
-            pool.add(buffers.remove(0));
-        }
-    });
+    let surplus = {
+        let mut buffers = pool.lock();
+        let spare = buffers.spare();
+        spare.push(buffer);
+        (spare.len() > MAX_BUFFERS).then(|| spare.remove(0))
+    };
+    if let Some(surplus) = surplus {
+        pool.add(surplus);
+    }
 }
 
 /// A buffer of `count` elements with arbitrary content: the caller must overwrite all of it.
-pub(crate) fn take(pool: &BufferPool, count: usize) -> Vec<f32> {
-    let found = BUFFERS.with_borrow_mut(|buffers| {
+pub(crate) fn take(pool: &BufferPool, count: usize) -> Result<Buffer<f32>, MemoryError> {
+    let found = {
+        let mut buffers = pool.lock();
+        let spare = buffers.spare();
         // Filling missing elements costs most; holding too much memory comes second.
-        let cost = |buffer: &Vec<f32>| (count.saturating_sub(buffer.len()), buffer.capacity());
+        let cost = |buffer: &Buffer<f32>| (count.saturating_sub(buffer.len()), buffer.capacity());
         let fits =
-            |buffer: &Vec<f32>| (count..=count.saturating_mul(2)).contains(&buffer.capacity());
-        let candidates = buffers.iter().enumerate().filter(|(_, buffer)| fits(buffer));
-        let best = candidates.min_by_key(|(_, buffer)| cost(buffer))?.0;
-        Some(buffers.swap_remove(best))
-    });
-    let mut buffer = found.unwrap_or_else(|| pool.alloc(count));
-    yield_point::resize(&mut buffer, count, 0.0);
+            |buffer: &Buffer<f32>| (count..=count.saturating_mul(2)).contains(&buffer.capacity());
+        let candidates = spare.iter().enumerate().filter(|(_, buffer)| fits(buffer));
+        let best = candidates.min_by_key(|(_, buffer)| cost(buffer)).map(|(index, _)| index);
+        best.map(|index| spare.swap_remove(index))
+    };
+    let mut buffer = match found {
+        Some(buffer) => buffer,
+        None => pool.alloc(count)?,
+    };
+    buffer.resize(count, 0.0);
     // Makes tests fail if a kernel does not overwrite everything.
     #[cfg(test)]
     buffer.fill(f32::NAN);
-    buffer
+    Ok(buffer)
 }
 
 #[cfg(test)]
@@ -58,10 +61,10 @@ mod tests {
     #[test]
     fn kept_buffers_are_reused() {
         let pool = BufferPool::new();
-        keep(vec![1.0; 5000], &pool);
-        keep(vec![1.0; 9000], &pool);
-        assert_eq!(take(&pool, 4500).capacity(), 5000);
-        assert_eq!(take(&pool, 4500).capacity(), 9000);
-        assert_eq!(take(&pool, 4500).len(), 4500);
+        keep(Buffer::filled(5000, 1.0).unwrap(), &pool);
+        keep(Buffer::filled(9000, 1.0).unwrap(), &pool);
+        assert_eq!(take(&pool, 4500).unwrap().capacity(), 5000);
+        assert_eq!(take(&pool, 4500).unwrap().capacity(), 9000);
+        assert_eq!(take(&pool, 4500).unwrap().len(), 4500);
     }
 }

@@ -5,24 +5,29 @@ use half::{bf16, f16};
 use model::{DataType, Tensor as HostTensor, TensorData};
 use smallvec::SmallVec;
 
+use crate::buffer::Buffer;
 use crate::buffer_pool::BufferPool;
+use crate::kernel::KernelError;
 use crate::spare_buffers;
 
 /// A contiguous tensor in row-major order.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct TypedTensor<T> {
     shape: SmallVec<[usize; 6]>,
-    data: Vec<T>,
+    data: Buffer<T>,
 }
 
 impl<T> TypedTensor<T> {
     /// A tensor of `data`, which must have as many elements as `shape`.
-    pub(crate) fn from_data(shape: &[usize], data: Vec<T>) -> TypedTensor<T> {
+    pub(crate) fn from_data(shape: &[usize], data: Buffer<T>) -> TypedTensor<T> {
         TypedTensor::try_from_data(shape, data).expect("shape and data have one size")
     }
 
     /// Like [`from_data`](TypedTensor::from_data), with an error if the sizes differ.
-    pub(crate) fn try_from_data(shape: &[usize], data: Vec<T>) -> Result<TypedTensor<T>, String> {
+    pub(crate) fn try_from_data(
+        shape: &[usize],
+        data: Buffer<T>,
+    ) -> Result<TypedTensor<T>, String> {
         let count: usize = shape.iter().product();
         if count != data.len() {
             return Err(format!("{} elements for shape {shape:?}", data.len()));
@@ -38,10 +43,18 @@ impl<T> TypedTensor<T> {
     pub(crate) fn len(&self) -> usize {
         self.data.len()
     }
+
+    /// A copy in memory of its own.
+    pub(crate) fn try_clone(&self) -> Result<TypedTensor<T>, KernelError>
+    where
+        T: Clone,
+    {
+        Ok(TypedTensor { shape: self.shape.clone(), data: Buffer::copy_of(&self.data)? })
+    }
 }
 
 /// A tensor of any element type.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) enum Value {
     Bool(TypedTensor<bool>),
     U8(TypedTensor<u8>),
@@ -142,59 +155,67 @@ impl Value {
         with_copy!(self, tensor => pool.add(into_elements(tensor)), _ => {});
     }
 
-    /// The value as a tensor of the host, in the same memory where possible.
+    /// A copy in memory of its own.
+    pub(crate) fn try_clone(&self) -> Result<Value, KernelError> {
+        with_value!(self, tensor => Ok(tensor.try_clone()?.into()))
+    }
+
+    /// The value as a tensor of the host, in the same memory.
     pub(crate) fn into_host(self) -> Result<HostTensor, String> {
-        let shape = self.shape().to_vec();
-        let text = |err: model::TensorError| err.to_string();
+        let dtype = self.dtype();
         match self {
-            Value::Bool(tensor) => {
-                let bytes: Vec<u8> = elements(&tensor).iter().map(|&b| u8::from(b)).collect();
-                HostTensor::from_raw(DataType::Bool, shape, bytes.into()).map_err(text)
-            }
             Value::String(tensor) => {
-                let strings = into_elements(tensor);
-                HostTensor::from_strings(shape, strings).map_err(text)
+                let shape = tensor.shape().to_vec();
+                let strings = into_elements(tensor).into_vec();
+                HostTensor::from_strings(shape, strings).map_err(|err| err.to_string())
             }
-            other => with_number!(other, tensor => {
-                HostTensor::from_vec(shape, into_elements(tensor)).map_err(text)
-            }, _ => Err("not a number".to_string())),
+            other => with_copy!(other, tensor => {
+                let TypedTensor { shape, data } = tensor;
+                data.into_tensor(dtype, &shape)
+            }, _ => Err("type and data disagree".to_string())),
         }
     }
 
     /// A copy of a tensor of the host.
-    pub(crate) fn from_host(tensor: &HostTensor) -> Result<Value, String> {
+    pub(crate) fn from_host(tensor: &HostTensor) -> Result<Value, KernelError> {
+        const WRONG: &str = "type and data disagree";
         let shape = tensor.shape();
         macro_rules! numbers {
-            ($variant:ident) => {{
-                let values = tensor.to_vec().ok_or("type and data disagree")?;
-                Ok(Value::$variant(TypedTensor::from_data(shape, values)))
+            ($rust:ty) => {{
+                let raw = tensor.raw().ok_or(WRONG)?;
+                let values: Buffer<$rust> = match bytemuck::try_cast_slice(raw) {
+                    Ok(aligned) => Buffer::copy_of(aligned)?,
+                    Err(_) => {
+                        let chunks = raw.chunks_exact(size_of::<$rust>());
+                        Buffer::collect(chunks.map(bytemuck::pod_read_unaligned))?
+                    }
+                };
+                Ok(TypedTensor::try_from_data(shape, values)?.into())
             }};
         }
         match tensor.dtype() {
-            DataType::U8 => numbers!(U8),
-            DataType::U16 => numbers!(U16),
-            DataType::U32 => numbers!(U32),
-            DataType::U64 => numbers!(U64),
-            DataType::I8 => numbers!(I8),
-            DataType::I16 => numbers!(I16),
-            DataType::I32 => numbers!(I32),
-            DataType::I64 => numbers!(I64),
-            DataType::F16 => numbers!(F16),
-            DataType::BF16 => numbers!(BF16),
-            DataType::F32 => numbers!(F32),
-            DataType::F64 => numbers!(F64),
+            DataType::U8 => numbers!(u8),
+            DataType::U16 => numbers!(u16),
+            DataType::U32 => numbers!(u32),
+            DataType::U64 => numbers!(u64),
+            DataType::I8 => numbers!(i8),
+            DataType::I16 => numbers!(i16),
+            DataType::I32 => numbers!(i32),
+            DataType::I64 => numbers!(i64),
+            DataType::F16 => numbers!(f16),
+            DataType::BF16 => numbers!(bf16),
+            DataType::F32 => numbers!(f32),
+            DataType::F64 => numbers!(f64),
             DataType::Bool => {
-                let raw = tensor.raw().ok_or("type and data disagree")?;
-                Ok(Value::Bool(TypedTensor::from_data(
-                    shape,
-                    raw.iter().map(|&b| b != 0).collect::<Vec<_>>(),
-                )))
+                let raw = tensor.raw().ok_or(WRONG)?;
+                let data = Buffer::collect(raw.iter().map(|&b| b != 0))?;
+                Ok(TypedTensor::try_from_data(shape, data)?.into())
             }
             DataType::String => match tensor.data() {
                 TensorData::Strings(strings) => {
-                    Ok(Value::String(TypedTensor::from_data(shape, strings.clone())))
+                    Ok(TypedTensor::try_from_data(shape, Buffer::copy_of(strings)?)?.into())
                 }
-                TensorData::Raw(_) => Err("type and data disagree".to_string()),
+                TensorData::Raw(_) => Err(WRONG.into()),
             },
         }
     }
@@ -234,7 +255,7 @@ pub(crate) fn elements<T>(tensor: &TypedTensor<T>) -> &[T] {
 }
 
 /// Like [`elements`], by value.
-pub(crate) fn into_elements<T>(tensor: TypedTensor<T>) -> Vec<T> {
+pub(crate) fn into_elements<T>(tensor: TypedTensor<T>) -> Buffer<T> {
     tensor.data
 }
 

@@ -8,6 +8,7 @@ use std::time::Instant;
 use base::Nanos;
 use device::{DeviceError, Outcome, Segment};
 
+use crate::buffer;
 use crate::buffer_pool::BufferPool;
 use crate::device_state::{self, DeviceState};
 use crate::program::{CpuTask, TaskStart, TaskValues};
@@ -69,10 +70,12 @@ impl WorkerPool {
         let threads = threads.max(1);
         let yields = Arc::new(YieldControl::new(threads));
         let registry = yields.clone();
+        let memory = state.memory();
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .thread_name(move |worker| format!("cpu-q{id}-{worker}"))
             .start_handler(move |worker| {
+                buffer::set_memory(memory);
                 registry.register(worker);
                 if low_priority {
                     device_state::lower_thread_priority();
@@ -206,11 +209,8 @@ impl WorkerPool {
             return None;
         };
         let outcome = outcome.unwrap_or_else(|_| {
-            Outcome::Failed(DeviceError::StepFailed {
-                step: format!("#{}", running.segment.task.next_step()),
-                op: "?".to_string(),
-                reason: "the kernel panicked".to_string(),
-            })
+            let step = running.segment.task.next_step();
+            Outcome::Failed(DeviceError::Defect(format!("step #{step} panicked")))
         });
         if let Some(task) = running.task() {
             task.finish(values);

@@ -13,10 +13,10 @@ fn check(options: CpuOptions) {
 
 #[test]
 fn with_one_thread() {
-    check(CpuOptions { threads: 1, queues: 1 });
+    check(CpuOptions { threads: 1, queues: 1, ..CpuOptions::default() });
 }
 
 #[test]
 fn with_several_threads_and_queues() {
-    check(CpuOptions { threads: 3, queues: 2 });
+    check(CpuOptions { threads: 3, queues: 2, ..CpuOptions::default() });
 }

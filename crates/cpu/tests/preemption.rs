@@ -267,7 +267,7 @@ fn check(device: &CpuDevice, queue: &TestQueue, cases: Vec<Case>, random: &mut R
 
 fn all(threads: usize, seed: u64) {
     let mut random = Random::new(seed);
-    let device = CpuDevice::new(CpuOptions { threads, queues: 1 });
+    let device = CpuDevice::new(CpuOptions { threads, queues: 1, ..CpuOptions::default() });
     let queue = TestQueue::open(&device, 0, false);
     let cases = [convolutions, products, others];
     for cases in cases {
@@ -311,7 +311,7 @@ fn image(random: &mut Random) -> Tensor {
 #[test]
 fn suspended_tasks_resume_on_any_queue() {
     let mut random = Random::new(73);
-    let device = CpuDevice::new(CpuOptions { threads: 2, queues: 2 });
+    let device = CpuDevice::new(CpuOptions { threads: 2, queues: 2, ..CpuOptions::default() });
     let queues = [TestQueue::open(&device, 0, false), TestQueue::open(&device, 1, false)];
     let real_time = TestQueue::open(&device, 2, true);
     let program = network(&device, &mut random);
@@ -347,7 +347,7 @@ fn suspended_tasks_resume_on_any_queue() {
 #[test]
 fn suspended_tasks_may_be_dropped() {
     let mut random = Random::new(74);
-    let device = CpuDevice::new(CpuOptions { threads: 2, queues: 1 });
+    let device = CpuDevice::new(CpuOptions { threads: 2, queues: 1, ..CpuOptions::default() });
     let queue = TestQueue::open(&device, 0, false);
     let program = network(&device, &mut random);
     let mut dropped = 0;
@@ -374,7 +374,7 @@ fn suspended_tasks_may_be_dropped() {
 #[test]
 fn suspended_task_outlives_its_queue() {
     let mut random = Random::new(75);
-    let device = CpuDevice::new(CpuOptions { threads: 2, queues: 2 });
+    let device = CpuDevice::new(CpuOptions { threads: 2, queues: 2, ..CpuOptions::default() });
     let program = network(&device, &mut random);
     let input = image(&mut random);
     let prepare = || program.prepare(vec![input.clone()]).expect("it fits");

@@ -9,7 +9,8 @@ use device::paged::{PagedDevice, PagedDeviceOptions};
 
 #[test]
 fn passes_the_residency_suite() {
-    let inner = Arc::new(CpuDevice::new(CpuOptions { threads: 2, queues: 2 }));
+    let inner =
+        Arc::new(CpuDevice::new(CpuOptions { threads: 2, queues: 2, ..CpuOptions::default() }));
     let options = PagedDeviceOptions {
         memory: Bytes(1 << 30),
         bytes_per_second: 2_000_000_000,

@@ -57,11 +57,7 @@ impl DeviceContext {
     /// device are reported as such.
     pub(crate) fn step_error(&self, step: &str, op: &str, err: CudaError) -> DeviceError {
         match err {
-            CudaError::Call { .. } => DeviceError::StepFailed {
-                step: step.to_string(),
-                op: op.to_string(),
-                reason: err.to_string(),
-            },
+            CudaError::Call { .. } => DeviceError::Defect(format!("step '{step}' ({op}): {err}")),
             other => self.error(other),
         }
     }

@@ -55,7 +55,7 @@ use base::{Bytes, Nanos};
 pub use batch::StagedInputs;
 use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
-use model::{DataType, LaunchPlan, Tensor};
+use model::{DataType, LaunchPlan, MemoryError, Tensor};
 use thiserror::Error;
 
 /// How finely a device preempts running work.
@@ -132,7 +132,7 @@ pub enum DeviceError {
         /// Why, and what would help.
         reason: String,
     },
-    /// A step failed while running.
+    /// A step refused its operands while running: the request's values do not fit the model.
     #[error("step '{step}' ({op}) failed: {reason}")]
     StepFailed {
         /// The step's name.
@@ -145,6 +145,12 @@ pub enum DeviceError {
     /// The plan is inconsistent.
     #[error("the plan is broken: {0}")]
     BadPlan(String),
+    /// A defect of a kernel, which no request should be able to cause.
+    #[error("a kernel failed: {0}")]
+    Defect(String),
+    /// The host does not have enough memory.
+    #[error("{0}")]
+    HostMemory(MemoryError),
     /// The device does not have enough memory.
     #[error("{needed} needed, {available} available on {device}")]
     OutOfMemory {

@@ -77,9 +77,10 @@ const PASSES: [(&str, Pass); 10] = [
 /// `evaluator`, everything that depends only on constants is computed now.
 pub fn optimize(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> PassReport {
     let mut report = PassReport::default();
+    let mut budget = fold::FoldBudget::new(graph);
     for _ in 0..MAX_ROUNDS {
         let before = report.total();
-        report.add("fold", fold::run(graph, evaluator));
+        report.add("fold", fold::run(graph, evaluator, &mut budget));
         for (name, pass) in PASSES {
             report.add(name, pass(graph));
         }

@@ -1,11 +1,12 @@
 //! Types that all crates share: data types, tensors, operators, launch plans, GPU plans, model
-//! settings, model repositories and the registry.
+//! settings, model repositories, the registry and the budget of host memory.
 
 pub mod config;
 pub mod dim;
 pub mod dtype;
 pub mod gpu;
 pub mod host_pool;
+pub mod memory;
 pub mod op;
 pub mod plan;
 pub mod repository;
@@ -17,5 +18,6 @@ pub mod tensor;
 pub use config::ModelConfig;
 pub use dtype::DataType;
 pub use host_pool::{HostPool, HostPoolBuffer};
+pub use memory::{HostMemory, MemoryError, Reservation};
 pub use plan::{Dim, LaunchPlan, PlanError, Step, ValueId, ValueInfo};
 pub use tensor::{Tensor, TensorData, TensorError};

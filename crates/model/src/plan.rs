@@ -10,6 +10,10 @@ use crate::dim::Polynomial;
 use crate::op::Op;
 use crate::{DataType, Tensor};
 
+mod peak;
+
+pub use peak::PeakMemory;
+
 /// A value of a plan: an index into [`LaunchPlan::values`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ValueId(pub u32);

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use thiserror::Error;
 
-use crate::DataType;
+use crate::{DataType, Reservation};
 
 /// The maximum number of elements; larger shapes are refused before anything is allocated.
 pub const MAX_ELEMENTS: usize = 1 << 40;
@@ -76,12 +76,16 @@ pub fn element_count(shape: &[usize]) -> Result<usize, TensorError> {
     Ok(if shape.contains(&0) { 0 } else { count })
 }
 
-/// A vector of numbers that exposes its memory as bytes, so that outputs are not copied.
-struct Owner<T>(Vec<T>);
+/// A vector of numbers that exposes its memory as bytes, so that outputs are not copied. Holds the
+/// reservation of that memory.
+struct Owner<T> {
+    values: Vec<T>,
+    _reservation: Option<Reservation>,
+}
 
 impl<T: bytemuck::NoUninit> AsRef<[u8]> for Owner<T> {
     fn as_ref(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.0)
+        bytemuck::cast_slice(&self.values)
     }
 }
 
@@ -116,8 +120,22 @@ impl Tensor {
         if values.len() != expected {
             return Err(TensorError::WrongElementCount { shape, expected, actual: values.len() });
         }
-        let raw = Bytes::from_owner(Owner(values));
+        let raw = Bytes::from_owner(Owner { values, _reservation: None });
         Ok(Tensor { dtype: T::DTYPE, shape, data: TensorData::Raw(raw) })
+    }
+
+    /// A tensor that takes ownership of `values` and of the reservation of their memory.
+    pub fn from_reserved<T>(
+        dtype: DataType,
+        shape: Vec<usize>,
+        values: Vec<T>,
+        reservation: Reservation,
+    ) -> Result<Tensor, TensorError>
+    where
+        T: bytemuck::NoUninit + Send,
+    {
+        let raw = Bytes::from_owner(Owner { values, _reservation: Some(reservation) });
+        Tensor::from_raw(dtype, shape, raw)
     }
 
     /// The element type.

@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
+use model::memory::MemoryCache;
 use model::{HostPool, HostPoolBuffer};
 
 /// Maximum size of free buffers.
@@ -93,6 +94,14 @@ impl BodyBuffers {
             free.bytes += capacity;
             free.buffers.push(buffer);
         }
+    }
+}
+
+impl MemoryCache for BodyBuffers {
+    fn free(&self) {
+        // Freed after the lock is released.
+        let freed = std::mem::take(&mut *self.free.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(freed);
     }
 }
 

@@ -9,12 +9,11 @@ use api::grpc::{decode_infer, encode_infer};
 use api::proto::grpc_inference_service_server::{GrpcInferenceService, GrpcInferenceServiceServer};
 use api::trace::TRACEPARENT;
 use api::{ApiError, ModelRef, RequestContext, TraceContext, proto};
-use futures_util::{FutureExt, Stream, StreamExt};
+use futures_util::{FutureExt, Stream};
 use http::HeaderMap;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tonic::codec::CompressionEncoding;
-use tonic::metadata::MetadataMap;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::HealthReporter;
@@ -31,6 +30,9 @@ use crate::server::{AppState, ServerError};
 const CONNECTION_WINDOW: u32 = 16 << 20;
 /// Maximum frame size: an image in one frame is not copied after it is read from the socket.
 const FRAME_BYTES: u32 = 1 << 20;
+
+/// Maximum message of calls other than inferences, after decompression.
+const MAX_CONTROL_BYTES: usize = 1 << 20;
 
 type Service = GrpcInferenceServiceServer<Handler>;
 type RpcResult<T> = Result<Response<T>, Status>;
@@ -59,9 +61,8 @@ pub(crate) async fn serve(
             .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
-    let limit = app.max_body_bytes;
     let service = GrpcInferenceServiceServer::new(Handler { app: app.clone() })
-        .max_decoding_message_size(limit)
+        .max_decoding_message_size(MAX_CONTROL_BYTES)
         .max_encoding_message_size(usize::MAX)
         .accept_compressed(CompressionEncoding::Gzip)
         .accept_compressed(CompressionEncoding::Deflate);
@@ -82,6 +83,9 @@ pub(crate) async fn serve(
     };
     Ok((GrpcHealth(reporter), task))
 }
+
+/// Inferences never reach tonic's handler.
+const ELSEWHERE: &str = "inferences are handled by FastInfer";
 
 pub(crate) struct Handler {
     app: Arc<AppState>,
@@ -201,30 +205,16 @@ impl GrpcInferenceService for Handler {
 
     async fn model_infer(
         &self,
-        request: Request<proto::ModelInferRequest>,
+        _: Request<proto::ModelInferRequest>,
     ) -> RpcResult<proto::ModelInferResponse> {
-        let context = context_of(request.metadata().as_ref());
-        let response = infer(&self.app, request.into_inner(), context).await?;
-        let mut headers = HeaderMap::new();
-        with_trace(&mut headers, context);
-        Ok(Response::from_parts(MetadataMap::from_headers(headers), response, Default::default()))
+        Err(Status::internal(ELSEWHERE))
     }
 
     async fn model_stream_infer(
         &self,
-        request: Request<Streaming<proto::ModelInferRequest>>,
+        _: Request<Streaming<proto::ModelInferRequest>>,
     ) -> RpcResult<Self::ModelStreamInferStream> {
-        let context = context_of(request.metadata().as_ref());
-        let app = self.app.clone();
-        let replies = request.into_inner().then(move |message| {
-            let app = app.clone();
-            async move {
-                let message = message?;
-                let id = message.id.clone();
-                Ok(stream_response(id, infer(&app, message, context).await))
-            }
-        });
-        Ok(Response::new(Box::pin(replies)))
+        Err(Status::internal(ELSEWHERE))
     }
 
     async fn model_config(

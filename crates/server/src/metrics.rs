@@ -89,6 +89,16 @@ async fn page(State(app): State<Arc<AppState>>) -> impl IntoResponse {
     exposition.sample("atoll_requests_in_flight", &[], app.requests.in_flight());
     exposition.family("atoll_draining", MetricKind::Gauge, "1 while the server drains");
     exposition.sample("atoll_draining", &[], u8::from(app.requests.is_closed()));
+    let memory = app.bodies.memory;
+    let name = "atoll_host_memory_bytes";
+    exposition.family(name, MetricKind::Gauge, "Host memory reserved by requests and models");
+    exposition.sample(name, &[], memory.used());
+    let name = "atoll_host_memory_limit_bytes";
+    exposition.family(name, MetricKind::Gauge, "Host memory that may be reserved");
+    exposition.sample(name, &[], memory.limit());
+    let name = "atoll_host_memory_refused_total";
+    exposition.family(name, MetricKind::Counter, "Reservations of host memory that were refused");
+    exposition.sample(name, &[], memory.refused());
     app.service.write_metrics(&mut text);
     ([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
 }

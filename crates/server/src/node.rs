@@ -13,7 +13,7 @@ use api::{
 };
 use base::Nanos;
 use device::DeviceError;
-use model::Tensor;
+use model::{HostMemory, Tensor};
 use runtime::batching::StaggeredBatch;
 use runtime::device_group::router::GroupModelId;
 use runtime::{BatchTime, DeviceGroup, Rejection, Reply, Request, RequestHandle};
@@ -212,6 +212,10 @@ fn rejection(model: &ServedModel, rejection: Rejection) -> ApiError {
         Rejection::RealTimeOnly => ApiError::unsupported(message()),
         Rejection::ShuttingDown => ApiError::shutting_down(),
         Rejection::Device(DeviceError::BadInput(why)) => ApiError::invalid(why.clone()),
+        Rejection::Device(DeviceError::StepFailed { .. }) => ApiError::invalid(message()),
+        Rejection::Device(DeviceError::HostMemory(error)) => {
+            ApiError { message: message().into(), ..ApiError::from(*error) }
+        }
         Rejection::Device(DeviceError::Unsupported { .. }) => ApiError::unsupported(message()),
         Rejection::Device(DeviceError::OutOfMemory { .. }) => {
             ApiError::unavailable(message()).retry_after(1)
@@ -318,10 +322,14 @@ impl Inner {
             )));
         };
         let (image, holder) = (request.image, served.clone());
-        let tensor = blocking_api(move || {
+        let (tensor, _memory) = blocking_api(move || {
             let info = holder.plan().value(input);
             let preprocessing = holder.config.preprocessing.clone().unwrap_or_default();
-            image::to_tensor(&image, &preprocessing, info)
+            let mut memory = HostMemory::process().empty();
+            let tensor = image::to_tensor(&image, &preprocessing, info, &mut memory)?;
+            // Only the tensor is left of it.
+            memory.shrink_to(tensor.size_bytes());
+            Ok((tensor, memory))
         })
         .await?;
         let inputs = vec![tensor];

@@ -25,6 +25,9 @@ mod repository_api;
 pub(crate) mod response;
 mod statistics_api;
 
+#[cfg(test)]
+pub(crate) use body::compress;
+pub(crate) use body::{Coding, decompress, reserve_received};
 pub(crate) use infer_api::span as infer_span;
 pub(crate) use repository_api::check_load_parameters;
 
@@ -62,7 +65,7 @@ impl Respond for RestHandler {
 }
 
 fn router(app: Arc<AppState>) -> Router {
-    let images = DefaultBodyLimit::max(app.max_body_bytes);
+    let images = DefaultBodyLimit::max(app.bodies.max_bytes);
     let models = DefaultBodyLimit::max(app.max_model_bytes);
     Router::new()
         .route("/v2", get(health_api::server_metadata))

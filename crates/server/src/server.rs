@@ -1,10 +1,12 @@
 //! Lifecycle of the server: bind, serve, drain without losing requests.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use api::InferenceService;
+use api::error::ApiResult;
+use api::{ApiError, ErrorKind, InferenceService};
+use model::{HostMemory, Reservation};
 use thiserror::Error;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -14,6 +16,10 @@ use tokio::time::Instant;
 use crate::body_buffers::BodyBuffers;
 use crate::request_tracker::RequestTracker;
 use crate::{grpc, listener, metrics, rest};
+
+/// A decoded request may take this many times the maximum size of its body: arrays of short numbers
+/// take 13 times their JSON.
+const MAX_DECODED: usize = 16;
 
 /// Where and how a server listens. A port of 0 picks a free one; `None` disables a protocol.
 #[derive(Clone, Debug)]
@@ -30,6 +36,8 @@ pub struct ServerOptions {
     pub max_model_bytes: usize,
     /// Maximum number of connections per protocol.
     pub max_connections: usize,
+    /// The budget of bodies, decoded requests and encoded responses.
+    pub memory: &'static HostMemory,
 }
 
 impl Default for ServerOptions {
@@ -42,6 +50,7 @@ impl Default for ServerOptions {
             max_body_bytes: 64 << 20,
             max_model_bytes: 2 << 30,
             max_connections: 10_000,
+            memory: HostMemory::process(),
         }
     }
 }
@@ -66,9 +75,30 @@ pub enum ServerError {
 pub(crate) struct AppState {
     pub(crate) service: Arc<dyn InferenceService>,
     pub(crate) requests: RequestTracker,
-    pub(crate) max_body_bytes: usize,
     pub(crate) max_model_bytes: usize,
+    pub(crate) bodies: BodyLimits,
+}
+
+/// Where request bodies are read to, and how much memory they may take.
+pub(crate) struct BodyLimits {
+    /// Maximum size of a body after decompression.
+    pub(crate) max_bytes: usize,
     pub(crate) buffers: Arc<BodyBuffers>,
+    pub(crate) memory: &'static HostMemory,
+}
+
+impl BodyLimits {
+    /// Reserves the memory that decoding takes, which is at most `bytes`.
+    pub(crate) fn reserve_decoding(&self, bytes: usize, memory: &mut Reservation) -> ApiResult<()> {
+        let limit = self.max_bytes.saturating_mul(MAX_DECODED);
+        if bytes > limit {
+            return Err(ApiError::new(
+                ErrorKind::TooLarge,
+                format!("the request takes {bytes} bytes when decoded, the limit is {limit}"),
+            ));
+        }
+        Ok(memory.grow(bytes)?)
+    }
 }
 
 impl AppState {
@@ -115,12 +145,17 @@ impl BoundServer {
         service: Arc<dyn InferenceService>,
     ) -> Result<RunningServer, ServerError> {
         let app = Arc::new(AppState {
-            buffers: Arc::new(BodyBuffers::new(service.host_pool())),
+            bodies: BodyLimits {
+                max_bytes: self.options.max_body_bytes,
+                buffers: Arc::new(BodyBuffers::new(service.host_pool())),
+                memory: self.options.memory,
+            },
             service,
             requests: RequestTracker::default(),
-            max_body_bytes: self.options.max_body_bytes,
             max_model_bytes: self.options.max_model_bytes,
         });
+        let cache: Weak<BodyBuffers> = Arc::downgrade(&app.bodies.buffers);
+        app.bodies.memory.add_cache(cache);
         let (stop, stopped) = watch::channel(false);
         let mut server = RunningServer {
             http_addr: None,

@@ -1,4 +1,10 @@
+use model::HostMemory;
+
 use super::*;
+
+fn decode(file: &[u8], limits: &DecodeLimits) -> ApiResult<RgbPicture> {
+    super::decode(file, limits, &mut HostMemory::process().empty())
+}
 
 /// Expected pixels, computed by the crate `image` before this module replaced it.
 const EXPECTED: &str = include_str!("../../testdata/picture.txt");

@@ -6,7 +6,7 @@ use api::error::ApiResult;
 use api::picture::{self, DecodeLimits};
 use model::config::{ChannelOrder, ImageLayout};
 use model::tensor::TensorData;
-use model::{DataType, Tensor};
+use model::{DataType, HostMemory, Tensor};
 
 use super::spec::{PictureFeed, Size};
 
@@ -60,7 +60,9 @@ impl Picture {
     /// Decodes a JPEG or PNG file.
     pub fn decode(file: &[u8]) -> ApiResult<Picture> {
         let limits = DecodeLimits { edge: EDGE_MAX, ..DecodeLimits::default() };
-        let picture::RgbPicture { width, height, rgb } = picture::decode(file, &limits)?;
+        let mut memory = HostMemory::process().empty();
+        let decoded = picture::decode(file, &limits, &mut memory)?;
+        let picture::RgbPicture { width, height, rgb } = decoded;
         Ok(Picture { width, height, rgb })
     }
 

@@ -7,13 +7,15 @@ use super::dense::{self, Real, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
 use super::matmul::PlainNumber;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value};
 use crate::yield_point;
 
 /// Queries whose scores are held at a time.
 const QUERY_BLOCK: usize = 128;
 
-pub(crate) fn build(facts: &StepFacts, scale: f32) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts, scale: f32) -> Result<Kernel, KernelError> {
     let dtype = facts.input_dtype(0);
     let same = |index: usize| facts.input_dtype(index) == dtype;
     let mask = facts.input_dtype(3);
@@ -39,12 +41,12 @@ struct Extents {
     value_width: usize,
     batch: Vec<usize>,
     /// For each batch index, the index into each operand.
-    indices: [Vec<usize>; 3],
+    indices: [Buffer<usize>; 3],
 }
 
 impl Extents {
-    fn new(q: &[usize], k: &[usize], v: &[usize]) -> Result<Extents, String> {
-        let wrong = || format!("shapes {q:?}, {k:?} and {v:?} are no queries, keys and values");
+    fn new(q: &[usize], k: &[usize], v: &[usize]) -> Result<Extents, KernelError> {
+        let wrong = || invalid!("shapes {q:?}, {k:?} and {v:?} are no queries, keys and values");
         let (
             [q_batch @ .., queries, width],
             [k_batch @ .., keys, k_width],
@@ -57,8 +59,11 @@ impl Extents {
             return Err(wrong());
         }
         let batch = dense::broadcast_shapes(&dense::broadcast_shapes(q_batch, k_batch)?, v_batch)?;
-        let indices =
-            [q_batch, k_batch, v_batch].map(|shape| dense::broadcast_indices(shape, &batch));
+        let indices = [
+            dense::broadcast_indices(q_batch, &batch)?,
+            dense::broadcast_indices(k_batch, &batch)?,
+            dense::broadcast_indices(v_batch, &batch)?,
+        ];
         Ok(Extents {
             queries: *queries,
             keys: *keys,
@@ -72,9 +77,9 @@ impl Extents {
 
 /// The mask that is added to the scores.
 struct Mask<T> {
-    data: Vec<T>,
+    data: Buffer<T>,
     /// For each batch index, the index of the mask's matrix.
-    indices: Vec<usize>,
+    indices: Buffer<usize>,
     rows: usize,
     columns: usize,
 }
@@ -83,7 +88,7 @@ impl<T: Real> Mask<T>
 where
     TypedTensor<T>: Into<Value>,
 {
-    fn new(value: &Value, extents: &Extents) -> Result<Mask<T>, String> {
+    fn new(value: &Value, extents: &Extents) -> Result<Mask<T>, KernelError> {
         let shape = value.shape();
         let (batch, rows, columns) = match shape {
             [] => (&shape[..0], 1, 1),
@@ -94,20 +99,22 @@ where
             && (columns == 1 || columns == extents.keys)
             && dense::broadcast_shapes(batch, &extents.batch).as_ref() == Ok(&extents.batch);
         if !fits {
-            return Err(format!(
+            return Err(invalid!(
                 "a mask of shape {shape:?} for {} queries, {} keys and batch {:?}",
-                extents.queries, extents.keys, extents.batch
+                extents.queries,
+                extents.keys,
+                extents.batch
             ));
         }
         let data = match (value, T::get(value)) {
-            (_, Some(tensor)) => elements(tensor).to_vec(),
+            (_, Some(tensor)) => Buffer::copy_of(elements(tensor))?,
             (Value::Bool(tensor), _) => {
                 let shift = |&keep: &bool| if keep { T::zero() } else { T::neg_infinity() };
-                elements(tensor).iter().map(shift).collect()
+                Buffer::collect(elements(tensor).iter().map(shift))?
             }
-            _ => return Err(format!("a mask of {}", value.dtype())),
+            _ => return Err(invalid!("a mask of {}", value.dtype())),
         };
-        let indices = dense::broadcast_indices(batch, &extents.batch);
+        let indices = dense::broadcast_indices(batch, &extents.batch)?;
         Ok(Mask { data, indices, rows, columns })
     }
 
@@ -136,9 +143,10 @@ where
         k: &[Self],
         width: usize,
         scale: f32,
-    ) -> Result<(), String>;
+    ) -> Result<(), KernelError>;
     /// `scores @ v`.
-    fn weigh(out: &mut [Self], scores: &[Self], v: &[Self], keys: usize) -> Result<(), String>;
+    fn weigh(out: &mut [Self], scores: &[Self], v: &[Self], keys: usize)
+    -> Result<(), KernelError>;
 }
 
 impl Scores for f32 {
@@ -148,14 +156,14 @@ impl Scores for f32 {
         k: &[f32],
         width: usize,
         scale: f32,
-    ) -> Result<(), String> {
+    ) -> Result<(), KernelError> {
         let left = Matrix::new(q, q.len() / width, width);
         let right = Matrix::new(k, k.len() / width, width).transposed();
         let epilogue = Epilogue { alpha: scale, ..Epilogue::default() };
         gemm::product_here(out, Left::Plain(left), Right::Plain(right), epilogue)
     }
 
-    fn weigh(out: &mut [f32], scores: &[f32], v: &[f32], keys: usize) -> Result<(), String> {
+    fn weigh(out: &mut [f32], scores: &[f32], v: &[f32], keys: usize) -> Result<(), KernelError> {
         let left = Matrix::new(scores, scores.len() / keys, keys);
         let right = Matrix::new(v, keys, v.len() / keys);
         gemm::product_here(out, Left::Plain(left), Right::Plain(right), Epilogue::default())
@@ -169,7 +177,7 @@ impl Scores for f64 {
         k: &[f64],
         width: usize,
         scale: f32,
-    ) -> Result<(), String> {
+    ) -> Result<(), KernelError> {
         let keys = k.len() / width;
         for (row, q) in out.chunks_exact_mut(keys).zip(q.chunks_exact(width)) {
             for (score, k) in row.iter_mut().zip(k.chunks_exact(width)) {
@@ -179,7 +187,7 @@ impl Scores for f64 {
         Ok(())
     }
 
-    fn weigh(out: &mut [f64], scores: &[f64], v: &[f64], keys: usize) -> Result<(), String> {
+    fn weigh(out: &mut [f64], scores: &[f64], v: &[f64], keys: usize) -> Result<(), KernelError> {
         out.fill(0.0);
         dense::plain_product(out, scores, v, v.len() / keys, f64::multiply_add);
         Ok(())
@@ -198,26 +206,28 @@ where
     };
     let mut shape = extents.batch.clone();
     shape.extend([extents.queries, extents.value_width]);
-    let mut out = dense::filled(context.pool, dense::count(&shape)?, <T as PlainNumber>::zero());
+    let mut out = context.pool.filled(dense::count(&shape)?, <T as PlainNumber>::zero())?;
     if out.is_empty() || extents.keys == 0 || extents.width == 0 {
         return if extents.keys == 0 || out.is_empty() {
             dense::output(&shape, out)
         } else {
-            Err("queries and keys have no width".to_string())
+            Err("queries and keys have no width".into())
         };
     }
     let (q, k, v) = (elements(q), elements(k), elements(v));
     let blocks = extents.queries.div_ceil(QUERY_BLOCK);
     let size = extents.queries * extents.value_width;
-    let mut parts: Vec<(usize, usize, &mut [T])> = Vec::new();
+    let mut parts: Buffer<(usize, usize, &mut [T])> =
+        Buffer::with_capacity(dense::count(&[out.len() / size, blocks])?)?;
     for (index, out) in out.chunks_exact_mut(size).enumerate() {
         let blocks = out.chunks_mut(QUERY_BLOCK * extents.value_width).enumerate();
         parts.extend(blocks.map(|(block, out)| (index, block, out)));
     }
     debug_assert_eq!(parts.len() % blocks, 0);
-    let parts = parts.into_par_iter().with_max_len(1);
+    let parts = parts.par_iter_mut().with_max_len(1);
     parts.try_for_each_init(yield_point::start_work, |_, (index, block, out)| {
-        let first = block * QUERY_BLOCK;
+        let index = *index;
+        let first = *block * QUERY_BLOCK;
         let count = out.len() / extents.value_width;
         let part = |data: &'_ [T], operand: usize, rows: usize, width: usize| {
             let start = extents.indices[operand][index] * rows * width;
@@ -225,7 +235,7 @@ where
         };
         let (keys, width) = (extents.keys, extents.width);
         let queries = &q[part(q, 0, extents.queries, width)][first * width..][..count * width];
-        let mut scores = vec![<T as PlainNumber>::zero(); count * keys];
+        let mut scores = Buffer::filled(count * keys, <T as PlainNumber>::zero())?;
         T::score(&mut scores, queries, &k[part(k, 1, keys, width)], width, scale)?;
         for (offset, row) in scores.chunks_exact_mut(keys).enumerate() {
             if let Some(mask) = &mask {

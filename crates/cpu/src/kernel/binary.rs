@@ -10,12 +10,14 @@ use model::op::{Binary, Compare, Op, Variadic};
 pub(crate) use number::Number;
 
 use super::elementwise::{InPlaceFn, MapFn, ZipFn, ZipRow, map_in_place, zip, zip_in_place};
-use super::operand::{Element, dtype_of, elements, filled, is_half, one, output_len, through_f32};
+use super::operand::{Element, dtype_of, elements, is_half, one, output_len, through_f32};
 use super::strided::{StridedLoop, broadcast_shape};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::into_elements;
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let dtype = dtype_of(facts, 0)?;
     match &facts.step.op {
         Op::Binary(Binary::Pow) => power::build(facts, dtype),
@@ -44,13 +46,13 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
 /// Builds a kernel of single precision if `dtype` is half precision.
 fn through_half(
     dtype: DataType,
-    build: impl Fn(DataType) -> Result<Kernel, String>,
-) -> Result<Kernel, String> {
+    build: impl Fn(DataType) -> Result<Kernel, KernelError>,
+) -> Result<Kernel, KernelError> {
     if is_half(dtype) { Ok(through_f32(dtype, build(DataType::F32)?)) } else { build(dtype) }
 }
 
 /// An error if the operands have different types.
-fn same_types(facts: &StepFacts) -> Result<(), String> {
+fn same_types(facts: &StepFacts) -> Result<(), KernelError> {
     let first = facts.input_dtype(0);
     if (0..facts.step.inputs.len()).all(|index| facts.input_dtype(index) == first) {
         Ok(())
@@ -151,7 +153,7 @@ macro_rules! with_integer {
 
 pub(crate) use with_type;
 
-fn arithmetic(facts: &StepFacts, binary: Binary, dtype: DataType) -> Result<Kernel, String> {
+fn arithmetic(facts: &StepFacts, binary: Binary, dtype: DataType) -> Result<Kernel, KernelError> {
     match binary {
         // Models use these most, so they have in-place loops of their own.
         Binary::Add if dtype == DataType::F32 => Ok(in_place(<f32 as Number>::add, true)),
@@ -199,7 +201,7 @@ fn dividing<T: Number>(f: impl Fn(T, T) -> T + Send + Sync + Copy + 'static) -> 
 fn divide_kernel<T: Number>(f: Box<dyn ZipRow<T, T, T>>) -> Kernel {
     Kernel::new(move |context: &Context, inputs: Inputs| {
         if T::INTEGER && elements(inputs.typed::<T>(1)?).contains(&T::default()) {
-            return Err("an integer is divided by zero".to_string());
+            return Err("an integer is divided by zero".into());
         }
         combine(context, inputs, &*f)
     })
@@ -236,14 +238,14 @@ fn broadcast<A: Element + Copy, B: Element + Copy, U: Element>(
 ) -> KernelResult {
     let (a, b) = (inputs.typed::<A>(0)?, inputs.typed::<B>(1)?);
     let shape = broadcast_shape(&[a.shape(), b.shape()])?;
-    let count = output_len::<U>(&shape, 0)?;
+    let count = output_len(&shape)?;
     let strided = StridedLoop::broadcast(&shape, [a.shape(), b.shape()]);
-    let mut out = filled(context.pool, count, U::default());
+    let mut out = context.pool.filled(count, U::default())?;
     zip(&strided, elements(a), elements(b), &mut out, f);
     one(U::wrap(&shape, out))
 }
 
-fn comparison(facts: &StepFacts, compare: Compare, dtype: DataType) -> Result<Kernel, String> {
+fn comparison(facts: &StepFacts, compare: Compare, dtype: DataType) -> Result<Kernel, KernelError> {
     match (compare, dtype) {
         (Compare::Equal, DataType::Bool) => Ok(comparing(|a: bool, b: bool| a == b)),
         (Compare::Equal, DataType::String) => {
@@ -273,7 +275,7 @@ fn equal_strings(inputs: &Inputs) -> KernelResult {
     let (a, b) = (inputs.typed::<bytes::Bytes>(0)?, inputs.typed::<bytes::Bytes>(1)?);
     let shape = broadcast_shape(&[a.shape(), b.shape()])?;
     let strided = StridedLoop::broadcast(&shape, [a.shape(), b.shape()]);
-    let mut out = vec![false; output_len::<bool>(&shape, 0)?];
+    let mut out = Buffer::filled(output_len(&shape)?, false)?;
     let (a, b) = (elements(a), elements(b));
     let [a_stride, b_stride] = strided.inner_strides.map(|stride| stride as usize);
     let count = out.len();
@@ -285,7 +287,11 @@ fn equal_strings(inputs: &Inputs) -> KernelResult {
     one(bool::wrap(&shape, out))
 }
 
-fn reduction(facts: &StepFacts, variadic: Variadic, dtype: DataType) -> Result<Kernel, String> {
+fn reduction(
+    facts: &StepFacts,
+    variadic: Variadic,
+    dtype: DataType,
+) -> Result<Kernel, KernelError> {
     with_type!(dtype, facts, T => match variadic {
         Variadic::Sum => Ok(folding::<T>(Box::new(ZipFn(T::add)), false)),
         Variadic::Max => Ok(folding::<T>(Box::new(ZipFn(T::larger)), false)),
@@ -317,7 +323,7 @@ fn folding<T: Number>(f: Box<dyn ZipRow<T, T, T>>, mean: bool) -> Kernel {
     })
 }
 
-fn prelu(facts: &StepFacts, dtype: DataType) -> Result<Kernel, String> {
+fn prelu(facts: &StepFacts, dtype: DataType) -> Result<Kernel, KernelError> {
     with_type!(dtype, facts, T => Ok(prelu_kernel::<T>()))
 }
 
@@ -325,7 +331,7 @@ fn prelu_kernel<T: Number>() -> Kernel {
     Kernel::new(|context: &Context, inputs: Inputs| {
         let shapes = [inputs.get(0)?.shape(), inputs.get(1)?.shape()];
         if broadcast_shape(&shapes)? != shapes[0] {
-            return Err(format!("slope {:?} does not broadcast to {:?}", shapes[1], shapes[0]));
+            return Err(invalid!("slope {:?} does not broadcast to {:?}", shapes[1], shapes[0]));
         }
         let f = |x: T, slope: T| if x < T::default() { T::mul(x, slope) } else { x };
         combine(context, inputs, &ZipFn(f))

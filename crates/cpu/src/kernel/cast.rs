@@ -9,9 +9,11 @@ use super::elementwise;
 use super::operand::{Element, dtype_of, elements, one};
 use super::parallel::in_pieces;
 use super::{Kernel, StepFacts};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, with_number};
 
-pub(crate) fn build(facts: &StepFacts, to: DataType) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts, to: DataType) -> Result<Kernel, KernelError> {
     if dtype_of(facts, 0)? == to {
         return Ok(Kernel::new(|_, mut inputs| one(inputs.take(0)?)));
     }
@@ -20,21 +22,21 @@ pub(crate) fn build(facts: &StepFacts, to: DataType) -> Result<Kernel, String> {
 
 /// `value` with each element converted to `to`. Floats are truncated and saturate when converted to
 /// integers; integers keep their low bits when converted to narrower ones.
-pub(crate) fn convert(value: &Value, to: DataType) -> Result<Value, String> {
+pub(crate) fn convert(value: &Value, to: DataType) -> Result<Value, KernelError> {
     match (value, to) {
-        (value, to) if value.dtype() == to => Ok(value.clone()),
+        (value, to) if value.dtype() == to => value.try_clone(),
         (Value::String(tensor), to) => parse(tensor, to),
         (Value::Bool(tensor), DataType::String) => {
-            Ok(texts(tensor, |&x| if x { "True" } else { "False" }.to_string()))
+            texts(tensor, |&x| if x { "True" } else { "False" }.to_string())
         }
         (Value::Bool(tensor), to) => {
-            let bytes = elements(tensor).iter().map(|&x| u8::from(x)).collect();
+            let bytes = Buffer::collect(elements(tensor).iter().map(|&x| u8::from(x)))?;
             convert(&u8::wrap(tensor.shape(), bytes), to)
         }
         (value, DataType::Bool) => {
-            with_number!(value, tensor => Ok(truth(tensor)), _ => Err("not a number".to_string()))
+            with_number!(value, tensor => truth(tensor), _ => Err("not a number".into()))
         }
-        (value, DataType::String) => Ok(format(value)),
+        (value, DataType::String) => format(value),
         (value, to) => number(value, to),
     }
 }
@@ -70,7 +72,7 @@ wide!(i64: U8, U16, U32, I8, I16, I32, I64);
 wide!(u64: U64);
 wide!(f64: F16, BF16, F32, F64);
 
-fn number(value: &Value, to: DataType) -> Result<Value, String> {
+fn number(value: &Value, to: DataType) -> Result<Value, KernelError> {
     // The conversions that models use most, in one pass.
     match (value, to) {
         (Value::U8(x), DataType::F32) => direct(x, f32::from),
@@ -97,14 +99,14 @@ fn number(value: &Value, to: DataType) -> Result<Value, String> {
 fn direct<T: Element + Copy, U: Element>(
     tensor: &TypedTensor<T>,
     f: impl Fn(T) -> U + Sync + Copy,
-) -> Result<Value, String> {
-    let mut out = vec![U::default(); tensor.len()];
+) -> Result<Value, KernelError> {
+    let mut out = Buffer::filled(tensor.len(), U::default())?;
     elementwise::convert(elements(tensor), &mut out, f);
     Ok(U::wrap(tensor.shape(), out))
 }
 
 /// Converts through `W`.
-fn through<W>(value: &Value, to: DataType) -> Result<Value, String>
+fn through<W>(value: &Value, to: DataType) -> Result<Value, KernelError>
 where
     W: WideNumber
         + AsPrimitive<u8>
@@ -121,8 +123,8 @@ where
     fn all<W: WideNumber, U: Element>(
         value: &Value,
         f: impl Fn(W) -> U + Sync,
-    ) -> Result<Value, String> {
-        let mut out = vec![U::default(); value.shape().iter().product()];
+    ) -> Result<Value, KernelError> {
+        let mut out = Buffer::filled(value.shape().iter().product(), U::default())?;
         in_pieces(&mut out, &|start: usize, piece: &mut [U]| {
             let mut wide = [W::default(); BLOCK];
             for (index, block) in piece.chunks_mut(BLOCK).enumerate() {
@@ -150,22 +152,24 @@ where
         DataType::F32 => all::<W, f32>(value, |x| x.as_()),
         DataType::F64 => all::<W, f64>(value, |x| x.as_()),
         DataType::Bool | DataType::String => {
-            Err(format!("numbers cannot be converted to {to} here"))
+            Err(invalid!("numbers cannot be converted to {to} here"))
         }
     }
 }
 
 /// Whether each element differs from zero.
-fn truth<T: Element>(tensor: &TypedTensor<T>) -> Value {
+fn truth<T: Element>(tensor: &TypedTensor<T>) -> Result<Value, KernelError> {
     let zero = T::default();
-    bool::wrap(tensor.shape(), elements(tensor).iter().map(|x| *x != zero).collect())
+    let data = Buffer::collect(elements(tensor).iter().map(|x| *x != zero))?;
+    Ok(bool::wrap(tensor.shape(), data))
 }
 
-fn texts<T>(tensor: &TypedTensor<T>, f: impl Fn(&T) -> String) -> Value {
-    Bytes::wrap(tensor.shape(), elements(tensor).iter().map(|x| Bytes::from(f(x))).collect())
+fn texts<T>(tensor: &TypedTensor<T>, f: impl Fn(&T) -> String) -> Result<Value, KernelError> {
+    let data = Buffer::collect(elements(tensor).iter().map(|x| Bytes::from(f(x))))?;
+    Ok(Bytes::wrap(tensor.shape(), data))
 }
 
-fn format(value: &Value) -> Value {
+fn format(value: &Value) -> Result<Value, KernelError> {
     match value {
         Value::F16(tensor) => texts(tensor, |x| float_text(x.to_f32().into(), &x.to_f32())),
         Value::BF16(tensor) => texts(tensor, |x| float_text(x.to_f32().into(), &x.to_f32())),
@@ -180,7 +184,7 @@ fn format(value: &Value) -> Value {
         Value::I16(tensor) => texts(tensor, ToString::to_string),
         Value::I32(tensor) => texts(tensor, ToString::to_string),
         Value::I64(tensor) => texts(tensor, ToString::to_string),
-        Value::String(tensor) => Value::String(tensor.clone()),
+        Value::String(tensor) => Ok(Value::String(tensor.try_clone()?)),
     }
 }
 
@@ -205,14 +209,14 @@ fn float_text(wide: f64, exact: &(impl std::fmt::Display + std::fmt::LowerExp)) 
     if text.contains('.') { text } else { format!("{text}.0") }
 }
 
-fn parse(tensor: &TypedTensor<Bytes>, to: DataType) -> Result<Value, String> {
+fn parse(tensor: &TypedTensor<Bytes>, to: DataType) -> Result<Value, KernelError> {
     macro_rules! all {
         ($rust:ty, $parse:expr) => {{
-            let mut data: Vec<$rust> = Vec::with_capacity(tensor.len());
+            let mut data: Buffer<$rust> = Buffer::with_capacity(tensor.len())?;
             for bytes in elements(tensor) {
                 let text = std::str::from_utf8(bytes).unwrap_or_default().trim();
                 let parsed: Option<$rust> = $parse(text);
-                data.push(parsed.ok_or_else(|| format!("'{text}' is not a {to}"))?);
+                data.push(parsed.ok_or_else(|| invalid!("'{text}' is not a {to}"))?)?;
             }
             Ok(<$rust>::wrap(tensor.shape(), data))
         }};
@@ -236,7 +240,7 @@ fn parse(tensor: &TypedTensor<Bytes>, to: DataType) -> Result<Value, String> {
         DataType::BF16 => all!(bf16, |text| float(text).map(bf16::from_f64)),
         DataType::F32 => all!(f32, |text: &str| text.parse().ok()),
         DataType::F64 => all!(f64, float),
-        DataType::String => Ok(Value::String(tensor.clone())),
+        DataType::String => Ok(Value::String(tensor.try_clone()?)),
     }
 }
 

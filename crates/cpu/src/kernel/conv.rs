@@ -8,8 +8,6 @@ mod border;
 mod depthwise;
 mod plain;
 
-use std::borrow::Cow;
-
 use model::DataType;
 use model::op::Conv;
 use rayon::prelude::*;
@@ -21,17 +19,19 @@ use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Image, Left, Matrix, PackedLeft, Right};
 use super::matmul::PlainNumber;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer::{Buffer, Data};
+use crate::kernel::{KernelError, invalid};
 use crate::spare_buffers;
 use crate::value::{TypedTensor, Value, into_elements};
 use crate::yield_point;
 
-pub(crate) fn build(facts: &StepFacts, conv: &Conv) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts, conv: &Conv) -> Result<Kernel, KernelError> {
     match facts.input_dtype(0) {
         Some(DataType::F32) if dense::all_of_type(facts, DataType::F32) => {
-            Ok(build_f32(facts, conv.clone()))
+            build_f32(facts, conv.clone())
         }
         Some(DataType::F16 | DataType::BF16) => {
-            Ok(dense::through_f32(facts, build_f32(facts, conv.clone())))
+            Ok(dense::through_f32(facts, build_f32(facts, conv.clone())?))
         }
         Some(DataType::F64) if dense::all_of_type(facts, DataType::F64) => {
             let conv = conv.clone();
@@ -51,21 +51,21 @@ enum WeightLayout {
     /// One packed matrix per group.
     Groups(Vec<PackedLeft>),
     /// Unchanged: one row of taps per output channel.
-    Depthwise(Vec<f32>),
+    Depthwise(Buffer<f32>),
 }
 
 impl Weights {
-    fn new(weight: &TypedTensor<f32>, groups: usize) -> Result<Weights, String> {
+    fn new(weight: &TypedTensor<f32>, groups: usize) -> Result<Weights, KernelError> {
         let shape = weight.shape().to_vec();
         let [outputs, per_group, ..] = shape.as_slice() else {
-            return Err(format!("weights of shape {shape:?} have no channels"));
+            return Err(invalid!("weights of shape {shape:?} have no channels"));
         };
         if groups == 0 || outputs % groups != 0 {
-            return Err(format!("{outputs} output channels do not divide into {groups} groups"));
+            return Err(invalid!("{outputs} output channels do not divide into {groups} groups"));
         }
         let data = elements(weight);
         if *per_group == 1 && groups > 1 {
-            return Ok(Weights { form: WeightLayout::Depthwise(data.to_vec()), shape });
+            return Ok(Weights { form: WeightLayout::Depthwise(Buffer::copy_of(data)?), shape });
         }
         let rows = outputs / groups;
         let depth = shape[1..].iter().product();
@@ -74,21 +74,23 @@ impl Weights {
                 let part = &data[group * rows * depth..(group + 1) * rows * depth];
                 PackedLeft::new(Matrix::new(part, rows, depth))
             })
-            .collect();
+            .collect::<Result<_, _>>()?;
         Ok(Weights { form: WeightLayout::Groups(form), shape })
     }
 
     fn size_bytes(&self) -> usize {
         match &self.form {
             WeightLayout::Groups(groups) => groups.iter().map(PackedLeft::size_bytes).sum(),
-            WeightLayout::Depthwise(data) => size_of_val(data.as_slice()),
+            WeightLayout::Depthwise(data) => size_of_val(&**data),
         }
     }
 }
 
-fn build_f32(facts: &StepFacts, conv: Conv) -> Kernel {
-    let weights =
-        dense::constant_f32(facts, 1).and_then(|weight| Weights::new(&weight, conv.groups).ok());
+fn build_f32(facts: &StepFacts, conv: Conv) -> Result<Kernel, KernelError> {
+    let weights = match dense::constant_f32(facts, 1)? {
+        Some(weight) => dense::unless_invalid(Weights::new(&weight, conv.groups))?,
+        None => None,
+    };
     let resident_bytes = weights.as_ref().map_or(0, Weights::size_bytes);
     let packed_inputs = if weights.is_some() { vec![1] } else { vec![] };
     let run = move |context: &Context, inputs: Inputs| match &weights {
@@ -98,7 +100,7 @@ fn build_f32(facts: &StepFacts, conv: Conv) -> Kernel {
             run_f32(context, inputs, &conv, &weights)
         }
     };
-    Kernel { run: Box::new(run), resident_bytes, packed_inputs }
+    Ok(Kernel { run: Box::new(run), resident_bytes, packed_inputs })
 }
 
 fn run_f32(context: &Context, mut inputs: Inputs, conv: &Conv, weights: &Weights) -> KernelResult {
@@ -110,14 +112,14 @@ fn run_f32(context: &Context, mut inputs: Inputs, conv: &Conv, weights: &Weights
     let mut out = if accumulate {
         match inputs.take(3)? {
             Value::F32(tensor) => into_elements(tensor),
-            other => return Err(format!("operand 3 is {}", other.dtype())),
+            other => return Err(invalid!("operand 3 is {}", other.dtype())),
         }
     } else {
-        spare_buffers::take(context.pool, count)
+        spare_buffers::take(context.pool, count)?
     };
     let residual = match inputs.optional_typed::<f32>(3)? {
-        Some(tensor) if tensor.shape() == shapes.output => Some(Cow::Borrowed(elements(tensor))),
-        Some(tensor) => Some(dense::broadcast(tensor, &shapes.output)?.into()),
+        Some(tensor) if tensor.shape() == shapes.output => Some(Data::Borrowed(elements(tensor))),
+        Some(tensor) => Some(Data::Owned(dense::broadcast(tensor, &shapes.output)?)),
         None => None,
     };
     let bias = inputs.optional_typed::<f32>(2)?.map(elements);
@@ -127,7 +129,7 @@ fn run_f32(context: &Context, mut inputs: Inputs, conv: &Conv, weights: &Weights
         let x = elements(inputs.typed::<f32>(0)?);
         match &weights.form {
             WeightLayout::Groups(groups) => call.products(&mut out, x, groups)?,
-            WeightLayout::Depthwise(taps) => call.depthwise(&mut out, x, taps),
+            WeightLayout::Depthwise(taps) => call.depthwise(&mut out, x, taps)?,
         }
     }
     dense::output(&shapes.output, out)
@@ -144,9 +146,14 @@ struct ConvCall<'a> {
 
 impl ConvCall<'_> {
     /// One product per image and group.
-    fn products(&self, out: &mut [f32], x: &[f32], groups: &[PackedLeft]) -> Result<(), String> {
+    fn products(
+        &self,
+        out: &mut [f32],
+        x: &[f32],
+        groups: &[PackedLeft],
+    ) -> Result<(), KernelError> {
         let shapes = self.shapes;
-        let border = Border::new(&shapes.geometry, shapes.group_inputs);
+        let border = Border::new(&shapes.geometry, shapes.group_inputs)?;
         let in_size = shapes.group_inputs * shapes.geometry.input_size();
         let out_size = shapes.group_outputs * shapes.geometry.output_size();
         let count = out.len() / out_size;
@@ -177,7 +184,7 @@ impl ConvCall<'_> {
                     width: shapes.geometry.output[2],
                 };
                 product(out, left, Right::Image(&image), epilogue)
-            })
+            })?
         };
         if count < 2 * rayon::current_num_threads() {
             out.chunks_exact_mut(out_size).enumerate().try_for_each(|item| one(item, true))
@@ -188,14 +195,14 @@ impl ConvCall<'_> {
     }
 
     /// One plane per image and output channel.
-    fn depthwise(&self, out: &mut [f32], x: &[f32], weights: &[f32]) {
+    fn depthwise(&self, out: &mut [f32], x: &[f32], weights: &[f32]) -> Result<(), KernelError> {
         let shapes = self.shapes;
-        let border = Border::new(&shapes.geometry, 1);
+        let border = Border::new(&shapes.geometry, 1)?;
         let (in_plane, out_plane) = (shapes.geometry.input_size(), shapes.geometry.output_size());
         let outputs = shapes.groups * shapes.group_outputs;
         let taps = shapes.geometry.taps();
         let planes = out.par_chunks_exact_mut(out_plane).enumerate();
-        planes.for_each_init(yield_point::start_work, |_, (index, out)| {
+        planes.try_for_each_init(yield_point::start_work, |_, (index, out)| {
             let channel = index % outputs;
             let input =
                 (index / outputs * shapes.groups + channel / shapes.group_outputs) * in_plane;
@@ -213,8 +220,9 @@ impl ConvCall<'_> {
                     accumulate: self.accumulate,
                     activation: self.conv.activation,
                 });
-            });
-        });
+            })?;
+            Ok(())
+        })
     }
 }
 
@@ -232,7 +240,7 @@ fn run_f64(inputs: &Inputs, conv: &Conv) -> KernelResult {
     }
     if let Some(residual) = inputs.optional_typed::<f64>(3)? {
         let residual = dense::broadcast(residual, &shapes.output)?;
-        out.iter_mut().zip(residual).for_each(|(y, x)| *y += x);
+        out.iter_mut().zip(&residual).for_each(|(y, x)| *y += x);
     }
     f64::activated(conv.activation, &mut out)?;
     dense::output(&shapes.output, out)

@@ -10,20 +10,20 @@ use super::gemm::{self, Epilogue, Left, Matrix, PackedLeft, Right};
 use super::geometry::{Geometry, covered, steps, three};
 use super::matmul::{PlainNumber, row_major};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::spare_buffers;
 use crate::value::TypedTensor;
 use crate::yield_point;
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let Op::ConvTranspose(conv) = facts.step.op.clone() else {
-        return Err(format!("{} is not a transposed convolution", facts.step.op.name()));
+        return Err(invalid!("{} is not a transposed convolution", facts.step.op.name()));
     };
     match facts.input_dtype(0) {
-        Some(DataType::F32) if dense::all_of_type(facts, DataType::F32) => {
-            Ok(build_f32(facts, conv))
-        }
+        Some(DataType::F32) if dense::all_of_type(facts, DataType::F32) => build_f32(facts, conv),
         Some(DataType::F16 | DataType::BF16) => {
-            Ok(dense::through_f32(facts, build_f32(facts, conv)))
+            Ok(dense::through_f32(facts, build_f32(facts, conv)?))
         }
         Some(DataType::F64) if dense::all_of_type(facts, DataType::F64) => {
             Ok(Kernel::new(move |_, inputs| run_f64(&inputs, &conv)))
@@ -47,18 +47,18 @@ impl ConvTransposeShapes {
         x: &[usize],
         weight: &[usize],
         conv: &ConvTranspose,
-    ) -> Result<ConvTransposeShapes, String> {
+    ) -> Result<ConvTransposeShapes, KernelError> {
         let ([images, channels, spatial @ ..], [inputs, per_group, kernel @ ..]) = (x, weight)
         else {
-            return Err(format!("input {x:?} and weights {weight:?} have no channels"));
+            return Err(invalid!("input {x:?} and weights {weight:?} have no channels"));
         };
         let groups = conv.groups;
         let rank = spatial.len();
         if rank != kernel.len() || !(1..=3).contains(&rank) || kernel.contains(&0) {
-            return Err(format!("weights {weight:?} do not fit an input of shape {x:?}"));
+            return Err(invalid!("weights {weight:?} do not fit an input of shape {x:?}"));
         }
         if groups == 0 || channels != inputs || channels % groups != 0 {
-            return Err(format!(
+            return Err(invalid!(
                 "input {x:?} and weights {weight:?} do not divide into {groups} groups"
             ));
         }
@@ -82,12 +82,12 @@ fn transposed(
     conv: &ConvTranspose,
     spatial: &[usize],
     kernel: &[usize],
-) -> Result<Geometry, String> {
+) -> Result<Geometry, KernelError> {
     let rank = spatial.len();
     let fit = |values: &[usize], what: &str| match values.len() {
         0 => Ok([0; 3]),
         length if length == rank => Ok(three(values, 0)),
-        _ => Err(format!("{what} {values:?} do not fit {rank} spatial dimensions")),
+        _ => Err(invalid!("{what} {values:?} do not fit {rank} spatial dimensions")),
     };
     let extra = fit(&conv.output_padding, "output padding")?;
     let wanted = match &conv.output_shape {
@@ -95,7 +95,7 @@ fn transposed(
         // Some models list batch and channels as well.
         Some(shape) if shape.len() == rank + 2 => Some(three(&shape[2..], 1)),
         Some(shape) => {
-            return Err(format!("output shape {shape:?} does not fit {rank} dimensions"));
+            return Err(invalid!("output shape {shape:?} does not fit {rank} dimensions"));
         }
         None => None,
     };
@@ -135,7 +135,7 @@ fn transposed(
             }
             None => full
                 .checked_sub(g.begin[axis].saturating_add(g.end[axis]))
-                .ok_or_else(|| format!("the padding exceeds an output of {full}"))?,
+                .ok_or_else(|| invalid!("the padding exceeds an output of {full}"))?,
         };
     }
     Ok(g)
@@ -201,11 +201,11 @@ struct Weights {
 }
 
 impl Weights {
-    fn new(weight: &TypedTensor<f32>, groups: usize) -> Result<Weights, String> {
+    fn new(weight: &TypedTensor<f32>, groups: usize) -> Result<Weights, KernelError> {
         let shape = weight.shape().to_vec();
         let inputs = shape.first().copied().unwrap_or(0);
         if groups == 0 || inputs % groups != 0 {
-            return Err(format!("weights {shape:?} do not divide into {groups} groups"));
+            return Err(invalid!("weights {shape:?} do not divide into {groups} groups"));
         }
         let (rows, columns) = (inputs / groups, shape[1..].iter().product::<usize>());
         let data = elements(weight);
@@ -213,13 +213,15 @@ impl Weights {
             let part = &data[group * rows * columns..(group + 1) * rows * columns];
             PackedLeft::new(Matrix::new(part, rows, columns).transposed())
         };
-        Ok(Weights { groups: (0..groups).map(pack).collect(), shape })
+        Ok(Weights { groups: (0..groups).map(pack).collect::<Result<_, _>>()?, shape })
     }
 }
 
-fn build_f32(facts: &StepFacts, conv: ConvTranspose) -> Kernel {
-    let weights =
-        dense::constant_f32(facts, 1).and_then(|weight| Weights::new(&weight, conv.groups).ok());
+fn build_f32(facts: &StepFacts, conv: ConvTranspose) -> Result<Kernel, KernelError> {
+    let weights = match dense::constant_f32(facts, 1)? {
+        Some(weight) => dense::unless_invalid(Weights::new(&weight, conv.groups))?,
+        None => None,
+    };
     let resident_bytes = weights
         .as_ref()
         .map_or(0, |weights| weights.groups.iter().map(PackedLeft::size_bytes).sum());
@@ -228,7 +230,7 @@ fn build_f32(facts: &StepFacts, conv: ConvTranspose) -> Kernel {
         Some(weights) => run_f32(context, &inputs, &conv, weights),
         None => run_f32(context, &inputs, &conv, &Weights::new(inputs.typed(1)?, conv.groups)?),
     };
-    Kernel { run: Box::new(run), resident_bytes, packed_inputs }
+    Ok(Kernel { run: Box::new(run), resident_bytes, packed_inputs })
 }
 
 fn run_f32(
@@ -239,7 +241,7 @@ fn run_f32(
 ) -> KernelResult {
     let x = inputs.typed::<f32>(0)?;
     let shapes = ConvTransposeShapes::new(x.shape(), &weights.shape, conv)?;
-    let mut out = dense::filled(context.pool, dense::count(&shapes.output)?, 0.0);
+    let mut out = context.pool.filled(dense::count(&shapes.output)?, 0.0)?;
     let g = &shapes.geometry;
     let windows = g.output_size();
     let rows = shapes.group_outputs * g.taps();
@@ -250,7 +252,7 @@ fn run_f32(
     let out_size = shapes.group_outputs * g.input_size();
     if out_size > 0 {
         fill_bias(&mut out, bias.as_deref(), g.input_size());
-        let mut contributions = spare_buffers::take(context.pool, share_count);
+        let mut contributions = spare_buffers::take(context.pool, share_count)?;
         for (index, out) in out.chunks_exact_mut(out_size).enumerate() {
             let input = &data[index * in_size..(index + 1) * in_size];
             let left = Left::Packed(&weights.groups[index % shapes.groups]);
@@ -266,13 +268,13 @@ fn run_f32(
 fn bias_of<T: PlainNumber>(
     inputs: &Inputs,
     shapes: &ConvTransposeShapes,
-) -> Result<Option<Vec<T>>, String> {
+) -> Result<Option<Buffer<T>>, KernelError> {
     let Some(bias) = inputs.optional_typed::<T>(2)? else { return Ok(None) };
     let outputs = shapes.groups * shapes.group_outputs;
     if bias.len() != outputs {
-        return Err(format!("a bias of {} elements for {outputs} output channels", bias.len()));
+        return Err(invalid!("a bias of {} elements for {outputs} output channels", bias.len()));
     }
-    Ok(Some(elements(bias).to_vec()))
+    Ok(Some(Buffer::copy_of(elements(bias))?))
 }
 
 /// Initializes every plane with its channel's bias.
@@ -287,13 +289,13 @@ fn fill_bias<T: PlainNumber>(out: &mut [T], bias: Option<&[T]>, plane: usize) {
 fn run_f64(inputs: &Inputs, conv: &ConvTranspose) -> KernelResult {
     let (x, weight) = (inputs.typed::<f64>(0)?, inputs.typed::<f64>(1)?);
     let shapes = ConvTransposeShapes::new(x.shape(), weight.shape(), conv)?;
-    let mut out = vec![0.0f64; dense::count(&shapes.output)?];
+    let mut out = Buffer::filled(dense::count(&shapes.output)?, 0.0f64)?;
     let g = &shapes.geometry;
     let windows = g.output_size();
     let rows = shapes.group_outputs * g.taps();
     let (data, weight) = (elements(x), elements(weight));
     let bias = bias_of::<f64>(inputs, &shapes)?;
-    let mut contributions = vec![0.0f64; dense::count(&[rows, windows])?];
+    let mut contributions = Buffer::filled(dense::count(&[rows, windows])?, 0.0f64)?;
     let in_size = shapes.group_inputs * windows;
     let out_size = shapes.group_outputs * g.input_size();
     if out_size > 0 {
@@ -302,7 +304,7 @@ fn run_f64(inputs: &Inputs, conv: &ConvTranspose) -> KernelResult {
             let group = index % shapes.groups;
             let size = shapes.group_inputs * rows;
             let weight = &weight[group * size..(group + 1) * size];
-            let weight = row_major(weight, rows, shapes.group_inputs, true);
+            let weight = row_major(weight, rows, shapes.group_inputs, true)?;
             let input = &data[index * in_size..(index + 1) * in_size];
             contributions.fill(0.0);
             dense::plain_product(&mut contributions, &weight, input, windows, f64::multiply_add);

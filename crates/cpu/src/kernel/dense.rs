@@ -1,6 +1,6 @@
 //! Helpers of the heavy kernels: outputs, broadcasts, and element types that are computed as `f32`.
 
-use std::borrow::Cow;
+use std::ops::Deref;
 
 use half::{bf16, f16};
 use model::DataType;
@@ -12,25 +12,20 @@ use smallvec::SmallVec;
 
 use super::strided::{StridedLoop, broadcast_shape};
 use super::{Context, Inputs, Kernel, KernelResult, Operand, Outputs, StepFacts, activation};
-use crate::buffer_pool::{BufferPool, Pooled};
+use crate::buffer::Buffer;
+use crate::buffer_pool::Pooled;
+use crate::kernel::{KernelError, invalid};
 pub(super) use crate::value::elements;
 use crate::value::{Typed, TypedTensor, Value};
 use crate::yield_point;
 
 /// The number of elements of `shape`; an error if it overflows.
-pub(super) fn count(shape: &[usize]) -> Result<usize, String> {
-    model::tensor::element_count(shape).map_err(|err| err.to_string())
-}
-
-/// A buffer of `count` copies of `value`, in reused memory if there is any.
-pub(super) fn filled<T: Pooled>(pool: &BufferPool, count: usize, value: T) -> Vec<T> {
-    let mut buffer = pool.alloc(count);
-    yield_point::resize(&mut buffer, count, value);
-    buffer
+pub(super) fn count(shape: &[usize]) -> Result<usize, KernelError> {
+    model::tensor::element_count(shape).map_err(|err| KernelError::from(err.to_string()))
 }
 
 /// One output of `shape`.
-pub(super) fn output<T>(shape: &[usize], data: Vec<T>) -> KernelResult
+pub(super) fn output<T>(shape: &[usize], data: Buffer<T>) -> KernelResult
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -40,7 +35,7 @@ where
 }
 
 /// A value of `shape`.
-pub(super) fn tensor<T>(shape: &[usize], data: Vec<T>) -> Result<Value, String>
+pub(super) fn tensor<T>(shape: &[usize], data: Buffer<T>) -> Result<Value, KernelError>
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -50,25 +45,25 @@ where
 }
 
 /// `axis` as an index below `rank`.
-pub(super) fn resolve_axis(axis: i64, rank: usize) -> Result<usize, String> {
+pub(super) fn resolve_axis(axis: i64, rank: usize) -> Result<usize, KernelError> {
     let resolved = if axis < 0 { axis + rank as i64 } else { axis };
     usize::try_from(resolved)
         .ok()
         .filter(|&axis| axis < rank)
-        .ok_or_else(|| format!("axis {axis} is out of range for rank {rank}"))
+        .ok_or_else(|| invalid!("axis {axis} is out of range for rank {rank}"))
 }
 
 /// The elements of `tensor` broadcast to `shape`, in row-major order.
 pub(super) fn broadcast<T: Clone>(
     tensor: &TypedTensor<T>,
     shape: &[usize],
-) -> Result<Vec<T>, String> {
+) -> Result<Buffer<T>, KernelError> {
     if broadcast_shape(&[tensor.shape(), shape]).as_deref() != Ok(shape) {
-        return Err(format!("shape {:?} does not broadcast to {shape:?}", tensor.shape()));
+        return Err(invalid!("shape {:?} does not broadcast to {shape:?}", tensor.shape()));
     }
     let data = elements(tensor);
-    let count = shape.iter().product();
-    let mut out = Vec::with_capacity(count);
+    let count = count(shape)?;
+    let mut out = Buffer::with_capacity(count)?;
     let strided = StridedLoop::broadcast(shape, [tensor.shape()]);
     let repeats = strided.inner_strides == [0];
     strided.for_each_run(0, count, &mut |_, length, [offset]| match repeats {
@@ -79,7 +74,7 @@ pub(super) fn broadcast<T: Clone>(
 }
 
 /// The shape that `a` and `b` broadcast to.
-pub(super) fn broadcast_shapes(a: &[usize], b: &[usize]) -> Result<Vec<usize>, String> {
+pub(super) fn broadcast_shapes(a: &[usize], b: &[usize]) -> Result<Vec<usize>, KernelError> {
     let rank = a.len().max(b.len());
     let dim = |shape: &[usize], index: usize| {
         (index + shape.len()).checked_sub(rank).map_or(1, |position| shape[position])
@@ -89,14 +84,17 @@ pub(super) fn broadcast_shapes(a: &[usize], b: &[usize]) -> Result<Vec<usize>, S
             (x, y) if x == y => Ok(x),
             (1, y) => Ok(y),
             (x, 1) => Ok(x),
-            _ => Err(format!("shapes {a:?} and {b:?} do not broadcast against each other")),
+            _ => Err(invalid!("shapes {a:?} and {b:?} do not broadcast against each other")),
         })
         .collect()
 }
 
 /// For each index of the row-major `target`, the row-major index into `shape` broadcast to it.
-pub(super) fn broadcast_indices(shape: &[usize], target: &[usize]) -> Vec<usize> {
-    let count: usize = target.iter().product();
+pub(super) fn broadcast_indices(
+    shape: &[usize],
+    target: &[usize],
+) -> Result<Buffer<usize>, KernelError> {
+    let count = count(target)?;
     let mut strides = vec![0usize; target.len()];
     let mut stride = 1;
     for (position, &dim) in shape.iter().enumerate().rev() {
@@ -107,9 +105,9 @@ pub(super) fn broadcast_indices(shape: &[usize], target: &[usize]) -> Vec<usize>
     }
     let mut index = vec![0usize; target.len()];
     let mut offset = 0;
-    let mut offsets = Vec::with_capacity(count);
+    let mut offsets = Buffer::with_capacity(count)?;
     for _ in 0..count {
-        offsets.push(offset);
+        offsets.extend([offset]);
         for axis in (0..target.len()).rev() {
             index[axis] += 1;
             offset += strides[axis];
@@ -120,7 +118,7 @@ pub(super) fn broadcast_indices(shape: &[usize], target: &[usize]) -> Vec<usize>
             index[axis] = 0;
         }
     }
-    offsets
+    Ok(offsets)
 }
 
 /// Whether all operands that are present have type `dtype`.
@@ -133,23 +131,54 @@ pub(super) fn all_of_type(facts: &StepFacts, dtype: DataType) -> bool {
 pub(super) fn constant_f32<'a>(
     facts: &'a StepFacts,
     index: usize,
-) -> Option<Cow<'a, TypedTensor<f32>>> {
-    match facts.constant(index)? {
-        Value::F32(tensor) => Some(Cow::Borrowed(tensor)),
-        value => widened(value).map(Cow::Owned),
+) -> Result<Option<ConstantF32<'a>>, KernelError> {
+    Ok(match facts.constant(index) {
+        None => None,
+        Some(Value::F32(tensor)) => Some(ConstantF32::Plan(tensor)),
+        Some(value) => widened(value)?.map(ConstantF32::Widened),
+    })
+}
+
+/// The value of `result`, or none when operands are invalid: a kernel that could not use them when
+/// it was built refuses them when it runs.
+pub(super) fn unless_invalid<T>(result: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(KernelError::Invalid(_)) => Ok(None),
+        Err(error @ KernelError::Memory(_)) => Err(error),
     }
 }
 
-fn mapped<T, U>(tensor: &TypedTensor<T>, f: impl Fn(&T) -> U) -> TypedTensor<U> {
-    TypedTensor::from_data(tensor.shape(), elements(tensor).iter().map(f).collect::<Vec<U>>())
+/// A constant in single precision.
+pub(super) enum ConstantF32<'a> {
+    Plan(&'a TypedTensor<f32>),
+    Widened(TypedTensor<f32>),
+}
+
+impl Deref for ConstantF32<'_> {
+    type Target = TypedTensor<f32>;
+    fn deref(&self) -> &TypedTensor<f32> {
+        match self {
+            ConstantF32::Plan(tensor) => tensor,
+            ConstantF32::Widened(tensor) => tensor,
+        }
+    }
+}
+
+fn mapped<T, U>(
+    tensor: &TypedTensor<T>,
+    f: impl Fn(&T) -> U,
+) -> Result<TypedTensor<U>, KernelError> {
+    let data = Buffer::collect(elements(tensor).iter().map(f))?;
+    Ok(TypedTensor::try_from_data(tensor.shape(), data)?)
 }
 
 /// A tensor of half precision as `f32`.
-fn widened(value: &Value) -> Option<TypedTensor<f32>> {
+fn widened(value: &Value) -> Result<Option<TypedTensor<f32>>, KernelError> {
     match value {
-        Value::F16(tensor) => Some(mapped(tensor, |x| x.to_f32())),
-        Value::BF16(tensor) => Some(mapped(tensor, |x| x.to_f32())),
-        _ => None,
+        Value::F16(tensor) => mapped(tensor, |x| x.to_f32()).map(Some),
+        Value::BF16(tensor) => mapped(tensor, |x| x.to_f32()).map(Some),
+        _ => Ok(None),
     }
 }
 
@@ -159,33 +188,33 @@ pub(super) fn through_f32(facts: &StepFacts, kernel: Kernel) -> Kernel {
         facts.step.outputs.iter().map(|id| id.map(|id| facts.plan.value(id).dtype)).collect();
     let Kernel { run, resident_bytes, packed_inputs } = kernel;
     let wide = move |context: &Context, inputs: Inputs| -> KernelResult {
-        let operands: SmallVec<[Operand; 4]> =
+        let operands: Result<SmallVec<[Operand; 4]>, KernelError> =
             inputs.operands.into_iter().map(widened_operand).collect();
-        let outputs = run.run(context, Inputs::new(operands))?;
-        Ok(outputs.into_iter().zip(&dtypes).map(|(value, dtype)| narrowed(value, *dtype)).collect())
+        let outputs = run.run(context, Inputs::new(operands?))?;
+        outputs.into_iter().zip(&dtypes).map(|(value, dtype)| narrowed(value, *dtype)).collect()
     };
     Kernel { run: Box::new(wide), resident_bytes, packed_inputs }
 }
 
-fn widened_operand(operand: Operand) -> Operand {
+fn widened_operand(operand: Operand) -> Result<Operand, KernelError> {
     let wide = match &operand {
         Operand::Absent => None,
-        Operand::Shared(value) => widened(value),
-        Operand::Owned(value) => widened(value),
+        Operand::Shared(value) => widened(value)?,
+        Operand::Owned(value) => widened(value)?,
     };
-    wide.map_or(operand, |tensor| Operand::Owned(Value::F32(tensor)))
+    Ok(wide.map_or(operand, |tensor| Operand::Owned(Value::F32(tensor))))
 }
 
-fn narrowed(value: Value, dtype: Option<DataType>) -> Value {
-    match (value, dtype) {
+fn narrowed(value: Value, dtype: Option<DataType>) -> Result<Value, KernelError> {
+    Ok(match (value, dtype) {
         (Value::F32(tensor), Some(DataType::F16)) => {
-            Value::F16(mapped(&tensor, |&x| f16::from_f32(x)))
+            Value::F16(mapped(&tensor, |&x| f16::from_f32(x))?)
         }
         (Value::F32(tensor), Some(DataType::BF16)) => {
-            Value::BF16(mapped(&tensor, |&x| bf16::from_f32(x)))
+            Value::BF16(mapped(&tensor, |&x| bf16::from_f32(x))?)
         }
         (value, _) => value,
-    }
+    })
 }
 
 /// The floating-point types that kernels compute in.

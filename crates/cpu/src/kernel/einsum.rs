@@ -6,13 +6,15 @@ use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
 use super::matmul::PlainNumber;
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value};
 
 mod equation;
 
 use equation::Equation;
 
-pub(crate) fn build(facts: &StepFacts, equation: &str) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts, equation: &str) -> Result<Kernel, KernelError> {
     let equation = Equation::parse(equation, facts.step.inputs.len())?;
     let dtype = facts.input_dtype(0).unwrap_or(DataType::Bool);
     let same = dense::all_of_type(facts, dtype);
@@ -40,7 +42,7 @@ enum Label {
 struct Labelled<T> {
     labels: Vec<Label>,
     dims: Vec<usize>,
-    data: Vec<T>,
+    data: Buffer<T>,
 }
 
 /// Numbers that can be contracted.
@@ -52,7 +54,7 @@ trait Contract: PlainNumber {
         b: &[Self],
         k: usize,
         n: usize,
-    ) -> Result<(), String> {
+    ) -> Result<(), KernelError> {
         let _ = k;
         dense::plain_product(out, a, b, n, Self::multiply_add);
         Ok(())
@@ -64,7 +66,13 @@ impl Contract for i32 {}
 impl Contract for i64 {}
 
 impl Contract for f32 {
-    fn contract(out: &mut [f32], a: &[f32], b: &[f32], k: usize, n: usize) -> Result<(), String> {
+    fn contract(
+        out: &mut [f32],
+        a: &[f32],
+        b: &[f32],
+        k: usize,
+        n: usize,
+    ) -> Result<(), KernelError> {
         let left = Matrix::new(a, out.len().checked_div(n).unwrap_or(0), k);
         let right = Matrix::new(b, k, n);
         gemm::product(out, Left::Plain(left), Right::Plain(right), Epilogue::default())
@@ -73,10 +81,10 @@ impl Contract for f32 {
 
 impl<T: PlainNumber> Labelled<T> {
     /// Names the dimensions of `tensor`; a name that occurs twice takes the diagonal.
-    fn new(tensor: &TypedTensor<T>, labels: Vec<Label>) -> Result<Labelled<T>, String> {
+    fn new(tensor: &TypedTensor<T>, labels: Vec<Label>) -> Result<Labelled<T>, KernelError> {
         let shape = tensor.shape();
         if labels.len() != shape.len() {
-            return Err(format!("an operand of shape {shape:?} has {} subscripts", labels.len()));
+            return Err(invalid!("an operand of shape {shape:?} has {} subscripts", labels.len()));
         }
         let mut strides = vec![1usize; shape.len()];
         for axis in (1..shape.len()).rev() {
@@ -88,14 +96,14 @@ impl<T: PlainNumber> Labelled<T> {
                 None => unique.push((label, dim, stride)),
                 Some(other) if other.1 == dim => other.2 += stride,
                 Some(_) => {
-                    return Err(format!("a subscript repeats over other extents in {shape:?}"));
+                    return Err(invalid!("a subscript repeats over other extents in {shape:?}"));
                 }
             }
         }
         let data = elements(tensor);
         let dims: Vec<usize> = unique.iter().map(|other| other.1).collect();
         let strides: Vec<usize> = unique.iter().map(|other| other.2).collect();
-        let gathered = gather(data, &dims, &strides);
+        let gathered = gather(data, &dims, &strides)?;
         Ok(Labelled { labels: unique.iter().map(|other| other.0).collect(), dims, data: gathered })
     }
 
@@ -104,7 +112,7 @@ impl<T: PlainNumber> Labelled<T> {
     }
 
     /// The same elements with the dimensions `order`; missing ones have extent 1.
-    fn arranged(&self, order: &[Label]) -> Vec<T> {
+    fn arranged(&self, order: &[Label]) -> Result<Buffer<T>, KernelError> {
         let (mut dims, mut strides) = (Vec::new(), Vec::new());
         for label in order {
             let axis = self.labels.iter().position(|other| other == label);
@@ -115,35 +123,39 @@ impl<T: PlainNumber> Labelled<T> {
     }
 
     /// Sums over every dimension that is not in `keep`.
-    fn summed(self, keep: &[Label]) -> Labelled<T> {
+    fn summed(self, keep: &[Label]) -> Result<Labelled<T>, KernelError> {
         let (kept, gone): (Vec<Label>, Vec<Label>) =
             self.labels.iter().partition(|label| keep.contains(label));
         if gone.is_empty() {
-            return self;
+            return Ok(self);
         }
         let order: Vec<Label> = kept.iter().chain(&gone).copied().collect();
-        let data = self.arranged(&order);
+        let data = self.arranged(&order)?;
         let dims: Vec<usize> = kept.iter().filter_map(|&label| self.dim(label)).collect();
         let count: usize = dims.iter().product();
         let width: usize = gone.iter().filter_map(|&label| self.dim(label)).product();
         let sum =
             |row: &[T]| row.iter().fold(T::zero(), |sum, &x| T::multiply_add(x, T::one(), sum));
         let data = match width {
-            0 => vec![T::zero(); count],
-            width => data.chunks_exact(width).map(sum).collect(),
+            0 => Buffer::filled(count, T::zero())?,
+            width => Buffer::collect(data.chunks_exact(width).map(sum))?,
         };
-        Labelled { labels: kept, dims, data }
+        Ok(Labelled { labels: kept, dims, data })
     }
 }
 
 /// The elements of a tensor of `dims` and `strides`, in row-major order.
-fn gather<T: Copy>(data: &[T], dims: &[usize], strides: &[usize]) -> Vec<T> {
-    let count: usize = dims.iter().product();
+fn gather<T: Copy>(
+    data: &[T],
+    dims: &[usize],
+    strides: &[usize],
+) -> Result<Buffer<T>, KernelError> {
+    let count = dense::count(dims)?;
     let mut index = vec![0usize; dims.len()];
     let mut offset = 0;
-    let mut gathered = Vec::with_capacity(count);
+    let mut gathered = Buffer::with_capacity(count)?;
     for _ in 0..count {
-        gathered.push(data[offset]);
+        gathered.push(data[offset])?;
         for axis in (0..dims.len()).rev() {
             index[axis] += 1;
             offset += strides[axis];
@@ -154,14 +166,14 @@ fn gather<T: Copy>(data: &[T], dims: &[usize], strides: &[usize]) -> Vec<T> {
             index[axis] = 0;
         }
     }
-    gathered
+    Ok(gathered)
 }
 
 /// Repeats `operand`'s dimensions of extent 1 where `other` has more, as broadcasting requires.
 fn stretched<T: PlainNumber>(
     operand: Labelled<T>,
     other: &Labelled<T>,
-) -> Result<Labelled<T>, String> {
+) -> Result<Labelled<T>, KernelError> {
     let mut dims = operand.dims.clone();
     let mut strides: Vec<usize> =
         (0..dims.len()).map(|axis| dims[axis + 1..].iter().product()).collect();
@@ -171,7 +183,7 @@ fn stretched<T: PlainNumber>(
                 (dims[axis], strides[axis]) = (wanted, 0);
             }
             Some(wanted) if wanted != dims[axis] && wanted != 1 => {
-                return Err(format!("extents {} and {wanted} share a subscript", dims[axis]));
+                return Err(invalid!("extents {} and {wanted} share a subscript", dims[axis]));
             }
             _ => {}
         }
@@ -180,7 +192,7 @@ fn stretched<T: PlainNumber>(
         return Ok(operand);
     }
     dense::count(&dims)?;
-    let data = gather(&operand.data, &dims, &strides);
+    let data = gather(&operand.data, &dims, &strides)?;
     Ok(Labelled { labels: operand.labels, dims, data })
 }
 
@@ -189,13 +201,13 @@ fn contracted<T: Contract>(
     a: Labelled<T>,
     b: Labelled<T>,
     keep: &[Label],
-) -> Result<Labelled<T>, String> {
+) -> Result<Labelled<T>, KernelError> {
     // A dimension of only one operand that the result lacks is summed first, so that it does not
     // multiply the work.
     let needed =
         |other: &Labelled<T>| -> Vec<Label> { keep.iter().chain(&other.labels).copied().collect() };
     let (a_needed, b_needed) = (needed(&b), needed(&a));
-    let (a, b) = (a.summed(&a_needed), b.summed(&b_needed));
+    let (a, b) = (a.summed(&a_needed)?, b.summed(&b_needed)?);
     let a = stretched(a, &b)?;
     let b = stretched(b, &a)?;
     let shared = |label: &Label| b.labels.contains(label);
@@ -211,12 +223,12 @@ fn contracted<T: Contract>(
     };
     let (count, m) = (extent(&a, &batch), extent(&a, &rows));
     let (k, n) = (extent(&a, &inner), extent(&b, &columns));
-    let left = a.arranged(&[batch.as_slice(), &rows, &inner].concat());
-    let right = b.arranged(&[batch.as_slice(), &inner, &columns].concat());
+    let left = a.arranged(&[batch.as_slice(), &rows, &inner].concat())?;
+    let right = b.arranged(&[batch.as_slice(), &inner, &columns].concat())?;
     let labels = [batch.as_slice(), &rows, &columns].concat();
     let dims: Vec<usize> =
         labels.iter().filter_map(|&label| a.dim(label).or_else(|| b.dim(label))).collect();
-    let mut data = vec![T::zero(); dense::count(&dims)?];
+    let mut data = Buffer::filled(dense::count(&dims)?, T::zero())?;
     if k > 0 && !data.is_empty() {
         for index in 0..count {
             let out = &mut data[index * m * n..(index + 1) * m * n];
@@ -233,7 +245,7 @@ where
 {
     let ranks: Vec<usize> = (0..inputs.len())
         .map(|index| Ok(inputs.get(index)?.shape().len()))
-        .collect::<Result<_, String>>()?;
+        .collect::<Result<_, KernelError>>()?;
     let (terms, output) = equation.labels(&ranks)?;
     let mut operands = Vec::with_capacity(terms.len());
     for (index, labels) in terms.iter().enumerate() {
@@ -246,13 +258,13 @@ where
         let keep: Vec<Label> = output.iter().chain(later).copied().collect();
         result = contracted(result, operand, &keep)?;
     }
-    let result = result.summed(&output);
+    let result = result.summed(&output)?;
     let shape: Vec<usize> = output
         .iter()
         .map(|&label| result.dim(label).ok_or("an output subscript is in no operand"))
         .collect::<Result<_, _>>()?;
     dense::count(&shape)?;
-    let data = result.arranged(&output);
+    let data = result.arranged(&output)?;
     dense::output(&shape, data)
 }
 

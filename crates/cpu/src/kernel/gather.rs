@@ -7,17 +7,19 @@ use model::op::Op;
 
 use super::layout::rearrange;
 use super::operand::{
-    around, dtype_of, filled, integers, one, output_len, resolve_axis, resolve_index, row_strides,
+    around, dtype_of, integers, one, output_len, resolve_axis, resolve_index, row_strides,
 };
 use super::parallel::in_chunks;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer::Buffer;
 use crate::buffer_pool::{BufferPool, Pooled};
+use crate::kernel::{KernelError, invalid};
 use crate::yield_point;
 
 /// Outputs with fewer elements are gathered by one thread.
 const PARALLEL: usize = 1 << 15;
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     if !matches!(dtype_of(facts, 1)?, DataType::I32 | DataType::I64) {
         return Err(no_kernel(facts));
     }
@@ -47,10 +49,10 @@ fn runs<T: Pooled + Default>(
     data: &[T],
     starts: &[usize],
     length: usize,
-) -> Vec<T> {
+) -> Result<Buffer<T>, KernelError> {
     let count = starts.len() * length;
     if count < PARALLEL || rayon::current_num_threads() == 1 {
-        let mut out = pool.alloc(count);
+        let mut out = pool.alloc(count)?;
         match length {
             1 => starts.chunks(PARALLEL / 2).for_each(|starts| {
                 yield_point::check();
@@ -61,9 +63,9 @@ fn runs<T: Pooled + Default>(
                 yield_point::did_work(length);
             }),
         }
-        return out;
+        return Ok(out);
     }
-    let mut out = filled(pool, count, T::default());
+    let mut out = pool.filled(count, T::default())?;
     let per_piece = (PARALLEL / 2).div_ceil(length);
     in_chunks(&mut out, per_piece * length, &|index: usize, piece: &mut [T]| {
         yield_point::did_work(piece.len());
@@ -71,7 +73,7 @@ fn runs<T: Pooled + Default>(
             target.clone_from_slice(&data[start..][..length]);
         }
     });
-    out
+    Ok(out)
 }
 
 fn gather(context: &Context, inputs: &Inputs, axis: i64) -> KernelResult {
@@ -81,19 +83,20 @@ fn gather(context: &Context, inputs: &Inputs, axis: i64) -> KernelResult {
     let (outer, along, inner) = around(shape, axis);
     let index_shape = inputs.get(1)?.shape();
     let out: Vec<usize> = [&shape[..axis], index_shape, &shape[axis + 1..]].concat();
-    if output_len::<u64>(&out, value.size_bytes())? == 0 {
-        return one(rearrange!(value, &out, _data => Vec::new()));
+    if output_len(&out)? == 0 {
+        return one(rearrange!(value, &out, _data => Buffer::default()));
     }
-    let mut starts = Vec::with_capacity(outer * index_shape.iter().product::<usize>());
+    let mut starts = Buffer::with_capacity(outer * index_shape.iter().product::<usize>())?;
     for &index in integers(inputs.get(1)?)?.iter() {
-        starts.push(resolve_index(index, along)? * inner);
+        starts.push(resolve_index(index, along)? * inner)?;
     }
     let first = starts.len();
     for row in 1..outer {
-        starts.extend_from_within(..first);
-        starts[row * first..].iter_mut().for_each(|start| *start += row * along * inner);
+        for index in 0..first {
+            starts.push(starts[index] + row * along * inner)?;
+        }
     }
-    one(rearrange!(value, &out, data => runs(context.pool, data, &starts, inner)))
+    one(rearrange!(value, &out, data => runs(context.pool, data, &starts, inner)?))
 }
 
 /// For each element of an index tensor, the offset into a tensor of `shape`. The position along
@@ -103,18 +106,18 @@ fn element_offsets(
     axis: usize,
     indices: &[i64],
     index_shape: &[usize],
-) -> Result<Vec<usize>, String> {
+) -> Result<Buffer<usize>, KernelError> {
     let fits = index_shape.len() == shape.len()
         && (0..shape.len()).all(|other| other == axis || index_shape[other] <= shape[other]);
     if !fits {
-        return Err(format!("indices of shape {index_shape:?} exceed shape {shape:?}"));
+        return Err(invalid!("indices of shape {index_shape:?} exceed shape {shape:?}"));
     }
     let strides = row_strides(shape);
-    let mut offsets = Vec::with_capacity(indices.len());
+    let mut offsets = Buffer::with_capacity(indices.len())?;
     let mut position = vec![0usize; shape.len()];
     let mut base = 0;
     for &index in indices {
-        offsets.push(base + resolve_index(index, shape[axis])? * strides[axis]);
+        offsets.push(base + resolve_index(index, shape[axis])? * strides[axis])?;
         for other in (0..shape.len()).rev() {
             let stride = if other == axis { 0 } else { strides[other] };
             position[other] += 1;
@@ -134,7 +137,7 @@ fn gather_elements(context: &Context, inputs: &Inputs, axis: i64) -> KernelResul
     let axis = resolve_axis(axis, value.shape().len())?;
     let list = integers(indices)?;
     let offsets = element_offsets(value.shape(), axis, &list, indices.shape())?;
-    one(rearrange!(value, indices.shape(), data => runs(context.pool, data, &offsets, 1)))
+    one(rearrange!(value, indices.shape(), data => runs(context.pool, data, &offsets, 1)?))
 }
 
 /// The offsets into `shape` that index tuples select, and the elements per tuple.
@@ -143,29 +146,29 @@ fn tuple_offsets(
     indices: &[i64],
     index_shape: &[usize],
     batch_dims: usize,
-) -> Result<(Vec<usize>, usize), String> {
+) -> Result<(Buffer<usize>, usize), KernelError> {
     let &depth = index_shape.last().ok_or("indices need at least one dimension")?;
     if batch_dims >= index_shape.len() || batch_dims + depth > shape.len() {
-        return Err(format!(
+        return Err(invalid!(
             "indices of shape {index_shape:?} are too deep for shape {shape:?} after {batch_dims}"
         ));
     }
     if shape[..batch_dims] != index_shape[..batch_dims] {
-        return Err(format!("the batch of {index_shape:?} is not that of {shape:?}"));
+        return Err(invalid!("the batch of {index_shape:?} is not that of {shape:?}"));
     }
     let strides = row_strides(shape);
     let tuples: usize = index_shape[..index_shape.len() - 1].iter().product();
     let batches: usize = shape[..batch_dims].iter().product();
     let batch_size: usize = shape[batch_dims..].iter().product();
     let per_batch = tuples.checked_div(batches).unwrap_or(1).max(1);
-    let mut offsets = Vec::with_capacity(tuples);
+    let mut offsets = Buffer::with_capacity(tuples)?;
     for tuple in 0..tuples {
         let mut offset = tuple / per_batch * batch_size;
         for (i, &index) in indices[tuple * depth..][..depth].iter().enumerate() {
             let axis = batch_dims + i;
             offset += resolve_index(index, shape[axis])? * strides[axis];
         }
-        offsets.push(offset);
+        offsets.push(offset)?;
     }
     Ok((offsets, shape[batch_dims + depth..].iter().product()))
 }
@@ -177,11 +180,11 @@ fn gather_nd(context: &Context, inputs: &Inputs, batch_dims: usize) -> KernelRes
     let (offsets, length) = tuple_offsets(shape, &list, index_shape, batch_dims)?;
     let depth = index_shape[index_shape.len() - 1];
     let out = [&index_shape[..index_shape.len() - 1], &shape[batch_dims + depth..]].concat();
-    output_len::<u64>(&out, value.size_bytes())?;
+    output_len(&out)?;
     if length == 0 {
-        return one(rearrange!(value, &out, _data => Vec::new()));
+        return one(rearrange!(value, &out, _data => Buffer::default()));
     }
-    one(rearrange!(value, &out, data => runs(context.pool, data, &offsets, length)))
+    one(rearrange!(value, &out, data => runs(context.pool, data, &offsets, length)?))
 }
 
 #[cfg(test)]

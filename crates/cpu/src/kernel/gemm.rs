@@ -11,6 +11,7 @@ mod tile;
 use std::cell::RefCell;
 use std::ops::Range;
 
+use model::MemoryError;
 use model::op::Activation;
 use rayon::prelude::*;
 
@@ -18,6 +19,8 @@ pub(super) use pack::{IMAGE_GUARD, Image, Matrix, PackedLeft, PackedRight};
 use tile::{PackedBlock, TileEpilogue};
 
 use super::activation;
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::yield_point;
 
 /// Vectors across a panel of the right operand.
@@ -118,20 +121,30 @@ impl Default for Epilogue<'_> {
     }
 }
 
+/// Elements of scratch memory that a thread keeps.
+const MAX_KEPT_SCRATCH: usize = 4 << 20;
+
 thread_local! {
     /// Memory for packed panels. Stays initialized, so that it is filled only once.
-    static SCRATCH: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
+    static SCRATCH: RefCell<Vec<Buffer<f32>>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Calls `f` with `length` elements of scratch memory whose contents are arbitrary.
-pub(super) fn with_scratch<R>(length: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
+pub(super) fn with_scratch<R>(
+    length: usize,
+    f: impl FnOnce(&mut [f32]) -> R,
+) -> Result<R, MemoryError> {
     let mut buffer = SCRATCH.with(|cell| cell.borrow_mut().pop()).unwrap_or_default();
     if buffer.len() < length {
-        buffer.resize(length, 0.0);
+        // The shorter one is freed first.
+        drop(std::mem::take(&mut buffer));
+        buffer = Buffer::filled(length, 0.0)?;
     }
     let result = f(&mut buffer[..length]);
-    SCRATCH.with(|cell| cell.borrow_mut().push(buffer));
-    result
+    if buffer.len() <= MAX_KEPT_SCRATCH {
+        SCRATCH.with(|cell| cell.borrow_mut().push(buffer));
+    }
+    Ok(result)
 }
 
 /// `out = activation(alpha * a @ b + biases + residual)` for a row-major `out`.
@@ -140,7 +153,7 @@ pub(super) fn product(
     a: Left,
     b: Right,
     epilogue: Epilogue,
-) -> Result<(), String> {
+) -> Result<(), KernelError> {
     let threads = rayon::current_num_threads();
     product_on(threads, out, a, b, epilogue)
 }
@@ -151,7 +164,7 @@ pub(super) fn product_here(
     a: Left,
     b: Right,
     epilogue: Epilogue,
-) -> Result<(), String> {
+) -> Result<(), KernelError> {
     product_on(1, out, a, b, epilogue)
 }
 
@@ -161,10 +174,10 @@ fn product_on(
     a: Left,
     b: Right,
     epilogue: Epilogue,
-) -> Result<(), String> {
+) -> Result<(), KernelError> {
     let (rows, depth, columns) = (a.rows(), a.depth(), b.columns());
     if depth != b.depth() {
-        return Err(format!(
+        return Err(invalid!(
             "a matrix of {depth} columns is multiplied by one of {} rows",
             b.depth()
         ));
@@ -175,7 +188,7 @@ fn product_on(
         || !fits(epilogue.column_bias, columns)
         || !fits(epilogue.residual, out.len())
     {
-        return Err(format!("operands do not fit a {rows} x {columns} product"));
+        return Err(invalid!("operands do not fit a {rows} x {columns} product"));
     }
     if out.is_empty() {
         return Ok(());
@@ -183,12 +196,7 @@ fn product_on(
     let work = rows.saturating_mul(columns).saturating_mul(depth.max(1));
     let threads = if work < MIN_PARALLEL_WORK { 1 } else { threads };
     let call = ProductCall { a, b, epilogue, rows, depth, columns, threads };
-    if call.splits_columns() {
-        call.by_columns(out)
-    } else {
-        call.by_rows(out)
-    }
-    Ok(())
+    if call.splits_columns() { call.by_columns(out) } else { call.by_rows(out) }
 }
 
 /// One call of a product.
@@ -223,58 +231,58 @@ impl ProductCall<'_> {
     }
 
     /// Tasks that are ranges of columns. All of them read one packed left operand.
-    fn by_columns(&self, out: &mut [f32]) {
+    fn by_columns(&self, out: &mut [f32]) -> Result<(), KernelError> {
         match self.a {
             Left::Packed(packed) => self.columns_of(out, packed.data()),
             Left::Plain(matrix) => {
                 with_scratch(PackedLeft::length(self.rows, self.depth), |scratch| {
                     pack::pack_left(scratch, matrix, self.threads > 1);
-                    self.columns_of(out, scratch);
-                });
+                    self.columns_of(out, scratch)
+                })?
             }
         }
     }
 
-    fn columns_of(&self, out: &mut [f32], left: &[f32]) {
+    fn columns_of(&self, out: &mut [f32], left: &[f32]) -> Result<(), KernelError> {
         let width = tile::panel_width();
         let panels = self.columns.div_ceil(width);
         let tasks =
             panels.div_ceil(self.cached_panels()).next_multiple_of(self.threads).min(panels);
         let bounds: Vec<usize> =
             (0..=tasks).map(|task| (panels * task / tasks * width).min(self.columns)).collect();
-        let mut segments: Vec<Vec<&mut [f32]>> =
-            (0..tasks).map(|_| Vec::with_capacity(self.rows)).collect();
+        let mut segments: Vec<Buffer<&mut [f32]>> =
+            (0..tasks).map(|_| Buffer::with_capacity(self.rows)).collect::<Result<_, _>>()?;
         for row in out.chunks_exact_mut(self.columns) {
             let mut rest = row;
             for (task, segments) in segments.iter_mut().enumerate() {
                 let (head, tail) = rest.split_at_mut(bounds[task + 1] - bounds[task]);
-                segments.push(head);
+                segments.extend([head]);
                 rest = tail;
             }
         }
-        let run = |(task, mut rows): (usize, Vec<&mut [f32]>)| {
-            self.block(&mut rows, 0..self.rows, bounds[task]..bounds[task + 1], left, None);
+        let run = |(task, mut rows): (usize, Buffer<&mut [f32]>)| {
+            self.block(&mut rows, 0..self.rows, bounds[task]..bounds[task + 1], left, None)
         };
         if self.threads > 1 {
             let tasks = segments.into_par_iter().enumerate().with_max_len(1);
-            tasks.for_each_init(yield_point::start_work, |_, task| run(task));
+            tasks.try_for_each_init(yield_point::start_work, |_, task| run(task))
         } else {
-            segments.into_iter().enumerate().for_each(run);
+            segments.into_iter().enumerate().try_for_each(run)
         }
     }
 
     /// Tasks that are ranges of rows. All of them read one packed right operand.
-    fn by_rows(&self, out: &mut [f32]) {
+    fn by_rows(&self, out: &mut [f32]) -> Result<(), KernelError> {
         match self.b {
             Right::Packed(packed) => self.rows_of(out, packed.data()),
             _ => with_scratch(PackedRight::length(self.depth, self.columns), |scratch| {
                 pack::pack_right(scratch, self.b, 0..self.columns, self.threads > 1);
-                self.rows_of(out, scratch);
-            }),
+                self.rows_of(out, scratch)
+            })?,
         }
     }
 
-    fn rows_of(&self, out: &mut [f32], right: &[f32]) {
+    fn rows_of(&self, out: &mut [f32], right: &[f32]) -> Result<(), KernelError> {
         let height = tile::panel_rows();
         let panels = self.rows.div_ceil(height);
         let cached = (CACHED_ELEMENTS / (height * self.depth).max(1)).max(1);
@@ -283,11 +291,11 @@ impl ProductCall<'_> {
         let run = |(task, chunk): (usize, &mut [f32])| {
             let first = task * per_task;
             let range = first..(first + per_task).min(self.rows);
-            let mut rows: Vec<&mut [f32]> = chunk.chunks_exact_mut(self.columns).collect();
+            let mut rows = Buffer::collect(chunk.chunks_exact_mut(self.columns))?;
             let columns = 0..self.columns;
             match self.a {
                 Left::Packed(packed) => {
-                    self.block(&mut rows, range, columns, packed.data(), Some(right));
+                    self.block(&mut rows, range, columns, packed.data(), Some(right))
                 }
                 Left::Plain(matrix) => {
                     let part = matrix.rows_in(range.clone());
@@ -295,16 +303,16 @@ impl ProductCall<'_> {
                         pack::pack_left(scratch, part, false);
                         // The packed rows begin at the task's first one.
                         let offset = range.start;
-                        self.block_at(&mut rows, range, columns, scratch, offset, Some(right));
-                    });
+                        self.block_at(&mut rows, range, columns, scratch, offset, Some(right))
+                    })?
                 }
             }
         };
         if self.threads > 1 {
             let tasks = out.par_chunks_mut(per_task * self.columns).enumerate().with_max_len(1);
-            tasks.for_each_init(yield_point::start_work, |_, task| run(task));
+            tasks.try_for_each_init(yield_point::start_work, |_, task| run(task))
         } else {
-            out.chunks_mut(per_task * self.columns).enumerate().for_each(run);
+            out.chunks_mut(per_task * self.columns).enumerate().try_for_each(run)
         }
     }
 
@@ -315,8 +323,8 @@ impl ProductCall<'_> {
         columns: Range<usize>,
         left: &[f32],
         right: Option<&[f32]>,
-    ) {
-        self.block_at(out, rows, columns, left, 0, right);
+    ) -> Result<(), KernelError> {
+        self.block_at(out, rows, columns, left, 0, right)
     }
 
     /// Computes `rows x columns` of the result. `left` holds packed rows from `left_start` on;
@@ -329,14 +337,14 @@ impl ProductCall<'_> {
         left: &[f32],
         left_start: usize,
         right: Option<&[f32]>,
-    ) {
+    ) -> Result<(), KernelError> {
         let right = right.or(match self.b {
             Right::Packed(packed) => Some(packed.data()),
             _ => None,
         });
         if let Some(right) = right {
             self.tiles(out, rows, columns, left, left_start, right, 0);
-            return;
+            return Ok(());
         }
         let step = self.cached_panels() * tile::panel_width();
         with_scratch(PackedRight::length(self.depth, step.min(columns.len())), |scratch| {
@@ -344,11 +352,15 @@ impl ProductCall<'_> {
                 let part = start..(start + step).min(columns.end);
                 pack::pack_right(scratch, self.b, part.clone(), false);
                 let offset = start - columns.start;
-                let mut segments: Vec<&mut [f32]> =
-                    out.iter_mut().map(|row| &mut row[offset..offset + part.len()]).collect();
+                let cut = |row| {
+                    let row: &mut &mut [f32] = row;
+                    &mut row[offset..offset + part.len()]
+                };
+                let mut segments = Buffer::collect(out.iter_mut().map(cut))?;
                 self.tiles(&mut segments, rows.clone(), part, left, left_start, scratch, start);
             }
-        });
+            Ok(())
+        })?
     }
 
     /// Computes a block whose operands are packed; `right` holds columns from `right_start` on.
@@ -399,4 +411,10 @@ fn finish_rows(activation: Activation, rows: &mut [&mut [f32]]) {
     if activation != Activation::None {
         rows.iter_mut().for_each(|row| activation::apply(activation, row));
     }
+}
+
+/// Frees the calling thread's scratch memory.
+#[cfg(test)]
+pub(super) fn free_scratch() {
+    SCRATCH.with(|cell| cell.borrow_mut().clear());
 }

@@ -6,14 +6,16 @@ use model::op::Op;
 use super::binary::{Number, with_type};
 use super::cast::convert;
 use super::operand::{
-    Element, dtype_of, elements, filled, integer_list, is_half, one, output_len, resolve_axis,
-    sizes, through_f32,
+    Element, dtype_of, elements, integer_list, is_half, one, output_len, resolve_axis, sizes,
+    through_f32,
 };
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer::Buffer;
 use crate::buffer_pool::{BufferPool, Pooled};
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, into_elements, with_value};
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     match facts.step.op {
         Op::OneHot { axis } => {
             Ok(Kernel::new(move |context, inputs| one_hot(context, &inputs, axis)))
@@ -43,24 +45,24 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
 }
 
 /// Numbers of any type as integers; fractions are truncated.
-fn whole(value: &Value) -> Result<Vec<i64>, String> {
+fn whole(value: &Value) -> Result<Buffer<i64>, KernelError> {
     let wide = convert(value, DataType::I64)?;
     match wide {
         Value::I64(tensor) => Ok(into_elements(tensor)),
-        other => Err(format!("{} is not an integer", other.dtype())),
+        other => Err(invalid!("{} is not an integer", other.dtype())),
     }
 }
 
 fn one_hot(context: &Context, inputs: &Inputs, axis: i64) -> KernelResult {
     let indices = inputs.get(0)?;
-    let depth = match whole(inputs.get(1)?)?.as_slice() {
+    let depth = match &*whole(inputs.get(1)?)? {
         &[depth] if depth >= 0 => depth as usize,
-        other => return Err(format!("the depth must be one size, is {other:?}")),
+        other => return Err(invalid!("the depth must be one size, is {other:?}")),
     };
     let shape = indices.shape();
     let axis = resolve_axis(axis, shape.len() + 1)?;
     let out = [&shape[..axis], &[depth], &shape[axis..]].concat();
-    let count = output_len::<u64>(&out, 0)?;
+    let count = output_len(&out)?;
     let inner: usize = shape[axis..].iter().product();
     let indices = whole(indices)?;
     let values = inputs.get(2)?;
@@ -78,11 +80,11 @@ fn hot<T: Pooled>(
     count: usize,
     depth: usize,
     inner: usize,
-) -> Result<Vec<T>, String> {
+) -> Result<Buffer<T>, KernelError> {
     let [off, on] = pair else {
-        return Err(format!("values must be two, are {}", pair.len()));
+        return Err(invalid!("values must be two, are {}", pair.len()));
     };
-    let mut data = filled(pool, count, off.clone());
+    let mut data = pool.filled(count, off.clone())?;
     for (position, &index) in indices.iter().enumerate() {
         let hot = if index < 0 { index.saturating_add(depth as i64) } else { index };
         if (0..depth as i64).contains(&hot) {
@@ -94,10 +96,10 @@ fn hot<T: Pooled>(
 }
 
 /// The only element of operand `index`.
-fn scalar<T: Number>(inputs: &Inputs, index: usize) -> Result<T, String> {
+fn scalar<T: Number>(inputs: &Inputs, index: usize) -> Result<T, KernelError> {
     match elements(inputs.typed::<T>(index)?) {
         [only] => Ok(*only),
-        many => Err(format!("operand {index} must be one number, has {}", many.len())),
+        many => Err(invalid!("operand {index} must be one number, has {}", many.len())),
     }
 }
 
@@ -106,7 +108,7 @@ fn range<T: Number>(inputs: &Inputs) -> KernelResult {
     let (start, limit) = (scalar::<T>(inputs, 0)?, scalar::<T>(inputs, 1)?);
     let delta = scalar::<T>(inputs, 2)?;
     if delta == T::default() {
-        return Err("delta is 0".to_string());
+        return Err("delta is 0".into());
     }
     let count = if T::INTEGER {
         // 128 bits hold the distance of any two integers.
@@ -117,22 +119,25 @@ fn range<T: Number>(inputs: &Inputs) -> KernelResult {
     } else {
         let steps = ((limit.to_f64() - start.to_f64()) / delta.to_f64()).ceil();
         if steps.is_nan() {
-            return Err("a bound of the range is not a number".to_string());
+            return Err("a bound of the range is not a number".into());
         }
         steps.max(0.0) as usize
     };
-    output_len::<T>(&[count], 0)?;
-    let mut data = Vec::with_capacity(count);
+    output_len(&[count])?;
+    let mut data = Buffer::with_capacity(count)?;
     let mut next = start;
     for index in 0..count {
         // Floats are multiplied so that errors do not accumulate.
-        data.push(if T::INTEGER { next } else { start.add(T::from_f64(index as f64).mul(delta)) });
+        data.extend([match T::INTEGER {
+            true => next,
+            false => start.add(T::from_f64(index as f64).mul(delta)),
+        }]);
         next = next.add(delta);
     }
     one(T::wrap(&[count], data))
 }
 
-fn fill_kernel(dtype: DataType, value: [u8; 8]) -> Result<Kernel, String> {
+fn fill_kernel(dtype: DataType, value: [u8; 8]) -> Result<Kernel, KernelError> {
     macro_rules! kernel {
         ($rust:ty) => {{
             let mut bytes = [0; size_of::<$rust>()];
@@ -161,16 +166,16 @@ fn fill_kernel(dtype: DataType, value: [u8; 8]) -> Result<Kernel, String> {
 fn filling<T: Element>(element: T) -> Kernel {
     Kernel::new(move |context, inputs| {
         let shape = sizes(&integer_list(&inputs, 0)?)?;
-        let count = output_len::<T>(&shape, 0)?;
-        one(T::wrap(&shape, filled(context.pool, count, element.clone())))
+        let count = output_len(&shape)?;
+        one(T::wrap(&shape, context.pool.filled(count, element.clone())?))
     })
 }
 
 fn eye(inputs: &Inputs, dtype: DataType, k: i64) -> KernelResult {
     let &[rows, columns] = inputs.get(0)?.shape() else {
-        return Err(format!("shape {:?} is not a matrix", inputs.get(0)?.shape()));
+        return Err(invalid!("shape {:?} is not a matrix", inputs.get(0)?.shape()));
     };
-    let mut data = vec![0u8; output_len::<u64>(&[rows, columns], inputs.get(0)?.size_bytes() * 8)?];
+    let mut data = Buffer::filled(output_len(&[rows, columns])?, 0u8)?;
     for row in 0..rows {
         let column = (row as i64).saturating_add(k);
         if (0..columns as i64).contains(&column) {

@@ -1,6 +1,7 @@
 //! Windows over spatial dimensions. One to three dimensions are treated as three, with leading
 //! dimensions of extent 1.
 
+use crate::kernel::{KernelError, invalid};
 use model::op::{Padding, Window};
 
 /// A window resolved against an input. Dimensions are depth, height, width.
@@ -32,22 +33,22 @@ pub(super) fn three(values: &[usize], missing: usize) -> [usize; 3] {
 }
 
 /// Strides or dilations of a window: ones where none are given.
-pub(super) fn steps(values: &[usize], rank: usize, what: &str) -> Result<[usize; 3], String> {
+pub(super) fn steps(values: &[usize], rank: usize, what: &str) -> Result<[usize; 3], KernelError> {
     if values.is_empty() {
         return Ok([1; 3]);
     }
     if values.len() != rank || values.contains(&0) {
-        return Err(format!("{what} {values:?} do not fit {rank} spatial dimensions"));
+        return Err(invalid!("{what} {values:?} do not fit {rank} spatial dimensions"));
     }
     Ok(three(values, 1))
 }
 
 /// The extent that `kernel` taps at distance `dilation` cover.
-pub(super) fn covered(kernel: usize, dilation: usize) -> Result<usize, String> {
+pub(super) fn covered(kernel: usize, dilation: usize) -> Result<usize, KernelError> {
     (kernel - 1)
         .checked_mul(dilation)
         .and_then(|extent| extent.checked_add(1))
-        .ok_or_else(|| format!("a window of {kernel} taps at distance {dilation} is too large"))
+        .ok_or_else(|| invalid!("a window of {kernel} taps at distance {dilation} is too large"))
 }
 
 impl Geometry {
@@ -58,13 +59,13 @@ impl Geometry {
         input: &[usize],
         kernel: &[usize],
         ceil_mode: bool,
-    ) -> Result<Geometry, String> {
+    ) -> Result<Geometry, KernelError> {
         let rank = input.len();
         if !(1..=3).contains(&rank) {
-            return Err(format!("windows over {rank} spatial dimensions are not supported"));
+            return Err(invalid!("windows over {rank} spatial dimensions are not supported"));
         }
         if kernel.len() != rank || kernel.contains(&0) {
-            return Err(format!("kernel {kernel:?} does not fit {rank} spatial dimensions"));
+            return Err(invalid!("kernel {kernel:?} does not fit {rank} spatial dimensions"));
         }
         let mut geometry = Geometry {
             rank,
@@ -80,7 +81,7 @@ impl Geometry {
             && !pads.is_empty()
         {
             if pads.len() != 2 * rank {
-                return Err(format!("pads {pads:?} do not fit {rank} spatial dimensions"));
+                return Err(invalid!("pads {pads:?} do not fit {rank} spatial dimensions"));
             }
             geometry.begin = three(&pads[..rank], 0);
             geometry.end = three(&pads[rank..], 0);
@@ -91,7 +92,12 @@ impl Geometry {
         Ok(geometry)
     }
 
-    fn resolve(&mut self, axis: usize, padding: &Padding, ceil_mode: bool) -> Result<(), String> {
+    fn resolve(
+        &mut self,
+        axis: usize,
+        padding: &Padding,
+        ceil_mode: bool,
+    ) -> Result<(), KernelError> {
         let (input, stride) = (self.input[axis], self.strides[axis]);
         let extent = covered(self.kernel[axis], self.dilations[axis])?;
         let too_large = || "the padded input is too large".to_string();

@@ -1,7 +1,5 @@
 //! Products and convolutions of 8-bit integers, with 32-bit sums or requantized results.
 
-use std::borrow::Cow;
-
 use model::DataType;
 use model::op::{Conv, Op};
 
@@ -9,9 +7,11 @@ use super::conv::{ConvShapes, convolve};
 use super::dense::{self, elements};
 use super::matmul::plain_matmul;
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value};
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let is_byte = |index: usize| {
         facts.input_dtype(index).is_none_or(|dtype| matches!(dtype, DataType::U8 | DataType::I8))
     };
@@ -37,26 +37,30 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
 }
 
 /// The elements of a tensor of bytes as `i32`.
-fn integers(value: &Value) -> Result<Vec<i32>, String> {
+fn integers(value: &Value) -> Result<Buffer<i32>, KernelError> {
     match value {
-        Value::U8(tensor) => Ok(elements(tensor).iter().map(|&x| i32::from(x)).collect()),
-        Value::I8(tensor) => Ok(elements(tensor).iter().map(|&x| i32::from(x)).collect()),
-        other => Err(format!("an operand is {}", other.dtype())),
+        Value::U8(tensor) => Ok(Buffer::collect(elements(tensor).iter().map(|&x| i32::from(x)))?),
+        Value::I8(tensor) => Ok(Buffer::collect(elements(tensor).iter().map(|&x| i32::from(x)))?),
+        other => Err(invalid!("an operand is {}", other.dtype())),
     }
 }
 
 /// `value` minus its zero point, which is one number or has a shape that broadcasts.
-fn centred(value: &Value, zero: Option<&Value>, zero_shape: &[usize]) -> Result<Vec<i32>, String> {
+fn centred(
+    value: &Value,
+    zero: Option<&Value>,
+    zero_shape: &[usize],
+) -> Result<Buffer<i32>, KernelError> {
     let mut data = integers(value)?;
     let Some(zero) = zero else { return Ok(data) };
     let zero = integers(zero)?;
-    if let [zero] = zero.as_slice() {
+    if let [zero] = &*zero {
         data.iter_mut().for_each(|x| *x -= zero);
         return Ok(data);
     }
     let zero = TypedTensor::try_from_data(zero_shape, zero)
         .map_err(|_| "a zero point of a wrong size".to_string())?;
-    for (x, zero) in data.iter_mut().zip(dense::broadcast(&zero, value.shape())?) {
+    for (x, zero) in data.iter_mut().zip(&dense::broadcast(&zero, value.shape())?) {
         *x -= zero;
     }
     Ok(data)
@@ -85,7 +89,7 @@ fn centred_matmul(
     a_zero: Option<&Value>,
     b: &Value,
     b_zero: Option<&Value>,
-) -> Result<(Vec<usize>, Vec<i32>), String> {
+) -> Result<(Vec<usize>, Buffer<i32>), KernelError> {
     let a_shape = a_zero.map_or(vec![], |zero| per_row(zero.shape()));
     let b_shape = b_zero.map_or(vec![], |zero| zero.shape().to_vec());
     let left = centred(a, a_zero, &a_shape)?;
@@ -106,7 +110,7 @@ fn centred_conv(
     weight: &Value,
     weight_zero: Option<&Value>,
     conv: &Conv,
-) -> Result<(ConvShapes, Vec<i32>), String> {
+) -> Result<(ConvShapes, Buffer<i32>), KernelError> {
     let shapes = ConvShapes::new(x.shape(), weight.shape(), conv)?;
     let rank = weight.shape().len();
     let zero_shape = weight_zero.map_or(vec![], |zero| per_channel(zero.shape(), rank));
@@ -123,18 +127,18 @@ fn conv_integer(inputs: &Inputs, conv: &Conv) -> KernelResult {
 }
 
 /// The one element of a scale.
-fn scalar(inputs: &Inputs, index: usize) -> Result<f32, String> {
+fn scalar(inputs: &Inputs, index: usize) -> Result<f32, KernelError> {
     match elements(inputs.typed::<f32>(index)?) {
         [scale] => Ok(*scale),
-        other => Err(format!("operand {index} has {} elements instead of one", other.len())),
+        other => Err(invalid!("operand {index} has {} elements instead of one", other.len())),
     }
 }
 
 /// Sums as the result's bytes: scaled, rounded to even, shifted and saturated.
 fn requantized(shape: &[usize], sums: &[i32], factors: &[f32], zero: &Value) -> KernelResult {
-    let shift = match integers(zero)?.as_slice() {
+    let shift = match &*integers(zero)? {
         [zero] => *zero as f32,
-        other => return Err(format!("an output zero point of {} elements", other.len())),
+        other => return Err(invalid!("an output zero point of {} elements", other.len())),
     };
     let rounded = |index: usize| {
         let factor = if factors.len() == 1 { factors[0] } else { factors[index] };
@@ -143,9 +147,9 @@ fn requantized(shape: &[usize], sums: &[i32], factors: &[f32], zero: &Value) -> 
     match zero {
         // A conversion from a float saturates.
         Value::U8(_) => {
-            dense::output(shape, (0..sums.len()).map(|i| rounded(i) as u8).collect::<Vec<u8>>())
+            dense::output(shape, Buffer::collect((0..sums.len()).map(|i| rounded(i) as u8))?)
         }
-        _ => dense::output(shape, (0..sums.len()).map(|i| rounded(i) as i8).collect::<Vec<i8>>()),
+        _ => dense::output(shape, Buffer::collect((0..sums.len()).map(|i| rounded(i) as i8))?),
     }
 }
 
@@ -154,22 +158,20 @@ fn linear_matmul(inputs: &Inputs) -> KernelResult {
     let (shape, sums) = centred_matmul(a, inputs.optional(2), b, inputs.optional(5))?;
     let (a_scale, b_scale) = (inputs.typed::<f32>(1)?, inputs.typed::<f32>(4)?);
     let y_scale = scalar(inputs, 6)?;
-    let spread = |tensor: &TypedTensor<f32>, rows: bool| -> Result<Cow<[f32]>, String> {
-        let data = elements(tensor).to_vec();
+    let spread = |tensor: &TypedTensor<f32>, rows: bool| -> Result<Buffer<f32>, KernelError> {
+        let data = Buffer::copy_of(elements(tensor))?;
         if data.len() == 1 {
-            return Ok(data.into());
+            return Ok(data);
         }
-        let value = Value::F32(tensor.clone());
-        let dims = if rows { per_row(value.shape()) } else { value.shape().to_vec() };
+        let dims = if rows { per_row(tensor.shape()) } else { tensor.shape().to_vec() };
         let tensor = TypedTensor::try_from_data(dims.as_slice(), data)
             .map_err(|_| "a scale of a wrong size".to_string())?;
-        Ok(dense::broadcast(&tensor, &shape)?.into())
+        dense::broadcast(&tensor, &shape)
     };
     let (a_scale, b_scale) = (spread(a_scale, true)?, spread(b_scale, false)?);
     let at = |scale: &[f32], index: usize| if scale.len() == 1 { scale[0] } else { scale[index] };
     let count = if a_scale.len() == 1 && b_scale.len() == 1 { 1 } else { sums.len() };
-    let factors: Vec<f32> =
-        (0..count).map(|i| at(&a_scale, i) * at(&b_scale, i) / y_scale).collect();
+    let factors = Buffer::collect((0..count).map(|i| at(&a_scale, i) * at(&b_scale, i) / y_scale))?;
     requantized(&shape, &sums, &factors, inputs.get(7)?)
 }
 
@@ -180,7 +182,7 @@ fn linear_conv(inputs: &Inputs, conv: &Conv) -> KernelResult {
     let weight_scale = elements(inputs.typed::<f32>(4)?);
     let outputs = shapes.groups * shapes.group_outputs;
     if weight_scale.len() != 1 && weight_scale.len() != outputs {
-        return Err(format!("{} weight scales for {outputs} channels", weight_scale.len()));
+        return Err(invalid!("{} weight scales for {outputs} channels", weight_scale.len()));
     }
     let plane = shapes.geometry.output_size().max(1);
     if let Some(bias) = inputs.optional_typed::<i32>(8)? {
@@ -191,10 +193,11 @@ fn linear_conv(inputs: &Inputs, conv: &Conv) -> KernelResult {
         }
     }
     let factor = |scale: f32| x_scale * scale / y_scale;
-    let factors: Vec<f32> = if weight_scale.len() == 1 {
-        vec![factor(weight_scale[0])]
+    let factors = if weight_scale.len() == 1 {
+        Buffer::filled(1, factor(weight_scale[0]))?
     } else {
-        (0..sums.len()).map(|index| factor(weight_scale[index / plane % outputs])).collect()
+        let each = |index: usize| factor(weight_scale[index / plane % outputs]);
+        Buffer::collect((0..sums.len()).map(each))?
     };
     requantized(&shapes.output, &sums, &factors, inputs.get(7)?)
 }

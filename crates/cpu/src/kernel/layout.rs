@@ -13,30 +13,32 @@ pub(crate) use reshape::reshaped;
 use model::op::Op;
 
 use super::{Kernel, StepFacts, no_kernel};
+use crate::kernel::KernelError;
 
 /// Calls `$body` with `$data` bound to the elements of `$value`, and wraps the resulting vector as
 /// a value of the same type and of shape `$shape`. Types of one width share their machine code.
 macro_rules! rearrange {
     ($value:expr, $shape:expr, $data:ident => $body:expr) => {{
+        use crate::buffer::Buffer;
         use crate::kernel::operand::{Element as _, elements};
         use crate::value::Value;
         let shape: &[usize] = $shape;
         macro_rules! as_bits {
             ($tensor:expr, $rust:ty, $bits:ty) => {{
                 let $data: &[$bits] = bytemuck::cast_slice(elements($tensor));
-                let moved: Vec<$bits> = $body;
-                <$rust>::wrap(shape, bytemuck::cast_vec(moved))
+                let moved: Buffer<$bits> = $body;
+                <$rust>::wrap(shape, moved.cast())
             }};
         }
         match $value {
             Value::Bool(tensor) => {
                 let $data: &[bool] = elements(tensor);
-                let moved: Vec<bool> = $body;
+                let moved: Buffer<bool> = $body;
                 bool::wrap(shape, moved)
             }
             Value::String(tensor) => {
                 let $data: &[bytes::Bytes] = elements(tensor);
-                let moved: Vec<bytes::Bytes> = $body;
+                let moved: Buffer<bytes::Bytes> = $body;
                 bytes::Bytes::wrap(shape, moved)
             }
             Value::U8(tensor) => as_bits!(tensor, u8, u8),
@@ -57,7 +59,7 @@ macro_rules! rearrange {
 
 pub(crate) use rearrange;
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     Ok(match facts.step.op.clone() {
         Op::Shape { start, end } => {
             Kernel::new(move |_, inputs| reshape::shape(&inputs, start, end))

@@ -1,15 +1,15 @@
 //! Matrix products: `MatMul` with numpy batching and `Gemm`.
 
-use std::borrow::Cow;
-
 use model::DataType;
 use model::op::{Activation, Gemm, MatMul, Op};
 use rayon::prelude::*;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
-use super::parallel::in_chunks;
+use super::parallel::{Failure, in_chunks};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, activation, no_kernel};
+use crate::buffer::{Buffer, Data};
+use crate::kernel::{KernelError, invalid};
 use crate::spare_buffers;
 use crate::value::{Typed, TypedTensor, Value};
 use crate::yield_point;
@@ -40,16 +40,16 @@ impl From<Gemm> for Product {
     }
 }
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let product: Product = match &facts.step.op {
         Op::MatMul(op) => (*op).into(),
         Op::Gemm(op) => (*op).into(),
-        other => return Err(format!("{} is not a matrix product", other.name())),
+        other => return Err(invalid!("{} is not a matrix product", other.name())),
     };
     let dtype = facts.input_dtype(0).unwrap_or(DataType::Bool);
     match dtype {
-        DataType::F32 if dense::all_of_type(facts, dtype) => Ok(build_f32(facts, product)),
-        DataType::F16 | DataType::BF16 => Ok(dense::through_f32(facts, build_f32(facts, product))),
+        DataType::F32 if dense::all_of_type(facts, dtype) => build_f32(facts, product),
+        DataType::F16 | DataType::BF16 => Ok(dense::through_f32(facts, build_f32(facts, product)?)),
         _ if !dense::all_of_type(facts, dtype) => Err(no_kernel(facts)),
         DataType::F64 => Ok(Kernel::new(move |_, inputs| run_plain::<f64>(&inputs, product))),
         DataType::I32 => Ok(Kernel::new(move |_, inputs| run_plain::<i32>(&inputs, product))),
@@ -66,19 +66,22 @@ struct Weights {
     packed: PackedRight,
 }
 
-fn build_f32(facts: &StepFacts, product: Product) -> Kernel {
-    let weights = dense::constant_f32(facts, 1).filter(|b| b.shape().len() == 2).map(|b| {
-        let data = elements(&b);
-        let matrix =
-            Matrix::new(data, b.shape()[0], b.shape()[1]).transposed_if(product.transpose_b);
-        Weights { shape: b.shape().to_vec(), packed: PackedRight::new(matrix) }
-    });
+fn build_f32(facts: &StepFacts, product: Product) -> Result<Kernel, KernelError> {
+    let weights = match dense::constant_f32(facts, 1)?.filter(|b| b.shape().len() == 2) {
+        None => None,
+        Some(b) => {
+            let data = elements(&b);
+            let matrix =
+                Matrix::new(data, b.shape()[0], b.shape()[1]).transposed_if(product.transpose_b);
+            Some(Weights { shape: b.shape().to_vec(), packed: PackedRight::new(matrix)? })
+        }
+    };
     let resident_bytes = weights.as_ref().map_or(0, |weights| weights.packed.size_bytes());
     let packed_inputs = if weights.is_some() { vec![1] } else { vec![] };
     let run = move |context: &Context, inputs: Inputs| {
         run_f32(context, inputs, product, weights.as_ref())
     };
-    Kernel { run: Box::new(run), resident_bytes, packed_inputs }
+    Ok(Kernel { run: Box::new(run), resident_bytes, packed_inputs })
 }
 
 /// Extents of a product and how its operands are batched.
@@ -95,9 +98,9 @@ struct Extents {
 }
 
 impl Extents {
-    fn new(a: &[usize], b: &[usize], product: &Product) -> Result<Extents, String> {
+    fn new(a: &[usize], b: &[usize], product: &Product) -> Result<Extents, KernelError> {
         if a.is_empty() || b.is_empty() || (product.plain && (a.len() != 2 || b.len() != 2)) {
-            return Err(format!("shapes {a:?} and {b:?} have no product"));
+            return Err(invalid!("shapes {a:?} and {b:?} have no product"));
         }
         let (a_vector, b_vector) = (a.len() == 1, b.len() == 1);
         let (a_batch, m, k) = match a {
@@ -113,7 +116,7 @@ impl Extents {
             [] => (b, 1, 1),
         };
         if k != b_k {
-            return Err(format!(
+            return Err(invalid!(
                 "shapes {a:?} and {b:?} disagree on the summed dimension: {k}, {b_k}"
             ));
         }
@@ -137,13 +140,17 @@ impl Extents {
 /// Tensors that are added to a product.
 struct Addends<'a> {
     /// One element per column.
-    columns: Option<Cow<'a, [f32]>>,
+    columns: Option<Data<'a, f32>>,
     /// One element per element of the result.
-    all: Option<Cow<'a, [f32]>>,
+    all: Option<Data<'a, f32>>,
 }
 
 /// Groups bias and residual by how they broadcast.
-fn addends<'a>(inputs: &'a Inputs, extents: &Extents, beta: f32) -> Result<Addends<'a>, String> {
+fn addends<'a>(
+    inputs: &'a Inputs,
+    extents: &Extents,
+    beta: f32,
+) -> Result<Addends<'a>, KernelError> {
     let mut addends = Addends { columns: None, all: None };
     for index in [2, 3] {
         let Some(tensor) = inputs.optional_typed::<f32>(index)? else { continue };
@@ -155,14 +162,14 @@ fn addends<'a>(inputs: &'a Inputs, extents: &Extents, beta: f32) -> Result<Adden
             } else {
                 &mut addends.all
             };
-        let mut data: Cow<[f32]> =
+        let mut data: Data<f32> =
             if tensor.len() == extents.n && one_row || tensor.shape() == extents.shape {
-                elements(tensor).into()
+                Data::Borrowed(elements(tensor))
             } else {
-                dense::broadcast(tensor, &extents.shape)?.into()
+                Data::Owned(dense::broadcast(tensor, &extents.shape)?)
             };
         if factor != 1.0 {
-            data.to_mut().iter_mut().for_each(|x| *x *= factor);
+            data.to_mut()?.iter_mut().for_each(|x| *x *= factor);
         }
         match slot {
             None => *slot = Some(data),
@@ -170,9 +177,9 @@ fn addends<'a>(inputs: &'a Inputs, extents: &Extents, beta: f32) -> Result<Adden
                 let data = if data.len() == other.len() {
                     data
                 } else {
-                    dense::broadcast(tensor, &extents.shape)?.into()
+                    Data::Owned(dense::broadcast(tensor, &extents.shape)?)
                 };
-                activation::add(other.to_mut(), &data);
+                activation::add(other.to_mut()?, &data);
             }
         }
     }
@@ -190,7 +197,7 @@ fn run_f32(
     let b_shape = match (weights, b_tensor) {
         (Some(weights), _) => weights.shape.as_slice(),
         (None, Some(b)) => b.shape(),
-        (None, None) => return Err("operand 1 is missing".to_string()),
+        (None, None) => return Err("operand 1 is missing".into()),
     };
     let extents = Extents::new(a.shape(), b_shape, &product)?;
     let addends = addends(&inputs, &extents, product.beta)?;
@@ -203,7 +210,7 @@ fn run_f32(
     };
     let a_data = elements(a);
     let b_data = b_tensor.map(elements);
-    let mut out = spare_buffers::take(context.pool, dense::count(&extents.shape)?);
+    let mut out = spare_buffers::take(context.pool, dense::count(&extents.shape)?)?;
     let right = |index: usize| match (weights, &b_data) {
         (Some(weights), _) => Right::Packed(&weights.packed),
         (None, data) => {
@@ -254,10 +261,10 @@ fn batched<'b>(
     rank: usize,
     right: impl Fn(usize) -> Right<'b> + Sync,
     epilogue: Epilogue,
-) -> Result<(), String> {
+) -> Result<(), KernelError> {
     let (a_size, size) = (extents.m * extents.k, extents.m * extents.n);
-    let a_index = dense::broadcast_indices(&extents.a_batch, &extents.batch);
-    let b_index = dense::broadcast_indices(&extents.b_batch, &extents.batch);
+    let a_index = dense::broadcast_indices(&extents.a_batch, &extents.batch)?;
+    let b_index = dense::broadcast_indices(&extents.b_batch, &extents.batch)?;
     let one = |(index, out): (usize, &mut [f32]), parallel: bool| {
         let start = a_index[index] * a_size;
         let left = left_matrix(&a[start..start + a_size], extents.m, extents, product, rank);
@@ -280,7 +287,7 @@ pub(super) trait PlainNumber: Copy + Send + Sync + Typed + 'static {
     fn one() -> Self;
     fn multiply_add(a: Self, b: Self, c: Self) -> Self;
     fn scaled(self, factor: f32) -> Self;
-    fn activated(activation: Activation, row: &mut [Self]) -> Result<(), String>;
+    fn activated(activation: Activation, row: &mut [Self]) -> Result<(), KernelError>;
 }
 
 impl PlainNumber for f32 {
@@ -300,7 +307,7 @@ impl PlainNumber for f32 {
         self * factor
     }
 
-    fn activated(activation: Activation, row: &mut [f32]) -> Result<(), String> {
+    fn activated(activation: Activation, row: &mut [f32]) -> Result<(), KernelError> {
         activation::apply(activation, row);
         Ok(())
     }
@@ -323,7 +330,7 @@ impl PlainNumber for f64 {
         self * f64::from(factor)
     }
 
-    fn activated(activation: Activation, row: &mut [f64]) -> Result<(), String> {
+    fn activated(activation: Activation, row: &mut [f64]) -> Result<(), KernelError> {
         row.iter_mut().for_each(|x| *x = activation::scalar(activation, *x));
         Ok(())
     }
@@ -348,7 +355,7 @@ macro_rules! plain_integers {
                 if factor == 1.0 { self } else { (self as f64 * f64::from(factor)) as $rust }
             }
 
-            fn activated(activation: Activation, row: &mut [$rust]) -> Result<(), String> {
+            fn activated(activation: Activation, row: &mut [$rust]) -> Result<(), KernelError> {
                 match activation {
                     Activation::None => Ok(()),
                     #[allow(unused_comparisons)]
@@ -356,7 +363,7 @@ macro_rules! plain_integers {
                         row.iter_mut().for_each(|x| *x = (*x).max(0));
                         Ok(())
                     }
-                    other => Err(format!("{other:?} is not defined for integers")),
+                    other => Err(invalid!("{other:?} is not defined for integers")),
                 }
             }
         })+
@@ -378,7 +385,7 @@ where
         let Some(addend) = inputs.optional_typed::<T>(index)? else { continue };
         let factor = if index == 2 { product.beta } else { 1.0 };
         let addend = dense::broadcast(addend, &shape)?;
-        for (y, x) in out.iter_mut().zip(addend) {
+        for (y, &x) in out.iter_mut().zip(&addend) {
             *y = T::multiply_add(x.scaled(factor), T::one(), *y);
         }
     }
@@ -391,7 +398,7 @@ where
 pub(super) fn plain_matmul<T: PlainNumber>(
     a: (&[usize], &[T]),
     b: (&[usize], &[T]),
-) -> Result<(Vec<usize>, Vec<T>), String> {
+) -> Result<(Vec<usize>, Buffer<T>), KernelError> {
     multiply(a, b, MatMul::default().into())
 }
 
@@ -399,20 +406,25 @@ fn multiply<T: PlainNumber>(
     (a_shape, a): (&[usize], &[T]),
     (b_shape, b): (&[usize], &[T]),
     product: Product,
-) -> Result<(Vec<usize>, Vec<T>), String> {
+) -> Result<(Vec<usize>, Buffer<T>), KernelError> {
     let extents = Extents::new(a_shape, b_shape, &product)?;
     let (m, k, n) = (extents.m, extents.k, extents.n);
-    let mut out = vec![T::zero(); dense::count(&extents.shape)?];
+    let mut out = Buffer::filled(dense::count(&extents.shape)?, T::zero())?;
     if !out.is_empty() && k > 0 {
-        let a_index = dense::broadcast_indices(&extents.a_batch, &extents.batch);
-        let b_index = dense::broadcast_indices(&extents.b_batch, &extents.batch);
+        let a_index = dense::broadcast_indices(&extents.a_batch, &extents.batch)?;
+        let b_index = dense::broadcast_indices(&extents.b_batch, &extents.batch)?;
+        let failure = Failure::default();
         in_chunks(&mut out, m * n, &|index: usize, out: &mut [T]| {
             let left = &a[a_index[index] * m * k..][..m * k];
             let right = &b[b_index[index] * k * n..][..k * n];
             let left = row_major(left, m, k, product.transpose_a && a_shape.len() > 1);
             let right = row_major(right, k, n, product.transpose_b && b_shape.len() > 1);
+            let (Some(left), Some(right)) = (failure.check(left), failure.check(right)) else {
+                return;
+            };
             dense::plain_product(out, &left, &right, n, T::multiply_add);
         });
+        failure.result()?;
     }
     Ok((extents.shape, out))
 }
@@ -423,12 +435,12 @@ pub(super) fn row_major<T: Copy>(
     rows: usize,
     columns: usize,
     transposed: bool,
-) -> Cow<'_, [T]> {
+) -> Result<Data<'_, T>, KernelError> {
     if !transposed {
-        return data.into();
+        return Ok(Data::Borrowed(data));
     }
     let element = |index: usize| data[index % columns * rows + index / columns];
-    (0..rows * columns).map(element).collect::<Vec<T>>().into()
+    Ok(Data::Owned(Buffer::collect((0..rows * columns).map(element))?))
 }
 
 #[cfg(test)]

@@ -8,13 +8,15 @@ use rten_vecmath::{Normalize, NormalizeOptions, Sum, SumSquare, SumSquareSub};
 use super::dense::{self, Real, elements};
 use super::parallel::{for_each, in_chunks};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, into_elements};
 use crate::yield_point;
 
 /// Minimum elements per task.
 const TASK_ELEMENTS: usize = 8 * 1024;
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let op = facts.step.op.clone();
     let outputs = facts.output_count();
     match facts.input_dtype(0) {
@@ -115,7 +117,7 @@ where
 {
     let value = inputs.take(0)?;
     let shape = value.shape().to_vec();
-    let tensor = T::take(value).map_err(|value| format!("operand 0 is {}", value.dtype()))?;
+    let tensor = T::take(value).map_err(|value| invalid!("operand 0 is {}", value.dtype()))?;
     let mut data = into_elements(tensor);
     match op {
         Op::ScaleShift { activation } => {
@@ -143,24 +145,24 @@ where
             let axis = dense::resolve_axis(*axis, shape.len())?;
             power_norm(&mut data, shape[axis], shape[axis + 1..].iter().product(), *p);
         }
-        other => return Err(format!("{} is not a normalization", other.name())),
+        other => return Err(invalid!("{} is not a normalization", other.name())),
     }
     dense::output(&shape, data)
 }
 
 /// The extent of axis 1; a vector has one channel.
-fn channels(shape: &[usize]) -> Result<usize, String> {
+fn channels(shape: &[usize]) -> Result<usize, KernelError> {
     match shape {
-        [] => Err("a scalar has no channels".to_string()),
+        [] => Err("a scalar has no channels".into()),
         [_] => Ok(1),
         [_, channels, ..] => Ok(*channels),
     }
 }
 
-fn check_channels(what: &str, actual: usize, channels: usize) -> Result<(), String> {
+fn check_channels(what: &str, actual: usize, channels: usize) -> Result<(), KernelError> {
     match actual == channels {
         true => Ok(()),
-        false => Err(format!("{what} has {actual} elements for {channels} channels")),
+        false => Err(invalid!("{what} has {actual} elements for {channels} channels")),
     }
 }
 
@@ -171,7 +173,7 @@ fn scale_shift<T: NormElement>(
     scale: &[T],
     shift: &[T],
     activation: Activation,
-) -> Result<(), String>
+) -> Result<(), KernelError>
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -199,7 +201,7 @@ fn batch_norm<T: NormElement>(
     shape: &[usize],
     inputs: &Inputs,
     epsilon: f32,
-) -> Result<(), String>
+) -> Result<(), KernelError>
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -211,11 +213,12 @@ where
         parameters.push(parameter);
     }
     let [scale, bias, mean, variance] = parameters.as_slice() else {
-        return Err("four parameters are needed".to_string());
+        return Err("four parameters are needed".into());
     };
     let epsilon = T::from_f32(epsilon);
-    let factor: Vec<T> = (0..channels).map(|c| scale[c] / (variance[c] + epsilon).sqrt()).collect();
-    let shift: Vec<T> = (0..channels).map(|c| bias[c] - mean[c] * factor[c]).collect();
+    let scaled = |c: usize| scale[c] / (variance[c] + epsilon).sqrt();
+    let factor = Buffer::collect((0..channels).map(scaled))?;
+    let shift = Buffer::collect((0..channels).map(|c| bias[c] - mean[c] * factor[c]))?;
     scale_shift(data, shape, &factor, &shift, Activation::None)
 }
 
@@ -225,11 +228,14 @@ fn row_parameter<T: NormElement>(
     tensor: &TypedTensor<T>,
     shape: &[usize],
     axis: usize,
-) -> Result<Vec<T>, String>
+) -> Result<Buffer<T>, KernelError>
 where
     TypedTensor<T>: Into<Value>,
 {
-    dense::broadcast(tensor, &shape[axis..]).or_else(|_| dense::broadcast(tensor, shape))
+    match dense::broadcast(tensor, &shape[axis..]) {
+        Err(KernelError::Invalid(_)) => dense::broadcast(tensor, shape),
+        result => result,
+    }
 }
 
 /// The part of a row parameter that belongs to `row`.
@@ -238,7 +244,7 @@ fn part<T>(parameter: &[T], width: usize, row: usize) -> &[T] {
 }
 
 fn layer_norm<T: NormElement>(
-    mut data: Vec<T>,
+    mut data: Buffer<T>,
     shape: &[usize],
     inputs: &Inputs,
     axis: i64,
@@ -257,7 +263,7 @@ where
     let width: usize = shape[axis..].iter().product();
     let rows: usize = shape[..axis].iter().product();
     let epsilon = T::from_f32(epsilon);
-    let mut statistics = vec![(T::nan(), T::nan()); rows];
+    let mut statistics = Buffer::filled(rows, (T::nan(), T::nan()))?;
     if let Some(per_task) = TASK_ELEMENTS.checked_div(width) {
         let per_task = per_task.max(1);
         let tasks = data.chunks_mut(width * per_task).zip(statistics.chunks_mut(per_task));
@@ -279,10 +285,10 @@ where
     let kept: Vec<usize> =
         shape.iter().enumerate().map(|(index, &dim)| if index < axis { dim } else { 1 }).collect();
     if outputs > 1 {
-        results.push(dense::tensor(&kept, statistics.iter().map(|s| s.0).collect::<Vec<T>>())?);
+        results.push(dense::tensor(&kept, Buffer::collect(statistics.iter().map(|s| s.0))?)?);
     }
     if outputs > 2 {
-        results.push(dense::tensor(&kept, statistics.iter().map(|s| s.1).collect::<Vec<T>>())?);
+        results.push(dense::tensor(&kept, Buffer::collect(statistics.iter().map(|s| s.1))?)?);
     }
     Ok(results)
 }
@@ -293,7 +299,7 @@ fn rms_norm<T: NormElement>(
     inputs: &Inputs,
     axis: i64,
     epsilon: f32,
-) -> Result<(), String>
+) -> Result<(), KernelError>
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -323,7 +329,7 @@ fn group_norm<T: NormElement>(
     inputs: &Inputs,
     groups: usize,
     epsilon: f32,
-) -> Result<(), String>
+) -> Result<(), KernelError>
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -332,7 +338,7 @@ where
     check_channels("the scale", scale.len(), channels)?;
     check_channels("the bias", bias.len(), channels)?;
     if groups == 0 || channels % groups != 0 {
-        return Err(format!("{channels} channels do not divide into {groups} groups"));
+        return Err(invalid!("{channels} channels do not divide into {groups} groups"));
     }
     if data.is_empty() {
         return Ok(());
@@ -360,16 +366,16 @@ fn response_norm<T: NormElement>(
     shape: &[usize],
     [alpha, beta, bias]: [T; 3],
     size: usize,
-) -> Result<Vec<T>, String>
+) -> Result<Buffer<T>, KernelError>
 where
     TypedTensor<T>: Into<Value>,
 {
     let channels = channels(shape)?;
     if size == 0 {
-        return Err("the window has no channels".to_string());
+        return Err("the window has no channels".into());
     }
     let plane: usize = shape.iter().skip(2).product();
-    let mut out = data.to_vec();
+    let mut out = Buffer::copy_of(data)?;
     if data.is_empty() {
         return Ok(out);
     }

@@ -4,10 +4,11 @@
 //! machinery is compiled once per element type and not once per loop. The traits here exist beside
 //! `Fn` because a vtable of `Fn` also holds the code for calls by value.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use rayon::prelude::*;
 
+use crate::kernel::KernelError;
 use crate::yield_point;
 
 /// Outputs with fewer elements are computed by one thread.
@@ -21,6 +22,22 @@ const MIN_PART: usize = 512;
 
 /// Elements that a thread takes from the queue at least, unless that leaves others idle.
 const MIN_TAKEN: usize = 1 << 12;
+
+/// The first error of a loop's bodies. Bodies themselves cannot fail: most have no reason to.
+#[derive(Default)]
+pub(crate) struct Failure(OnceLock<KernelError>);
+
+impl Failure {
+    /// The value of `result`; keeps its error.
+    pub(crate) fn check<T>(&self, result: Result<T, impl Into<KernelError>>) -> Option<T> {
+        result.map_err(|error| self.0.set(error.into())).ok()
+    }
+
+    /// The error that was kept.
+    pub(crate) fn result(self) -> Result<(), KernelError> {
+        self.0.into_inner().map_or(Ok(()), Err)
+    }
+}
 
 /// The body of a loop over chunks; gets a chunk's position or number.
 pub(crate) trait ChunkBody<T>: Sync {

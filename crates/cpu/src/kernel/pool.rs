@@ -9,7 +9,9 @@ use super::dense::{self, Real, elements};
 use super::geometry::Geometry;
 use super::parallel::{for_each, in_chunks};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer::Buffer;
 use crate::buffer_pool::Pooled;
+use crate::kernel::{KernelError, invalid};
 use crate::spare_buffers;
 use crate::value::{Typed, TypedTensor, Value};
 use crate::yield_point;
@@ -19,7 +21,7 @@ mod rows;
 /// Planes that one task pools.
 const TASK_PLANES: usize = 64;
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let dtype = facts.input_dtype(0);
     match facts.step.op.clone() {
         Op::Pool(pool) => match (pool.kind, dtype) {
@@ -43,11 +45,11 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
             }
             _ => Err(no_kernel(facts)),
         },
-        other => Err(format!("{} is not a pooling operator", other.name())),
+        other => Err(invalid!("{} is not a pooling operator", other.name())),
     }
 }
 
-fn build_max(facts: &StepFacts, pool: Pool, dtype: DataType) -> Result<Kernel, String> {
+fn build_max(facts: &StepFacts, pool: Pool, dtype: DataType) -> Result<Kernel, KernelError> {
     match dtype {
         DataType::F32 => Ok(Kernel::new(move |c, i| max_pool_f32(c, &i, &pool))),
         DataType::F64 => Ok(Kernel::new(move |c, i| max_pool::<f64>(c, &i, &pool))),
@@ -62,9 +64,9 @@ fn build_max(facts: &StepFacts, pool: Pool, dtype: DataType) -> Result<Kernel, S
 }
 
 /// The window over an input of `shape`, and the output's shape.
-fn resolve(pool: &Pool, shape: &[usize]) -> Result<(Geometry, Vec<usize>), String> {
+fn resolve(pool: &Pool, shape: &[usize]) -> Result<(Geometry, Vec<usize>), KernelError> {
     let [images, channels, spatial @ ..] = shape else {
-        return Err(format!("shape {shape:?} has no spatial dimensions"));
+        return Err(invalid!("shape {shape:?} has no spatial dimensions"));
     };
     let geometry = Geometry::new(&pool.window, spatial, &pool.window.kernel, pool.ceil_mode)?;
     let out_shape = geometry.output_shape(&[*images, *channels]);
@@ -78,8 +80,8 @@ fn max_pool_f32(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult
     if pool.kind != PoolKind::Max || !rows::handles(&geometry) {
         return max_pool::<f32>(context, inputs, pool);
     }
-    let mut out = spare_buffers::take(context.pool, dense::count(&out_shape)?);
-    rows::max(&mut out, elements(x), &geometry);
+    let mut out = spare_buffers::take(context.pool, dense::count(&out_shape)?)?;
+    rows::max(&mut out, elements(x), &geometry)?;
     dense::output(&out_shape, out)
 }
 
@@ -92,10 +94,10 @@ fn mean_pool_f32(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResul
     if !rows::handles(&geometry) {
         return mean_pool::<f32>(context, inputs, pool);
     }
-    let mut out = spare_buffers::take(context.pool, dense::count(&out_shape)?);
+    let mut out = spare_buffers::take(context.pool, dense::count(&out_shape)?)?;
     rows::average(&mut out, elements(x), &geometry, |position| {
         divisor(&geometry, position, count_include_pad)
-    });
+    })?;
     dense::output(&out_shape, out)
 }
 
@@ -153,8 +155,8 @@ where
     let data = elements(x);
     let [depth, height, width] = geometry.input;
     let column_major = pool.kind == PoolKind::MaxWithIndices { column_major: true };
-    let mut out = dense::filled(context.pool, count, T::LOWEST);
-    let mut indices = dense::filled(context.pool, count, 0i64);
+    let mut out = context.pool.filled(count, T::LOWEST)?;
+    let mut indices = context.pool.filled(count, 0i64)?;
     let (plane, out_plane) = (geometry.input_size(), geometry.output_size());
     let taps = geometry.taps();
     if count > 0 {
@@ -211,7 +213,7 @@ where
     let count = dense::count(&out_shape)?;
     let data = elements(x);
     let [_, height, width] = geometry.input;
-    let mut out = dense::filled(context.pool, count, T::zero());
+    let mut out = context.pool.filled(count, T::zero())?;
     let (plane, out_plane) = (geometry.input_size(), geometry.output_size());
     let taps = geometry.taps();
     if count > 0 {
@@ -289,10 +291,10 @@ where
     let x = inputs.typed::<T>(0)?;
     let shape = dims(x);
     let [images, channels, spatial @ ..] = shape else {
-        return Err(format!("shape {shape:?} has no channels"));
+        return Err(invalid!("shape {shape:?} has no channels"));
     };
     let plane: usize = spatial.iter().product();
-    let mut out = vec![T::zero(); dense::count(&[*images, *channels])?];
+    let mut out = Buffer::filled(dense::count(&[*images, *channels])?, T::zero())?;
     let data = elements(x);
     if plane > 0 {
         in_chunks(&mut out, TASK_PLANES, &|task: usize, out: &mut [T]| {

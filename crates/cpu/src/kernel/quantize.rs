@@ -5,14 +5,14 @@ use model::op::Op;
 
 use super::cast::convert;
 use super::elementwise;
-use super::operand::{
-    Element, around, dtype_of, elements, filled, narrowed, one, resolve_axis, widened,
-};
+use super::operand::{Element, around, dtype_of, elements, narrowed, one, resolve_axis, widened};
 use super::parallel::in_pieces;
 use super::{Context, Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value};
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let dtype = dtype_of(facts, 0)?;
     match facts.step.op {
         Op::QuantizeLinear { axis, dtype: to } => {
@@ -86,8 +86,9 @@ enum ScaleGroups {
 }
 
 impl ScaleGroups {
-    fn new(shape: &[usize], scale: &[usize], axis: i64) -> Result<ScaleGroups, String> {
-        let bad = || format!("scales of shape {scale:?} do not fit shape {shape:?} at axis {axis}");
+    fn new(shape: &[usize], scale: &[usize], axis: i64) -> Result<ScaleGroups, KernelError> {
+        let bad =
+            || invalid!("scales of shape {scale:?} do not fit shape {shape:?} at axis {axis}");
         if scale.iter().product::<usize>() == 1 && scale.len() <= 1 {
             return Ok(ScaleGroups::Tensor);
         }
@@ -133,19 +134,19 @@ impl ScaleGroups {
 }
 
 /// Scales in single precision and zero points as integers, equally many.
-fn parameters<T: Quantized>(inputs: &Inputs) -> Result<(Vec<f32>, Vec<i64>), String> {
+fn parameters<T: Quantized>(inputs: &Inputs) -> Result<(Buffer<f32>, Buffer<i64>), KernelError> {
     let scale = inputs.get(1)?;
-    let wide = widened(scale);
+    let wide = widened(scale)?;
     let scales = match wide.as_ref().unwrap_or(scale) {
-        Value::F32(tensor) => elements(tensor).to_vec(),
-        other => return Err(format!("scales are {}", other.dtype())),
+        Value::F32(tensor) => Buffer::copy_of(elements(tensor))?,
+        other => return Err(invalid!("scales are {}", other.dtype())),
     };
-    let zeros: Vec<i64> = match inputs.optional_typed::<T>(2)? {
-        Some(tensor) => elements(tensor).iter().map(|x| x.to_i64()).collect(),
-        None => vec![0; scales.len()],
+    let zeros = match inputs.optional_typed::<T>(2)? {
+        Some(tensor) => Buffer::collect(elements(tensor).iter().map(|x| x.to_i64()))?,
+        None => Buffer::filled(scales.len(), 0)?,
     };
     if zeros.len() != scales.len() {
-        return Err(format!("{} zero points for {} scales", zeros.len(), scales.len()));
+        return Err(invalid!("{} zero points for {} scales", zeros.len(), scales.len()));
     }
     Ok((scales, zeros))
 }
@@ -159,11 +160,11 @@ fn quantizer<T: Quantized>(axis: i64) -> Kernel {
             other => Some(convert(other, DataType::F32)?),
         };
         let Value::F32(x) = single.as_ref().unwrap_or(value) else {
-            return Err("the operand is not of numbers".to_string());
+            return Err("the operand is not of numbers".into());
         };
         let groups = ScaleGroups::new(x.shape(), inputs.get(1)?.shape(), axis)?;
         let data = elements(x);
-        let mut out = filled(context.pool, data.len(), T::default());
+        let mut out = context.pool.filled(data.len(), T::default())?;
         in_pieces(&mut out, &|start: usize, piece: &mut [T]| {
             groups.visit(start, start + piece.len(), |position, length, group| {
                 let (scale, zero) = (scales[group], zeros[group] as f32);
@@ -178,19 +179,19 @@ fn quantizer<T: Quantized>(axis: i64) -> Kernel {
 }
 
 fn dequantizer<T: Quantized>(axis: i64, to: DataType) -> Kernel {
-    Kernel::new(move |context, inputs| one(narrowed(dequantize::<T>(context, &inputs, axis)?, to)))
+    Kernel::new(move |context, inputs| one(narrowed(dequantize::<T>(context, &inputs, axis)?, to)?))
 }
 
 fn dequantize<T: Quantized>(
     context: &Context,
     inputs: &Inputs,
     axis: i64,
-) -> Result<Value, String> {
+) -> Result<Value, KernelError> {
     let (scales, zeros) = parameters::<T>(inputs)?;
     let x: &TypedTensor<T> = inputs.typed(0)?;
     let groups = ScaleGroups::new(x.shape(), inputs.get(1)?.shape(), axis)?;
     let data = elements(x);
-    let mut out = filled(context.pool, data.len(), 0f32);
+    let mut out = context.pool.filled(data.len(), 0f32)?;
     in_pieces(&mut out, &|start: usize, piece: &mut [f32]| {
         groups.visit(start, start + piece.len(), |position, length, group| {
             let (scale, zero) = (scales[group], zeros[group]);
@@ -211,12 +212,12 @@ fn dynamic(inputs: &Inputs) -> KernelResult {
     let high = data.iter().copied().fold(0f32, f32::max);
     let scale = if high == low { 1.0 } else { (high - low) / 255.0 };
     let zero = (-low / scale).clamp(0.0, 255.0).round_ties_even();
-    let mut out = vec![0u8; data.len()];
+    let mut out = Buffer::filled(data.len(), 0u8)?;
     elementwise::convert(data, &mut out, |x: f32| u8::quantize(x / scale, zero));
     Ok(Outputs::from_iter([
         u8::wrap(x.shape(), out),
-        f32::wrap(&[], vec![scale]),
-        u8::wrap(&[], vec![zero as u8]),
+        f32::wrap(&[], Buffer::filled(1, scale)?),
+        u8::wrap(&[], Buffer::filled(1, zero as u8)?),
     ]))
 }
 

@@ -12,9 +12,10 @@ use super::layout::{reshaped, transposed};
 use super::operand::{dtype_of, is_half, one, optional_integers, resolve_axes, through_f32};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::buffer_pool::BufferPool;
+use crate::kernel::KernelError;
 use crate::value::Value;
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let dtype = dtype_of(facts, 0)?;
     match facts.step.op {
         Op::Reduce(reduce) => {
@@ -56,7 +57,7 @@ struct ReducedShape {
 }
 
 /// The dimensions to reduce, or `None` when there is nothing to do.
-fn reduced(inputs: &Inputs, reduce: Reduce) -> Result<Option<ReducedShape>, String> {
+fn reduced(inputs: &Inputs, reduce: Reduce) -> Result<Option<ReducedShape>, KernelError> {
     let shape = inputs.get(0)?.shape();
     let axes = optional_integers(inputs, 1)?.unwrap_or_default();
     let mut axes = resolve_axes(&axes, shape.len())?;
@@ -102,13 +103,17 @@ fn neighbours(shape: &[usize], axes: &[usize]) -> Option<(usize, usize, usize)> 
 }
 
 /// `value` with the reduced axes moved to the end.
-fn moved_to_end(pool: &BufferPool, value: &Value, axes: &[usize]) -> ReductionView {
+fn moved_to_end(
+    pool: &BufferPool,
+    value: &Value,
+    axes: &[usize],
+) -> Result<ReductionView, KernelError> {
     let shape = value.shape();
     let kept = (0..shape.len()).filter(|axis| !axes.contains(axis));
     let perm: Vec<usize> = kept.chain(axes.iter().copied()).collect();
     let along: usize = axes.iter().map(|&axis| shape[axis]).product();
     let outer = perm[..shape.len() - axes.len()].iter().map(|&axis| shape[axis]).product();
-    ReductionView { value: transposed(pool, value, &perm), outer, along, inner: 1 }
+    Ok(ReductionView { value: transposed(pool, value, &perm)?, outer, along, inner: 1 })
 }
 
 fn run(context: &Context, mut inputs: Inputs, reduce: Reduce) -> KernelResult {
@@ -129,7 +134,7 @@ fn run(context: &Context, mut inputs: Inputs, reduce: Reduce) -> KernelResult {
         }
         None => {
             let ReductionView { value, outer, along, inner } =
-                moved_to_end(context.pool, value, &axes);
+                moved_to_end(context.pool, value, &axes)?;
             let result = fold::reduce(context, &value, [outer, along, inner], reduce.kind, &shape);
             value.recycle(context.pool);
             result
@@ -140,7 +145,7 @@ fn run(context: &Context, mut inputs: Inputs, reduce: Reduce) -> KernelResult {
 /// Booleans are reduced as bytes.
 fn reduce_bool(context: &Context, inputs: Inputs, reduce: Reduce) -> KernelResult {
     let bytes = super::cast::convert(inputs.get(0)?, DataType::U8)?;
-    let axes = inputs.optional(1).cloned();
+    let axes = inputs.optional(1).map(super::Value::try_clone).transpose()?;
     let operands =
         [super::Operand::Owned(bytes), axes.map_or(super::Operand::Absent, super::Operand::Owned)];
     let reduced = run(context, Inputs::new(operands.into_iter().collect()), reduce)?;

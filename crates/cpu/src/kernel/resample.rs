@@ -9,8 +9,9 @@ use model::op::Op;
 
 use super::operand::{dtype_of, is_half, through_f32};
 use super::{Kernel, StepFacts, no_kernel};
+use crate::kernel::KernelError;
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let dtype = dtype_of(facts, 0)?;
     match &facts.step.op {
         Op::Resize(resize) => resize::build(facts, resize.clone(), dtype),

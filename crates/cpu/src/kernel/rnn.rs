@@ -10,10 +10,12 @@ use self::cell::{Cell, Functions};
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::TypedTensor;
 use crate::yield_point;
 
-pub(crate) fn build(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, KernelError> {
     let dtype = facts.input_dtype(0);
     let fits = |index: usize| {
         let expected = if index == 4 { Some(DataType::I32) } else { dtype };
@@ -31,9 +33,9 @@ pub(crate) fn build(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, String> {
     }
 }
 
-fn build_f32(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, String> {
+fn build_f32(facts: &StepFacts, rnn: &Rnn) -> Result<Kernel, KernelError> {
     let layer = Layer::new(rnn, facts.output_count())?;
-    let constants = (dense::constant_f32(facts, 1), dense::constant_f32(facts, 2));
+    let constants = (dense::constant_f32(facts, 1)?, dense::constant_f32(facts, 2)?);
     let weights = match constants {
         (Some(w), Some(r)) => Some(Weights::new(&layer, &w, &r)?),
         _ => None,
@@ -70,14 +72,18 @@ struct Weights {
 }
 
 impl Weights {
-    fn new(layer: &Layer, w: &TypedTensor<f32>, r: &TypedTensor<f32>) -> Result<Weights, String> {
+    fn new(
+        layer: &Layer,
+        w: &TypedTensor<f32>,
+        r: &TypedTensor<f32>,
+    ) -> Result<Weights, KernelError> {
         let (hidden, rows) = (layer.rnn.hidden_size, layer.gates * layer.rnn.hidden_size);
         let directions = layer.functions.len();
         let (&[w_directions, w_rows, input_size], r_shape) = (w.shape(), r.shape()) else {
-            return Err(format!("weights of shape {:?} are no recurrent layer's", w.shape()));
+            return Err(invalid!("weights of shape {:?} are no recurrent layer's", w.shape()));
         };
         if (w_directions, w_rows) != (directions, rows) || *r_shape != [directions, rows, hidden] {
-            return Err(format!(
+            return Err(invalid!(
                 "weights {:?} and {r_shape:?} are not those of {directions} directions of {hidden}",
                 w.shape()
             ));
@@ -89,15 +95,19 @@ impl Weights {
                 Matrix::new(&data[from * width..to * width], to - from, width).transposed(),
             )
         };
-        let each = |data: &[f32], from: usize, to: usize, width: usize| -> Vec<PackedRight> {
+        let each = |data: &[f32],
+                    from: usize,
+                    to: usize,
+                    width: usize|
+         -> Result<Vec<PackedRight>, KernelError> {
             (0..directions)
                 .map(|direction| pack(data, direction * rows + from, direction * rows + to, width))
                 .collect()
         };
         Ok(Weights {
-            input: each(w, 0, rows, input_size),
-            state: each(r, 0, early, hidden),
-            candidate: if early < rows { each(r, early, rows, hidden) } else { vec![] },
+            input: each(w, 0, rows, input_size)?,
+            state: each(r, 0, early, hidden)?,
+            candidate: if early < rows { each(r, early, rows, hidden)? } else { vec![] },
             input_size,
         })
     }
@@ -113,11 +123,11 @@ struct Extents {
     time: usize,
     batch: usize,
     /// Number of valid time steps per batch item.
-    lengths: Vec<usize>,
+    lengths: Buffer<usize>,
 }
 
 impl Layer {
-    fn new(rnn: &Rnn, outputs: usize) -> Result<Layer, String> {
+    fn new(rnn: &Rnn, outputs: usize) -> Result<Layer, KernelError> {
         let directions = if rnn.direction == RnnDirection::Bidirectional { 2 } else { 1 };
         let gates = match rnn.cell {
             RnnCell::Simple => 1,
@@ -128,23 +138,25 @@ impl Layer {
         Ok(Layer { rnn: rnn.clone(), gates, functions, outputs })
     }
 
-    fn extents(&self, inputs: &Inputs, input_size: usize) -> Result<Extents, String> {
+    fn extents(&self, inputs: &Inputs, input_size: usize) -> Result<Extents, KernelError> {
         let shape = inputs.typed::<f32>(0)?.shape();
         let &[first, second, width] = shape else {
-            return Err(format!("an input of shape {shape:?} is not a sequence"));
+            return Err(invalid!("an input of shape {shape:?} is not a sequence"));
         };
         let (time, batch) = if self.rnn.batch_first { (second, first) } else { (first, second) };
         if width != input_size {
-            return Err(format!("inputs of width {width} do not fit weights for {input_size}"));
+            return Err(invalid!("inputs of width {width} do not fit weights for {input_size}"));
         }
         let lengths = match inputs.optional_typed::<i32>(4)? {
-            None => vec![time; batch],
-            Some(lengths) => elements(lengths)
-                .iter()
-                .map(|&length| usize::try_from(length).ok().filter(|&length| length <= time))
-                .collect::<Option<Vec<_>>>()
-                .filter(|lengths| lengths.len() == batch)
-                .ok_or_else(|| format!("the lengths do not fit {batch} sequences of {time}"))?,
+            None => Buffer::filled(batch, time)?,
+            Some(lengths) => {
+                let lengths = elements(lengths);
+                let fits = |&length: &i32| usize::try_from(length).is_ok_and(|l| l <= time);
+                if lengths.len() != batch || !lengths.iter().all(fits) {
+                    return Err(invalid!("the lengths do not fit {batch} sequences of {time}"));
+                }
+                Buffer::collect(lengths.iter().map(|&length| length as usize))?
+            }
         };
         Ok(Extents { time, batch, lengths })
     }
@@ -170,12 +182,12 @@ impl Layer {
         index: usize,
         extents: &Extents,
         direction: usize,
-    ) -> Result<Vec<f32>, String> {
+    ) -> Result<Buffer<f32>, KernelError> {
         let (hidden, directions) = (self.rnn.hidden_size, self.functions.len());
-        let mut state = vec![0.0; extents.batch * hidden];
+        let mut state = Buffer::filled(extents.batch * hidden, 0.0)?;
         let Some(initial) = inputs.optional_typed::<f32>(index)? else { return Ok(state) };
         if initial.len() != directions * extents.batch * hidden {
-            return Err(format!("an initial state of shape {:?} does not fit", initial.shape()));
+            return Err(invalid!("an initial state of shape {:?} does not fit", initial.shape()));
         }
         let initial = elements(initial);
         for (item, row) in state.chunks_exact_mut(hidden.max(1)).enumerate() {
@@ -192,12 +204,13 @@ impl Layer {
         index: usize,
         size: usize,
         direction: usize,
-    ) -> Result<Option<Vec<f32>>, String> {
+    ) -> Result<Option<Buffer<f32>>, KernelError> {
         let Some(tensor) = inputs.optional_typed::<f32>(index)? else { return Ok(None) };
         if tensor.len() != size * self.functions.len() {
-            return Err(format!("operand {index} of shape {:?} does not fit", tensor.shape()));
+            return Err(invalid!("operand {index} of shape {:?} does not fit", tensor.shape()));
         }
-        Ok(Some(elements(tensor)[direction * size..(direction + 1) * size].to_vec()))
+        let part = &elements(tensor)[direction * size..(direction + 1) * size];
+        Ok(Some(Buffer::copy_of(part)?))
     }
 
     fn run(&self, inputs: &Inputs, weights: &Weights) -> KernelResult {
@@ -213,9 +226,9 @@ impl Layer {
         } else {
             [directions, extents.batch, hidden]
         };
-        let mut y = vec![0.0; dense::count(&y_shape)?];
-        let mut last =
-            [vec![0.0; dense::count(&state_shape)?], vec![0.0; dense::count(&state_shape)?]];
+        let mut y = Buffer::filled(dense::count(&y_shape)?, 0.0)?;
+        let states = dense::count(&state_shape)?;
+        let mut last = [Buffer::filled(states, 0.0)?, Buffer::filled(states, 0.0)?];
         dense::count(&[extents.time, extents.batch, self.gates, hidden])?;
         if hidden > 0 && extents.batch > 0 {
             for direction in 0..directions {
@@ -240,17 +253,18 @@ impl Layer {
         extents: &Extents,
         direction: usize,
         y: &mut [f32],
-        last: &mut [Vec<f32>; 2],
-    ) -> Result<(), String> {
+        last: &mut [Buffer<f32>; 2],
+    ) -> Result<(), KernelError> {
         let hidden = self.rnn.hidden_size;
         let rows = self.gates * hidden;
         let bias = self.parameter(inputs, 3, 2 * rows, direction)?;
         let peepholes = self.parameter(inputs, 7, 3 * hidden, direction)?;
-        let cell = Cell::new(&self.rnn, &self.functions[direction], bias.as_deref(), peepholes);
+        let cell = Cell::new(&self.rnn, &self.functions[direction], bias.as_deref(), peepholes)?;
         let mut h = self.first_state(inputs, 5, extents, direction)?;
         let mut c = self.first_state(inputs, 6, extents, direction)?;
         let x = elements(inputs.typed::<f32>(0)?);
-        let mut from_input = vec![0.0; extents.time * extents.batch * rows];
+        let mut from_input =
+            Buffer::filled(dense::count(&[extents.time, extents.batch, rows])?, 0.0)?;
         let left = Left::Plain(Matrix::new(x, extents.time * extents.batch, weights.input_size));
         let epilogue = Epilogue { column_bias: cell.input_bias(), ..Epilogue::default() };
         gemm::product(&mut from_input, left, Right::Packed(&weights.input[direction]), epilogue)?;
@@ -260,7 +274,7 @@ impl Layer {
             RnnDirection::Bidirectional => direction == 1,
         };
         let steps = extents.lengths.iter().copied().max().unwrap_or(0);
-        let mut buffers = cell.buffers(extents.batch);
+        let mut buffers = cell.buffers(extents.batch)?;
         let state = &weights.state[direction];
         let candidate = weights.candidate.get(direction);
         for step in 0..steps {

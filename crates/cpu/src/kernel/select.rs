@@ -13,9 +13,11 @@ use super::operand::{
 };
 use super::reduce::with_full;
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, with_number};
 
-pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let dtype = dtype_of(facts, 0)?;
     match facts.step.op {
         Op::TopK { axis, largest, .. } if dtype.is_float() || dtype.is_integer() => {
@@ -40,11 +42,11 @@ fn top_k(inputs: &Inputs, axis: i64, largest: bool) -> KernelResult {
     let axis = resolve_axis(axis, value.shape().len())?;
     let extents = around(value.shape(), axis);
     let k = usize::try_from(k).ok().filter(|&k| k <= extents.1);
-    let k = k.ok_or_else(|| format!("k must be within 0..={}", extents.1))?;
+    let k = k.ok_or_else(|| invalid!("k must be within 0..={}", extents.1))?;
     let mut shape = value.shape().to_vec();
     shape[axis] = k;
     with_full!(value, tensor => {
-        let (values, indices) = first_along(elements(tensor), extents, k, largest);
+        let (values, indices) = first_along(elements(tensor), extents, k, largest)?;
         Ok(Outputs::from_iter([Element::wrap(&shape, values), i64::wrap(&shape, indices)]))
     })
 }
@@ -54,10 +56,10 @@ fn first_along<T: Number>(
     (outer, along, inner): (usize, usize, usize),
     k: usize,
     largest: bool,
-) -> (Vec<T>, Vec<i64>) {
-    let mut values = vec![T::default(); outer * k * inner];
-    let mut indices = vec![0i64; outer * k * inner];
-    let mut entries: Vec<(u64, usize)> = Vec::with_capacity(along);
+) -> Result<(Buffer<T>, Buffer<i64>), KernelError> {
+    let mut values = Buffer::filled(outer * k * inner, T::default())?;
+    let mut indices = Buffer::filled(outer * k * inner, 0i64)?;
+    let mut entries: Buffer<(u64, usize)> = Buffer::with_capacity(along)?;
     for row in 0..if k == 0 { 0 } else { outer } {
         for column in 0..inner {
             let at = |step: usize| (row * along + step) * inner + column;
@@ -74,11 +76,11 @@ fn first_along<T: Number>(
             }
         }
     }
-    (values, indices)
+    Ok((values, indices))
 }
 
 /// Keeps the `k` lowest entries, which is at least one, in ascending order.
-fn sort_first(entries: &mut Vec<(u64, usize)>, k: usize) {
+fn sort_first(entries: &mut Buffer<(u64, usize)>, k: usize) {
     if k < entries.len() {
         entries.select_nth_unstable(k - 1);
         entries.truncate(k);
@@ -90,11 +92,11 @@ fn sort_first(entries: &mut Vec<(u64, usize)>, k: usize) {
 fn non_zero(inputs: &Inputs) -> KernelResult {
     let value = inputs.get(0)?;
     let hits = match value {
-        Value::Bool(tensor) => positions(tensor),
-        other => with_number!(other, tensor => positions(tensor), _ => Vec::new()),
+        Value::Bool(tensor) => positions(tensor)?,
+        other => with_number!(other, tensor => positions(tensor)?, _ => Buffer::default()),
     };
     let shape = value.shape();
-    let mut out = vec![0i64; shape.len() * hits.len()];
+    let mut out = Buffer::filled(shape.len() * hits.len(), 0i64)?;
     for (column, &hit) in hits.iter().enumerate() {
         let mut rest = hit;
         for axis in (0..shape.len()).rev() {
@@ -105,10 +107,14 @@ fn non_zero(inputs: &Inputs) -> KernelResult {
     one(i64::wrap(&[shape.len(), hits.len()], out))
 }
 
-fn positions<T: Element>(tensor: &TypedTensor<T>) -> Vec<usize> {
+fn positions<T: Element>(tensor: &TypedTensor<T>) -> Result<Buffer<usize>, KernelError> {
     let zero = T::default();
     let data = elements(tensor);
-    data.iter().enumerate().filter(|(_, x)| **x != zero).map(|(position, _)| position).collect()
+    let mut found = Buffer::default();
+    for (position, _) in data.iter().enumerate().filter(|(_, x)| **x != zero) {
+        found.push(position)?;
+    }
+    Ok(found)
 }
 
 fn compress(inputs: &Inputs, axis: Option<i64>) -> KernelResult {
@@ -126,16 +132,16 @@ fn compress(inputs: &Inputs, axis: Option<i64>) -> KernelResult {
     };
     let (outer, along, inner) = extents;
     // Positions past the end of the condition are dropped.
-    let kept: Vec<usize> = positions(condition);
+    let kept = positions(condition)?;
     if let Some(far) = kept.iter().find(|&&position| position >= along) {
-        return Err(format!("the condition keeps position {far} of {along}"));
+        return Err(invalid!("the condition keeps position {far} of {along}"));
     }
     shape[axis] = kept.len();
-    output_len::<u64>(&shape, value.size_bytes())?;
+    output_len(&shape)?;
     one(rearrange!(value, &shape, data => {
-        let mut out = Vec::with_capacity(outer * kept.len() * inner);
+        let mut out = Buffer::with_capacity(outer * kept.len() * inner)?;
         for row in 0..outer {
-            for &position in &kept {
+            for &position in kept.iter() {
                 out.extend_from_slice(&data[(row * along + position) * inner..][..inner]);
             }
         }

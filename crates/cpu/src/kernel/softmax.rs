@@ -4,15 +4,17 @@ use model::DataType;
 use model::op::{Softmax, SoftmaxKind};
 
 use super::dense::{self, Real};
-use super::parallel::in_chunks;
+use super::parallel::{Failure, in_chunks};
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, into_elements};
 use crate::yield_point;
 
 /// Minimum elements per task.
 const TASK_ELEMENTS: usize = 8 * 1024;
 
-pub(crate) fn build(facts: &StepFacts, softmax: Softmax) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts, softmax: Softmax) -> Result<Kernel, KernelError> {
     match facts.input_dtype(0) {
         Some(DataType::F32) => Ok(Kernel::new(move |_, inputs| run::<f32>(inputs, softmax))),
         Some(DataType::F64) => Ok(Kernel::new(move |_, inputs| run::<f64>(inputs, softmax))),
@@ -30,7 +32,7 @@ where
 {
     let value = inputs.take(0)?;
     let shape = value.shape().to_vec();
-    let tensor = T::take(value).map_err(|value| format!("operand 0 is {}", value.dtype()))?;
+    let tensor = T::take(value).map_err(|value| invalid!("operand 0 is {}", value.dtype()))?;
     let mut data = into_elements(tensor);
     if shape.is_empty() && !softmax.flatten {
         normalize(softmax.kind, &mut data);
@@ -45,13 +47,18 @@ where
         (shape[axis], shape[axis + 1..].iter().product::<usize>())
     };
     if !data.is_empty() {
-        normalize_all(softmax.kind, &mut data, width, inner);
+        normalize_all(softmax.kind, &mut data, width, inner)?;
     }
     dense::output(&shape, data)
 }
 
 /// Normalizes along the middle one of the dimensions `.. x width x inner`.
-fn normalize_all<T: Real>(kind: SoftmaxKind, data: &mut [T], width: usize, inner: usize)
+fn normalize_all<T: Real>(
+    kind: SoftmaxKind,
+    data: &mut [T],
+    width: usize,
+    inner: usize,
+) -> Result<(), KernelError>
 where
     TypedTensor<T>: Into<Value>,
 {
@@ -61,10 +68,11 @@ where
             yield_point::did_work(chunk.len());
             chunk.chunks_exact_mut(width).for_each(|row| normalize(kind, row));
         });
-        return;
+        return Ok(());
     }
+    let failure = Failure::default();
     in_chunks(data, width * inner, &|_: usize, block: &mut [T]| {
-        let mut row = vec![T::zero(); width];
+        let Some(mut row) = failure.check(Buffer::filled(width, T::zero())) else { return };
         for column in 0..inner {
             for (x, y) in row.iter_mut().zip(block[column..].iter().step_by(inner)) {
                 *x = *y;
@@ -76,6 +84,7 @@ where
             }
         }
     });
+    failure.result()
 }
 
 fn normalize<T: Real>(kind: SoftmaxKind, row: &mut [T])

@@ -4,9 +4,10 @@ use smallvec::SmallVec;
 
 use super::operand::row_strides;
 use super::parallel::in_pieces;
+use crate::kernel::{KernelError, invalid};
 
 /// The shape that operands of these shapes broadcast to.
-pub(crate) fn broadcast_shape(shapes: &[&[usize]]) -> Result<Vec<usize>, String> {
+pub(crate) fn broadcast_shape(shapes: &[&[usize]]) -> Result<Vec<usize>, KernelError> {
     let rank = shapes.iter().map(|shape| shape.len()).max().unwrap_or(0);
     let mut out = vec![1usize; rank];
     for shape in shapes {
@@ -16,7 +17,7 @@ pub(crate) fn broadcast_shape(shapes: &[&[usize]]) -> Result<Vec<usize>, String>
                 (_, 1) => {}
                 (1, size) => *target = size,
                 (have, size) if have == size => {}
-                _ => return Err(format!("shapes {shapes:?} do not broadcast")),
+                _ => return Err(invalid!("shapes {shapes:?} do not broadcast")),
             }
         }
     }

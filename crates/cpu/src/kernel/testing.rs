@@ -50,7 +50,7 @@ pub(crate) fn try_run(
     outputs: usize,
 ) -> Result<Vec<Tensor>, String> {
     let plan = Arc::new(plan(op, inputs, outputs));
-    let program = CpuProgram::load(plan).map_err(|err| err.to_string())?;
+    let program = CpuProgram::load(plan, crate::buffer::memory()).map_err(|err| err.to_string())?;
     let given = inputs.iter().flatten().cloned().collect();
     let mut task = program.prepare(given).map_err(|err| err.to_string())?;
     let pool = BufferPool::new();

@@ -55,7 +55,8 @@ pub(crate) fn run(
     });
     plan.outputs = outputs;
     plan.plan_lifetimes();
-    let program = CpuProgram::load(Arc::new(plan)).map_err(|err| err.to_string())?;
+    let program =
+        CpuProgram::load(Arc::new(plan), crate::buffer::memory()).map_err(|err| err.to_string())?;
     let mut task = program.prepare(inputs).map_err(|err| err.to_string())?;
     let cpu_task = task.as_any_mut().downcast_mut::<CpuTask>().ok_or("not a task of the CPU")?;
     cpu_task.run_step(&BufferPool::new()).map_err(|err| err.to_string())?;

@@ -10,11 +10,12 @@ pub(crate) use real::Real;
 use real::{Erf, Gelu};
 
 use super::elementwise::{MapFn, MapRow, convert, map, map_in_place};
-use super::operand::{Element, dtype_of, elements, filled, is_half, one, through_f32};
+use super::operand::{Element, dtype_of, elements, is_half, one, through_f32};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::kernel::{KernelError, invalid};
 use crate::value::{Value, into_elements};
 
-pub(crate) fn build(facts: &StepFacts, unary: Unary) -> Result<Kernel, String> {
+pub(crate) fn build(facts: &StepFacts, unary: Unary) -> Result<Kernel, KernelError> {
     let dtype = dtype_of(facts, 0)?;
     match unary {
         Unary::Not if dtype == DataType::Bool => Ok(mapping(|x: bool| !x)),
@@ -73,7 +74,7 @@ pub(super) fn apply<T: Element + Copy>(
 ) -> KernelResult {
     if inputs.is_owned(0) {
         let tensor =
-            T::take(inputs.take(0)?).map_err(|value| format!("operand 0 is {}", value.dtype()))?;
+            T::take(inputs.take(0)?).map_err(|value| invalid!("operand 0 is {}", value.dtype()))?;
         let shape = tensor.shape().to_vec();
         let mut data = into_elements(tensor);
         map_in_place(&mut data, f);
@@ -81,7 +82,7 @@ pub(super) fn apply<T: Element + Copy>(
     }
     let tensor = inputs.typed::<T>(0)?;
     let source = elements(tensor);
-    let mut out = filled(context.pool, source.len(), T::default());
+    let mut out = context.pool.filled(source.len(), T::default())?;
     map(source, &mut out, f);
     one(T::wrap(tensor.shape(), out))
 }
@@ -199,7 +200,7 @@ fn parametric_kernel<F: Real>(unary: Unary) -> Option<Kernel> {
 }
 
 /// Functions that integers have too.
-fn integer(facts: &StepFacts, unary: Unary, dtype: DataType) -> Result<Kernel, String> {
+fn integer(facts: &StepFacts, unary: Unary, dtype: DataType) -> Result<Kernel, KernelError> {
     macro_rules! signed {
         ($rust:ty) => {
             match unary {
@@ -229,7 +230,7 @@ fn integer(facts: &StepFacts, unary: Unary, dtype: DataType) -> Result<Kernel, S
     }
 }
 
-fn integer_not(facts: &StepFacts, dtype: DataType) -> Result<Kernel, String> {
+fn integer_not(facts: &StepFacts, dtype: DataType) -> Result<Kernel, KernelError> {
     Ok(match dtype {
         DataType::U8 => mapping(|x: u8| !x),
         DataType::U16 => mapping(|x: u16| !x),
@@ -264,13 +265,13 @@ fn test(
     double: impl Fn(f64) -> bool + Sync + Copy,
 ) -> KernelResult {
     let value = inputs.get(0)?;
-    let mut out = filled(context.pool, value.shape().iter().product(), false);
+    let mut out = context.pool.filled(value.shape().iter().product(), false)?;
     match value {
         Value::F32(x) => convert(elements(x), &mut out, single),
         Value::F64(x) => convert(elements(x), &mut out, double),
         Value::F16(x) => convert(elements(x), &mut out, |x: half::f16| single(x.to_f32())),
         Value::BF16(x) => convert(elements(x), &mut out, |x: half::bf16| single(x.to_f32())),
-        other => return Err(format!("operand 0 is {}", other.dtype())),
+        other => return Err(invalid!("operand 0 is {}", other.dtype())),
     }
     one(bool::wrap(value.shape(), out))
 }

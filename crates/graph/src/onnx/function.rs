@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use bytes::Bytes;
+
 use super::ImportError;
 use super::importer::{Opsets, SourceNode};
 use super::proto::{AttributeProto, FunctionProto, NodeProto};
@@ -10,77 +12,146 @@ use super::proto::{AttributeProto, FunctionProto, NodeProto};
 /// The maximum nesting of functions.
 const MAX_DEPTH: usize = 16;
 
+/// The maximum memory of copied bodies. Every call adds its name to those inside of it, so that
+/// names grow with every level.
+const MAX_EXPANDED_BYTES: usize = 512 << 20;
+
 type Key = (String, String, String);
 
 fn key_of(node: &NodeProto) -> Key {
     (node.domain.clone(), node.op_type.clone(), node.overload.clone())
 }
 
-/// Inlines calls until none remains. `limit` bounds the number of resulting nodes.
+/// Inlines calls until none remains. `limit` bounds the number of resulting nodes and of calls.
 pub(crate) fn expand(
     nodes: Vec<NodeProto>,
     functions: Vec<FunctionProto>,
     opsets: Arc<Opsets>,
     limit: usize,
 ) -> Result<Vec<SourceNode>, ImportError> {
-    let table: HashMap<Key, FunctionProto> = functions
+    let table = functions
         .into_iter()
-        .map(|f| ((f.domain.clone(), f.name.clone(), f.overload.clone()), f))
+        .map(|f| ((f.domain.clone(), f.name.clone(), f.overload.clone()), Arc::new(f)))
         .collect();
-    let mut out = Vec::with_capacity(nodes.len());
+    let out = Vec::with_capacity(nodes.len());
+    let mut expansion = Expansion { table, limit, calls: 0, bytes: 0, out };
     for (index, proto) in nodes.into_iter().enumerate() {
-        let node = SourceNode::new(proto, opsets.clone(), index);
-        expand_into(node, &table, 0, limit, &mut out)?;
+        expansion.add(SourceNode::new(proto, opsets.clone(), index), 0)?;
     }
-    Ok(out)
+    Ok(expansion.out)
 }
 
-fn expand_into(
-    node: SourceNode,
-    table: &HashMap<Key, FunctionProto>,
-    depth: usize,
+/// Nodes with functions expanded, and what that has cost so far.
+struct Expansion {
+    table: HashMap<Key, Arc<FunctionProto>>,
     limit: usize,
-    out: &mut Vec<SourceNode>,
-) -> Result<(), ImportError> {
-    if out.len() >= limit {
-        let actual = out.len() as u64 + 1;
-        return Err(ImportError::TooLarge { what: "nodes", actual, limit: limit as u64 });
-    }
-    let function = if table.is_empty() { None } else { table.get(&key_of(&node.proto)) };
-    let Some(function) = function else {
-        out.push(node);
-        return Ok(());
-    };
-    if depth >= MAX_DEPTH {
-        return Err(ImportError::Model(format!(
-            "function '{}' is nested more than {MAX_DEPTH} deep",
-            function.name
-        )));
-    }
-    let opsets = Arc::new(Opsets::new(&function.opsets));
-    let names = call_names(&node, function);
-    for (index, body) in function.nodes.iter().enumerate() {
-        let mut proto = body.clone();
-        let rename = |name: &mut String| {
-            if !name.is_empty() {
-                *name = names
-                    .get(name.as_str())
-                    .cloned()
-                    .unwrap_or_else(|| format!("{}/{name}", node.label));
+    /// Calls expanded: functions without nodes cost time too.
+    calls: usize,
+    /// Bytes of the copied bodies and their names.
+    bytes: usize,
+    out: Vec<SourceNode>,
+}
+
+impl Expansion {
+    fn check_limit(&self, what: &'static str, actual: usize) -> Result<(), ImportError> {
+        match actual >= self.limit {
+            false => Ok(()),
+            true => {
+                let (actual, limit) = (actual as u64 + 1, self.limit as u64);
+                Err(ImportError::TooLarge { what, actual, limit })
             }
-        };
-        proto.inputs.iter_mut().for_each(rename);
-        proto.outputs.iter_mut().for_each(rename);
-        proto.name = if body.name.is_empty() {
-            format!("{}/{}_{index}", node.label, body.op_type)
-        } else {
-            format!("{}/{}", node.label, body.name)
-        };
-        proto.attributes = resolve(&body.attributes, &node.proto.attributes, function);
-        let inner = SourceNode::new(proto, opsets.clone(), index);
-        expand_into(inner, table, depth + 1, limit, out)?;
+        }
     }
-    Ok(())
+
+    /// Counts memory of a copy before it is made.
+    fn count_bytes(&mut self, bytes: usize) -> Result<(), ImportError> {
+        self.bytes = self.bytes.saturating_add(bytes);
+        match self.bytes <= MAX_EXPANDED_BYTES {
+            true => Ok(()),
+            false => Err(ImportError::TooLarge {
+                what: "bytes in expanded functions",
+                actual: self.bytes as u64,
+                limit: MAX_EXPANDED_BYTES as u64,
+            }),
+        }
+    }
+
+    /// Adds `node`, or the body of the function that it calls.
+    fn add(&mut self, node: SourceNode, depth: usize) -> Result<(), ImportError> {
+        self.check_limit("nodes", self.out.len())?;
+        let function =
+            if self.table.is_empty() { None } else { self.table.get(&key_of(&node.proto)) };
+        let Some(function) = function.cloned() else {
+            self.out.push(node);
+            return Ok(());
+        };
+        if depth >= MAX_DEPTH {
+            return Err(ImportError::Model(format!(
+                "function '{}' is nested more than {MAX_DEPTH} deep",
+                function.name
+            )));
+        }
+        self.calls += 1;
+        self.check_limit("calls of functions", self.calls)?;
+        let opsets = Arc::new(Opsets::new(&function.opsets));
+        let names = call_names(&node, &function);
+        for (index, body) in function.nodes.iter().enumerate() {
+            self.count_bytes(copied_bytes(body, &node, &function))?;
+            let mut proto = body.clone();
+            let rename = |name: &mut String| {
+                if !name.is_empty() {
+                    *name = names
+                        .get(name.as_str())
+                        .cloned()
+                        .unwrap_or_else(|| format!("{}/{name}", node.label));
+                }
+            };
+            proto.inputs.iter_mut().for_each(rename);
+            proto.outputs.iter_mut().for_each(rename);
+            proto.name = if body.name.is_empty() {
+                format!("{}/{}_{index}", node.label, body.op_type)
+            } else {
+                format!("{}/{}", node.label, body.name)
+            };
+            proto.attributes = resolve(&body.attributes, &node.proto.attributes, &function);
+            self.add(SourceNode::new(proto, opsets.clone(), index), depth + 1)?;
+        }
+        Ok(())
+    }
+}
+
+/// The most bytes that a copy of `body` takes for `call`.
+fn copied_bytes(body: &NodeProto, call: &SourceNode, function: &FunctionProto) -> usize {
+    let longest = |names: &[String]| names.iter().map(String::len).max().unwrap_or(0);
+    let given = longest(&call.proto.inputs).max(longest(&call.proto.outputs));
+    let name = |own: usize| size_of::<String>() + given.max(call.label.len() + 1 + own);
+    let values = body.inputs.iter().chain(&body.outputs).map(|own| name(own.len()));
+    // The node's name, and once more as its label.
+    let names = 2 * name(body.name.len().max(body.op_type.len() + 20)) + values.sum::<usize>();
+    let referenced = |attribute: &AttributeProto| {
+        let given = call.proto.attributes.iter().chain(&function.defaults);
+        let found = given.filter(|given| given.name == attribute.reference);
+        found.map(attribute_bytes).max().unwrap_or(0)
+    };
+    let attribute = |own: &AttributeProto| attribute_bytes(own) + referenced(own);
+    let attributes: usize = body.attributes.iter().map(attribute).sum();
+    size_of::<SourceNode>() + names + body.op_type.len() + body.domain.len() + attributes
+}
+
+/// Bytes of an attribute that a copy does not share.
+fn attribute_bytes(attribute: &AttributeProto) -> usize {
+    let tensor = attribute.tensor.as_ref().map_or(0, |tensor| {
+        let longs = tensor.dims.len() + tensor.ints.len() + tensor.longs.len();
+        let wide = longs + tensor.doubles.len() + tensor.unsigneds.len();
+        8 * wide + 4 * tensor.floats.len() + size_of::<Bytes>() * tensor.strings.len()
+    });
+    size_of::<AttributeProto>()
+        + attribute.name.len()
+        + attribute.reference.len()
+        + 4 * attribute.floats.len()
+        + 8 * attribute.ints.len()
+        + size_of::<Bytes>() * attribute.strings.len()
+        + tensor
 }
 
 /// The caller's name for each of the function's inputs and outputs; absent ones are empty.
@@ -114,4 +185,78 @@ fn resolve(
                 .map(|found| AttributeProto { name: attribute.name.clone(), ..found.clone() }),
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(name: &str, label: &str) -> NodeProto {
+        NodeProto {
+            op_type: name.to_string(),
+            domain: "own".to_string(),
+            name: label.to_string(),
+            ..NodeProto::default()
+        }
+    }
+
+    /// Functions `f0` to `f{depth - 1}`, each of which calls the next one `width` times. The last
+    /// one has `leaves` nodes.
+    fn nested(depth: usize, width: usize, leaves: usize, label: &str) -> Vec<FunctionProto> {
+        let function = |level: usize| FunctionProto {
+            name: format!("f{level}"),
+            domain: "own".to_string(),
+            nodes: match level + 1 == depth {
+                true => vec![call("Leaf", label); leaves],
+                false => vec![call(&format!("f{}", level + 1), label); width],
+            },
+            ..FunctionProto::default()
+        };
+        (0..depth).map(function).collect()
+    }
+
+    fn expanded(functions: Vec<FunctionProto>, label: &str) -> Result<usize, String> {
+        let nodes = vec![call("f0", label)];
+        let result = expand(nodes, functions, Arc::new(Opsets::default()), 100_000);
+        result.map(|nodes| nodes.len()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn functions_without_nodes_end() {
+        assert_eq!(expanded(nested(5, 4, 0, ""), ""), Ok(0));
+        assert_eq!(expanded(nested(5, 4, 2, ""), ""), Ok(512));
+        // 11 KB of these are 10^15 calls.
+        let started = std::time::Instant::now();
+        let error = expanded(nested(16, 10, 0, ""), "").unwrap_err();
+        assert!(error.contains("calls of functions"), "{error}");
+        assert!(started.elapsed().as_secs() < 20);
+    }
+
+    #[test]
+    fn names_that_grow_with_every_level_are_limited() {
+        let long = "n".repeat(30_000);
+        let error = expanded(nested(10, 3, 1, &long), &long).unwrap_err();
+        assert!(error.contains("bytes in expanded functions"), "{error}");
+        assert_eq!(expanded(nested(3, 3, 1, &long), &long), Ok(9));
+    }
+
+    #[test]
+    fn functions_that_call_themselves_are_refused() {
+        let own = FunctionProto {
+            name: "f0".to_string(),
+            domain: "own".to_string(),
+            nodes: vec![call("f0", "")],
+            ..FunctionProto::default()
+        };
+        assert!(expanded(vec![own], "").unwrap_err().contains("nested more than 16 deep"));
+    }
+
+    #[test]
+    fn large_attributes_are_counted() {
+        let mut functions = nested(6, 8, 1, "");
+        let ints = vec![1; 100_000];
+        functions[5].nodes[0].attributes = vec![AttributeProto { ints, ..Default::default() }];
+        let error = expanded(functions, "").unwrap_err();
+        assert!(error.contains("bytes in expanded functions"), "{error}");
+    }
 }

@@ -1,5 +1,7 @@
 //! Computes what depends only on constants.
 
+use std::time::{Duration, Instant};
+
 use bytes::Bytes;
 use model::op::{Binary, Op, Unary};
 use model::{DataType, Tensor, ValueId};
@@ -15,15 +17,50 @@ const MAX_BYTES: usize = 64 << 20;
 /// Operands up to this many elements are computed here; larger ones need a device's kernels.
 const MAX_SMALL: usize = 64;
 
+/// All results of one model may take this much, beside a multiple of its own constants.
+const MAX_TOTAL_BYTES: usize = 256 << 20;
+
+/// How much more memory than the model's own constants their results may take. Dequantized weights
+/// take four times as much.
+const MAX_GROWTH: usize = 4;
+
+/// Time after which nothing more is computed ahead.
+const MAX_TIME: Duration = Duration::from_secs(30);
+
+/// What may still be computed ahead for one model.
+pub struct FoldBudget {
+    bytes: usize,
+    until: Instant,
+}
+
+impl FoldBudget {
+    /// The budget of `graph`.
+    pub fn new(graph: &Graph) -> FoldBudget {
+        let own: usize = graph.constants.values().map(Tensor::size_bytes).sum();
+        let bytes = own.saturating_mul(MAX_GROWTH).saturating_add(MAX_TOTAL_BYTES);
+        FoldBudget { bytes, until: Instant::now() + MAX_TIME }
+    }
+
+    /// Takes `bytes`, if they and some time are left.
+    fn take(&mut self, bytes: usize) -> Option<()> {
+        if Instant::now() > self.until {
+            self.bytes = 0;
+        }
+        self.bytes = self.bytes.checked_sub(bytes)?;
+        Some(())
+    }
+}
+
 /// Replaces nodes whose outputs are known by constants. Returns how many.
 ///
 /// A constant may be the shape that a later node computes: what was not known of a node's outputs
 /// is inferred again before the node is looked at, so one pass follows the whole chain.
-pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> usize {
+pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>, budget: &mut FoldBudget) -> usize {
     let mut removed = vec![false; graph.nodes.len()];
     for (index, gone) in removed.iter_mut().enumerate() {
         refine(graph, index);
-        let Some(tensors) = value_of(graph, &graph.nodes[index], evaluator) else { continue };
+        let computed = value_of(graph, &graph.nodes[index], evaluator, budget);
+        let Some(tensors) = computed else { continue };
         let outputs = graph.nodes[index].outputs.clone();
         for (id, tensor) in outputs.into_iter().zip(tensors) {
             if let (Some(id), Some(tensor)) = (id, tensor) {
@@ -91,6 +128,7 @@ fn value_of(
     graph: &Graph,
     node: &GraphNode,
     evaluator: Option<&dyn Evaluator>,
+    budget: &mut FoldBudget,
 ) -> Option<Vec<Option<Tensor>>> {
     let known: Option<Vec<Option<Tensor>>> = node
         .outputs
@@ -108,9 +146,14 @@ fn value_of(
     if !all_constant || node.op == Op::Identity {
         return None;
     }
-    if largest_result(graph, node)? > MAX_BYTES {
+    let expected = largest_result(graph, node)?;
+    if expected > MAX_BYTES {
         return None;
     }
+    // Reshaped constants share their memory.
+    let shared =
+        matches!(node.op, Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze);
+    budget.take(if shared { 0 } else { expected })?;
     let computed = match layout(graph, node).or_else(|| small(graph, node)) {
         Some(tensor) => vec![tensor],
         None => {

@@ -158,3 +158,50 @@ fn limits_are_enforced() {
     let message = import_file(&path, &limits).unwrap_err().to_string();
     assert!(message.contains("nodes, at most 3"), "{message}");
 }
+
+/// Computes nothing, and counts the bytes that it was asked for.
+#[derive(Default)]
+struct CountingEvaluator(std::cell::Cell<usize>);
+
+impl graph::Evaluator for CountingEvaluator {
+    fn evaluate(
+        &self,
+        _: &model::op::Op,
+        inputs: &[Option<model::Tensor>],
+        _: usize,
+    ) -> Option<Vec<model::Tensor>> {
+        let shape: Vec<usize> = match inputs.first()?.as_ref()?.to_vec::<i64>() {
+            Some(shape) => shape.iter().map(|&dim| dim as usize).collect(),
+            None => inputs.first()?.as_ref()?.shape().to_vec(),
+        };
+        let count: usize = shape.iter().product();
+        self.0.set(self.0.get() + count * 4);
+        let zeros = bytes::Bytes::from(vec![0; count * 4]);
+        Some(vec![model::Tensor::from_raw(model::DataType::F32, shape, zeros).ok()?])
+    }
+}
+
+#[test]
+fn folding_has_a_budget() {
+    // 300 chains, each of a constant of 32 MiB and a result of as much: 19 GiB in a few kilobytes.
+    let mut nodes = Vec::new();
+    let mut sum = vec!["x".to_string()];
+    for index in 0..300 {
+        let (constant, result) = (format!("c{index}"), format!("r{index}"));
+        nodes.push(node("ConstantOfShape", &["big"], &[&constant]));
+        nodes.push(node("Exp", &[&constant], &[&result]));
+        sum.push(format!("m{index}"));
+        nodes.push(node("ReduceMax", &[&result], &[&format!("m{index}")]));
+    }
+    let sum: Vec<&str> = sum.iter().map(String::as_str).collect();
+    nodes.push(node("Sum", &sum, &["y"]));
+    let bytes = picture(17, nodes, vec![longs("big", &[1 << 23])]);
+    assert!(bytes.len() < 64 << 10, "{}", bytes.len());
+    let mut graph = import(&bytes, &ExternalData::none()).unwrap();
+    let evaluator = CountingEvaluator::default();
+    optimize(&mut graph, Some(&evaluator));
+    let held: usize = graph.constants.values().map(model::Tensor::size_bytes).sum();
+    assert!(evaluator.0.get() > 0, "something is folded");
+    assert!(evaluator.0.get() <= 257 << 20, "{} bytes were computed", evaluator.0.get());
+    assert!(held <= 257 << 20, "{held} bytes are held");
+}

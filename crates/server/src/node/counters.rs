@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use api::metadata::{BatchStats, DurationStat, InferenceStats};
 use base::Nanos;
+use device::DeviceError;
 use runtime::{Rejection, Reply, ReplyResult, Timing};
 
 /// Upper bounds of the latency histogram, in microseconds.
@@ -228,7 +229,9 @@ impl Counters {
             Rejection::Cancelled => &self.cancelled,
             Rejection::ShuttingDown | Rejection::NoSuchModel => &self.draining,
             Rejection::RealTimeOnly => &self.not_run,
-            Rejection::Device(device::DeviceError::BadInput(_)) => &self.bad_input,
+            Rejection::Device(DeviceError::BadInput(_) | DeviceError::StepFailed { .. }) => {
+                &self.bad_input
+            }
             Rejection::Device(_) => &self.backend,
         };
         counter.fetch_add(1, Relaxed);

@@ -4,7 +4,7 @@ use api::ApiError;
 use api::error::ApiResult;
 use api::picture::{self, DecodeLimits, RgbPicture};
 use model::config::{ChannelOrder, ImageLayout, Preprocessing};
-use model::{DataType, Dim, Tensor, ValueInfo};
+use model::{DataType, Dim, Reservation, Tensor, ValueInfo};
 
 /// Longest edge of an image, before and after resizing.
 const MAX_EDGE: u32 = 16_384;
@@ -43,17 +43,18 @@ fn channel_count(order: ChannelOrder) -> usize {
     }
 }
 
-/// Converts an image file to the model input `info`.
+/// Converts an image file to the model input `info`. `memory` must live as long as the result.
 pub fn to_tensor(
     file: &[u8],
     preprocessing: &Preprocessing,
     info: &ValueInfo,
+    memory: &mut Reservation,
 ) -> ApiResult<Tensor> {
     check(preprocessing)?;
     let (width, height) = input_size(preprocessing, info)?;
     let limits = DecodeLimits { edge: MAX_EDGE, ..DecodeLimits::default() };
-    let image = picture::decode(file, &limits)?;
-    let image = resize_and_crop(&image, width, height, preprocessing)?;
+    let image = picture::decode(file, &limits, memory)?;
+    let image = resize_and_crop(&image, width, height, preprocessing, memory)?;
     let values = normalise(&image, preprocessing);
     let (width, height) = (width as usize, height as usize);
     let channels = channel_count(preprocessing.channels);
@@ -108,6 +109,7 @@ fn resize_and_crop(
     width: u32,
     height: u32,
     preprocessing: &Preprocessing,
+    memory: &mut Reservation,
 ) -> ApiResult<RgbPicture> {
     let crop = f64::from(preprocessing.crop);
     let (from_width, from_height) = (image.width as f64, image.height as f64);
@@ -120,6 +122,9 @@ fn resize_and_crop(
             "an image of {from_width}x{from_height} is too narrow for a {width}x{height} input"
         )));
     }
+    // The resized picture, one row of floats, the crop, and the tensor in two element types.
+    let input = width as usize * height as usize;
+    memory.grow(pixels as usize * 3 + image.width * 12 + input * (3 + 3 * 8))?;
     let (left, top) = ((to_width - width) / 2, (to_height - height) / 2);
     let resized = image.resize(to_width as usize, to_height as usize, preprocessing.resize);
     Ok(resized.crop(left as usize, top as usize, width as usize, height as usize))
@@ -151,6 +156,8 @@ fn normalise(image: &RgbPicture, preprocessing: &Preprocessing) -> Vec<f32> {
 
 #[cfg(test)]
 mod tests {
+    use model::HostMemory;
+
     use super::*;
 
     fn png(width: u32, height: u32) -> Vec<u8> {
@@ -162,6 +169,40 @@ mod tests {
         file
     }
 
+    fn read(file: &[u8], preprocessing: &Preprocessing, info: &ValueInfo) -> ApiResult<Tensor> {
+        to_tensor(file, preprocessing, info, &mut HostMemory::process().empty())
+    }
+
+    /// A grey picture that compresses to a thousandth.
+    fn bomb(edge: u32) -> Vec<u8> {
+        let mut file = Vec::new();
+        let mut encoder = png::Encoder::new(&mut file, edge, edge);
+        encoder.set_color(png::ColorType::Rgb);
+        let pixels = vec![0; 3 * (edge * edge) as usize];
+        encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
+        file
+    }
+
+    #[test]
+    fn pictures_that_do_not_fit_are_refused_before_they_are_decoded() {
+        let info = input(&[1, 3, 8, 8]);
+        let file = bomb(2000);
+        assert!(file.len() < 100_000, "{}", file.len());
+        let read =
+            |memory: &mut Reservation| to_tensor(&file, &Preprocessing::default(), &info, memory);
+        // Two copies of the pixels fit, and not those of a second request.
+        let memory = HostMemory::leaked(40 << 20);
+        let mut first = memory.empty();
+        assert!(read(&mut first).is_ok());
+        let error = read(&mut memory.empty()).unwrap_err();
+        assert_eq!((error.kind, error.retry_after), (api::ErrorKind::Unavailable, Some(1)));
+        drop(first);
+        assert!(read(&mut memory.empty()).is_ok());
+        let error = read(&mut HostMemory::leaked(10 << 20).empty()).unwrap_err();
+        assert_eq!((error.kind, error.retry_after), (api::ErrorKind::TooLarge, None));
+        assert_eq!(memory.used(), 0);
+    }
+
     fn input(dims: &[usize]) -> ValueInfo {
         let shape = dims.iter().map(|&dim| Dim::Fixed(dim)).collect();
         ValueInfo { name: "x".to_string(), dtype: DataType::F32, shape: Some(shape) }
@@ -169,8 +210,7 @@ mod tests {
 
     #[test]
     fn images_become_tensors() {
-        let tensor =
-            to_tensor(&png(20, 10), &Preprocessing::default(), &input(&[1, 3, 4, 6])).unwrap();
+        let tensor = read(&png(20, 10), &Preprocessing::default(), &input(&[1, 3, 4, 6])).unwrap();
         assert_eq!(tensor.shape(), [1, 3, 4, 6]);
         let values = tensor.to_vec::<f32>().unwrap();
         assert_eq!((values[0], values[24], values[48]), (1.0, 0.0, 0.2));
@@ -179,7 +219,7 @@ mod tests {
             channels: ChannelOrder::Bgr,
             ..Preprocessing::default()
         };
-        let tensor = to_tensor(&png(5, 5), &nhwc, &input(&[1, 2, 2, 3])).unwrap();
+        let tensor = read(&png(5, 5), &nhwc, &input(&[1, 2, 2, 3])).unwrap();
         assert_eq!(tensor.to_vec::<f32>().unwrap()[..3], [0.2, 0.0, 1.0]);
     }
 
@@ -193,7 +233,7 @@ mod tests {
         let files =
             [&b""[..], b"GIF89a", b"\x89PNG\r\n\x1a\n", &good[..20], &huge, &png(16_000, 1)];
         for file in files {
-            let error = to_tensor(file, &Preprocessing::default(), &info).unwrap_err();
+            let error = read(file, &Preprocessing::default(), &info).unwrap_err();
             assert_eq!(error.kind, api::ErrorKind::InvalidArgument);
         }
     }

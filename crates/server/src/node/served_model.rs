@@ -252,9 +252,20 @@ impl ServedModel {
         Ok(selected)
     }
 
-    /// Checks that every requested output exists.
+    /// Checks that every requested output exists and is requested once.
     pub fn check_outputs(&self, requested: &[RequestedOutput]) -> ApiResult<()> {
-        requested.iter().try_for_each(|output| self.output_index(&output.name).map(|_| ()))
+        let mut seen = vec![false; self.output_names.len()];
+        requested.iter().try_for_each(|output| {
+            let index = self.output_index(&output.name)?;
+            match std::mem::replace(&mut seen[index], true) {
+                false => Ok(()),
+                // Each copy would be encoded anew: a short request for a very long reply.
+                true => {
+                    let name = &output.name;
+                    Err(ApiError::invalid(format!("output '{name}' is requested twice")))
+                }
+            }
+        })
     }
 
     fn output_index(&self, name: &str) -> ApiResult<usize> {

@@ -12,12 +12,19 @@ use flate2::write::{GzEncoder, ZlibEncoder};
 use http::HeaderMap;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
+use model::{MemoryError, Reservation};
 
 use crate::body_buffers::BodyBuffer;
 use crate::server::AppState;
 
 /// Bodies above this size are processed off the threads that serve connections.
 pub(crate) const LARGE_BYTES: usize = 1 << 20;
+
+/// Bytes that are decompressed at once.
+const DECOMPRESSED_STEP: usize = 64 << 10;
+
+/// Bytes that a body reserves first, unless it is shorter.
+const MIN_STEP: usize = 64 << 10;
 
 /// A compression that clients of the protocol use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +41,7 @@ impl Coding {
         }
     }
 
-    fn parse(name: &str) -> Option<Coding> {
+    pub(crate) fn parse(name: &str) -> Option<Coding> {
         match name.trim() {
             name if name.eq_ignore_ascii_case("gzip") => Some(Coding::Gzip),
             name if name.eq_ignore_ascii_case("deflate") => Some(Coding::Deflate),
@@ -43,13 +50,14 @@ impl Coding {
     }
 }
 
-/// Reads a whole body of at most `limit` bytes, before and after decompression.
+/// Reads a whole body of at most `limit` bytes, before and after decompression. The reservation of
+/// its memory must live as long as the body.
 pub(crate) async fn read<B>(
     app: &AppState,
     headers: &HeaderMap,
     body: B,
     limit: usize,
-) -> ApiResult<Bytes>
+) -> ApiResult<(Bytes, Reservation)>
 where
     B: hyper::body::Body<Data = Bytes>,
     B::Error: Into<BoxError>,
@@ -59,39 +67,68 @@ where
         return Err(too_large(limit));
     }
     let claimed = claimed.map_or(0, |claimed| claimed as usize);
-    let bytes = gather(app, Limited::new(body, limit), claimed).await.map_err(|error| {
-        match error.is::<LengthLimitError>() {
-            true => too_large(limit),
-            false => ApiError::new(ErrorKind::Cancelled, "the body ended early"),
-        }
-    })?;
+    let (bytes, mut memory) =
+        gather(app, Limited::new(body, limit), claimed).await.map_err(|error| {
+            if error.is::<LengthLimitError>() {
+                return too_large(limit);
+            }
+            match error.downcast_ref::<MemoryError>() {
+                Some(refused) => ApiError::from(*refused),
+                None => ApiError::new(ErrorKind::Cancelled, "the body ended early"),
+            }
+        })?;
     match request_coding(headers)? {
-        None => Ok(bytes),
-        Some(coding) => heavy(bytes.len(), move || decompress(&bytes, coding, limit)).await,
+        None => Ok((bytes, memory)),
+        Some(coding) => {
+            let length = bytes.len();
+            let work = move || Ok((decompress(&bytes, coding, limit, &mut memory)?, memory));
+            heavy(length, work).await
+        }
     }
 }
 
+/// Reserves memory for a body of which `received` bytes arrived. What a client only claims to send
+/// is not reserved; a body that grows is reserved in steps, as its buffer grows.
+pub(crate) fn reserve_received(
+    memory: &mut Reservation,
+    received: usize,
+    claimed: usize,
+) -> Result<(), MemoryError> {
+    if received <= memory.bytes() {
+        return Ok(());
+    }
+    let ahead = received.saturating_mul(2).max(MIN_STEP).min(claimed.max(received));
+    memory.grow_to(ahead)
+}
+
 /// Collects a body in a reused buffer; a body of one frame is not copied.
-async fn gather<B>(app: &AppState, body: B, claimed: usize) -> Result<Bytes, BoxError>
+async fn gather<B>(
+    app: &AppState,
+    body: B,
+    claimed: usize,
+) -> Result<(Bytes, Reservation), BoxError>
 where
     B: hyper::body::Body<Data = Bytes, Error = BoxError>,
 {
     let mut body = std::pin::pin!(body);
+    let (mut memory, mut received) = (app.bodies.memory.empty(), 0);
     let (mut first, mut all): (Option<Bytes>, Option<BodyBuffer>) = (None, None);
     while let Some(frame) = body.frame().await {
         let Ok(data) = frame?.into_data() else { continue };
+        received += data.len();
+        reserve_received(&mut memory, received, claimed)?;
         match (&mut first, &mut all) {
             (_, Some(all)) => all.extend(&data),
             (None, None) => first = Some(data),
             (Some(first), None) => {
-                let mut buffer = app.buffers.take(claimed.max(first.len() + data.len()));
+                let mut buffer = app.bodies.buffers.take(claimed.max(first.len() + data.len()));
                 buffer.extend(first);
                 buffer.extend(&data);
                 all = Some(buffer);
             }
         }
     }
-    Ok(all.map(BodyBuffer::freeze).or(first).unwrap_or_default())
+    Ok((all.map(BodyBuffer::freeze).or(first).unwrap_or_default(), memory))
 }
 
 /// Runs `work`; off the serving threads if it processes many bytes.
@@ -123,21 +160,46 @@ fn request_coding(headers: &HeaderMap) -> ApiResult<Option<Coding>> {
     }
 }
 
-fn decompress(bytes: &[u8], coding: Coding, limit: usize) -> ApiResult<Bytes> {
-    let mut plain = Vec::new();
-    // One byte more than allowed distinguishes a body that fits from a truncated one.
-    let allowed = limit as u64 + 1;
-    let result = match coding {
-        Coding::Gzip => GzDecoder::new(bytes).take(allowed).read_to_end(&mut plain),
-        Coding::Deflate => ZlibDecoder::new(bytes).take(allowed).read_to_end(&mut plain),
-    };
-    result.map_err(|error| {
-        ApiError::invalid(format!("the body is not valid {}: {error}", coding.as_str()))
-    })?;
-    if plain.len() > limit {
-        return Err(too_large(limit));
+/// Decompresses `bytes`. Every step is reserved before memory for it is allocated.
+pub(crate) fn decompress(
+    bytes: &[u8],
+    coding: Coding,
+    limit: usize,
+    memory: &mut Reservation,
+) -> ApiResult<Bytes> {
+    match coding {
+        Coding::Gzip => read_plain(GzDecoder::new(bytes), coding, limit, memory),
+        Coding::Deflate => read_plain(ZlibDecoder::new(bytes), coding, limit, memory),
     }
-    Ok(plain.into())
+}
+
+fn read_plain(
+    mut source: impl Read,
+    coding: Coding,
+    limit: usize,
+    memory: &mut Reservation,
+) -> ApiResult<Bytes> {
+    let mut plain: Vec<u8> = Vec::new();
+    let mut step = vec![0; DECOMPRESSED_STEP];
+    loop {
+        let length = source.read(&mut step).map_err(|error| {
+            ApiError::invalid(format!("the body is not valid {}: {error}", coding.as_str()))
+        })?;
+        if length == 0 {
+            return Ok(plain.into());
+        }
+        if plain.len() + length > limit {
+            return Err(too_large(limit));
+        }
+        if plain.capacity() - plain.len() < length {
+            // Twice as much as before, or as much as is allowed.
+            let more = plain.len().max(DECOMPRESSED_STEP).min(limit - plain.len());
+            memory.grow(more)?;
+            let refused = |_| ApiError::from(memory.memory().refusal(more, 0));
+            plain.try_reserve_exact(more).map_err(refused)?;
+        }
+        plain.extend_from_slice(&step[..length]);
+    }
 }
 
 /// The compression the client prefers for the response.
@@ -175,6 +237,8 @@ pub(crate) fn compress(parts: &[Bytes], coding: Coding) -> std::io::Result<Vec<u
 
 #[cfg(test)]
 mod tests {
+    use model::HostMemory;
+
     use super::*;
 
     fn accepted(value: &'static str) -> Option<Coding> {
@@ -196,10 +260,35 @@ mod tests {
         let zeros = Bytes::from(vec![0; 1 << 20]);
         for coding in [Coding::Gzip, Coding::Deflate] {
             let packed = compress(std::slice::from_ref(&zeros), coding).unwrap();
-            assert_eq!(decompress(&packed, coding, 1 << 20).unwrap(), zeros);
-            let error = decompress(&packed, coding, 1000).unwrap_err();
+            let mut memory = HostMemory::leaked(4 << 20).empty();
+            assert_eq!(decompress(&packed, coding, 1 << 20, &mut memory).unwrap(), zeros);
+            assert_eq!(memory.bytes(), 1 << 20);
+            let error = decompress(&packed, coding, 1000, &mut memory).unwrap_err();
             assert_eq!(error.kind, ErrorKind::TooLarge);
+            // A budget that does not hold it stops it earlier.
+            let small = HostMemory::leaked(200_000);
+            let error = decompress(&packed, coding, 1 << 20, &mut small.empty()).unwrap_err();
+            assert_eq!((error.kind, small.used()), (ErrorKind::TooLarge, 0));
         }
-        assert!(decompress(b"not gzip", Coding::Gzip, 100).is_err());
+        let mut memory = HostMemory::process().empty();
+        assert!(decompress(b"not gzip", Coding::Gzip, 100, &mut memory).is_err());
+    }
+
+    #[test]
+    fn what_is_only_claimed_is_not_reserved() {
+        let budget = HostMemory::leaked(1 << 30);
+        let mut memory = budget.empty();
+        let mut after = |received, claimed| {
+            reserve_received(&mut memory, received, claimed).unwrap();
+            memory.bytes()
+        };
+        assert_eq!(after(10, 1 << 29), 64 << 10);
+        assert_eq!(after(60_000, 1 << 29), 64 << 10);
+        assert_eq!(after(70_000, 1 << 29), 140_000);
+        assert_eq!(after(200_000, 300_000), 300_000);
+        assert_eq!(after(300_000, 300_000), 300_000);
+        let mut short = budget.empty();
+        reserve_received(&mut short, 100, 100).unwrap();
+        assert_eq!(short.bytes(), 100);
     }
 }

@@ -10,6 +10,7 @@ use axum::extract::multipart::{Field, MultipartError, MultipartRejection};
 use axum::extract::{Multipart, State};
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
+use model::Reservation;
 use model::config::{Class, Preprocessing};
 
 use super::infer_api::trace_context;
@@ -18,6 +19,8 @@ use crate::server::AppState;
 
 /// Maximum number of classes in a response.
 const MAX_CLASSES: usize = 1000;
+/// Bytes that a field reserves first.
+const MIN_STEP: usize = 64 << 10;
 /// Maximum number of labels of a model.
 const MAX_LABELS: usize = 1 << 20;
 
@@ -25,7 +28,8 @@ type Form = Result<Multipart, MultipartRejection>;
 
 pub(super) async fn register(State(app): State<Arc<AppState>>, form: Form) -> HandlerResult {
     let _guard = app.requests.admit()?;
-    let request = read_registration(form_of(form)?).await?;
+    let mut memory = app.bodies.memory.empty();
+    let request = read_registration(form_of(form)?, &mut memory).await?;
     let registered = app.service.register(request).await?;
     let body = serde_json::to_vec(&registered)
         .map_err(|error| ApiError::internal(format!("cannot write the response: {error}")))?;
@@ -38,7 +42,8 @@ pub(super) async fn classify(
     form: Form,
 ) -> HandlerResult {
     let _guard = app.requests.admit()?;
-    let request = read_image(form_of(form)?).await?;
+    let mut memory = app.bodies.memory.empty();
+    let request = read_image(form_of(form)?, &mut memory).await?;
     let context = RequestContext { trace: trace_context(&headers) };
     response::json(&app.service.classify(request, context).await?)
 }
@@ -55,25 +60,41 @@ fn form_error(error: MultipartError) -> ApiError {
     ApiError::new(kind, format!("cannot read the form: {}", error.body_text()))
 }
 
-async fn bytes_of(field: Field<'_>) -> ApiResult<Bytes> {
-    field.bytes().await.map_err(form_error)
+/// The bytes of a field. Memory for them is reserved as they arrive.
+async fn bytes_of(mut field: Field<'_>, memory: &mut Reservation) -> ApiResult<Bytes> {
+    let mut all: Vec<u8> = Vec::new();
+    while let Some(chunk) = field.chunk().await.map_err(form_error)? {
+        if all.capacity() - all.len() < chunk.len() {
+            let more = all.len().max(chunk.len()).max(MIN_STEP);
+            memory.grow(more)?;
+            let refused = |_| ApiError::from(memory.memory().refusal(more, 0));
+            all.try_reserve_exact(more).map_err(refused)?;
+        }
+        all.extend_from_slice(&chunk);
+    }
+    Ok(all.into())
 }
 
-async fn text_of(field: Field<'_>) -> ApiResult<String> {
-    field.text().await.map_err(form_error)
+async fn text_of(field: Field<'_>, memory: &mut Reservation) -> ApiResult<String> {
+    let bytes = bytes_of(field, memory).await?;
+    let text = std::str::from_utf8(&bytes).map_err(|_| ApiError::invalid("a field is not text"))?;
+    Ok(text.to_string())
 }
 
-async fn read_registration(mut form: Multipart) -> ApiResult<RegisterRequest> {
+async fn read_registration(
+    mut form: Multipart,
+    memory: &mut Reservation,
+) -> ApiResult<RegisterRequest> {
     let (mut name, mut onnx, mut class, mut slo_ms) = (None, None, None, None);
     let (mut labels, mut preprocessing) = (Vec::new(), None);
     while let Some(field) = form.next_field().await.map_err(form_error)? {
         match field.name().unwrap_or_default() {
-            "name" => name = Some(text_of(field).await?),
-            "model" => onnx = Some(bytes_of(field).await?),
-            "labels" => labels = read_labels(&text_of(field).await?)?,
-            "preprocessing" => preprocessing = read_preprocessing(&text_of(field).await?)?,
-            "class" => class = read_class(&text_of(field).await?)?,
-            "slo_ms" => slo_ms = read_slo(&text_of(field).await?)?,
+            "name" => name = Some(text_of(field, memory).await?),
+            "model" => onnx = Some(bytes_of(field, memory).await?),
+            "labels" => labels = read_labels(&text_of(field, memory).await?)?,
+            "preprocessing" => preprocessing = read_preprocessing(&text_of(field, memory).await?)?,
+            "class" => class = read_class(&text_of(field, memory).await?)?,
+            "slo_ms" => slo_ms = read_slo(&text_of(field, memory).await?)?,
             other => {
                 let known = "name, model, labels, preprocessing, class, slo_ms";
                 return Err(unknown_field(other, known));
@@ -130,13 +151,13 @@ fn read_class(text: &str) -> ApiResult<Option<Class>> {
     }
 }
 
-async fn read_image(mut form: Multipart) -> ApiResult<ClassifyRequest> {
+async fn read_image(mut form: Multipart, memory: &mut Reservation) -> ApiResult<ClassifyRequest> {
     let (mut model, mut image, mut k) = (None, None, 5);
     while let Some(field) = form.next_field().await.map_err(form_error)? {
         match field.name().unwrap_or_default() {
-            "name" => model = Some(text_of(field).await?),
-            "image" => image = Some(bytes_of(field).await?),
-            "k" => k = read_k(&text_of(field).await?)?,
+            "name" => model = Some(text_of(field, memory).await?),
+            "image" => image = Some(bytes_of(field, memory).await?),
+            "k" => k = read_k(&text_of(field, memory).await?)?,
             other => return Err(unknown_field(other, "name, image, k")),
         }
     }

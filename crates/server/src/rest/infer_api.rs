@@ -5,13 +5,16 @@ use std::sync::Arc;
 use api::codec::{self, Decoded, EncodedResponse, HEADER_LENGTH};
 use api::error::ApiResult;
 use api::trace::TRACEPARENT;
-use api::{ApiError, InferResponse, ModelRef, RequestContext, TraceContext};
+use api::{
+    ApiError, InferResponse, ModelRef, NamedTensor, RequestContext, TraceContext, decoded_size,
+};
 use axum::BoxError;
 use axum::body::Body;
 use axum::extract::State;
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
 use http::{HeaderMap, HeaderName, Response};
+use model::{DataType, Reservation, Tensor};
 use tracing::Instrument;
 
 use super::body::{self, Coding};
@@ -61,12 +64,13 @@ where
     B::Error: Into<BoxError>,
 {
     let _guard = app.requests.admit()?;
-    let body = body::read(app, headers, body, app.max_body_bytes).await?;
-    let Decoded { request, encoding } = decode(headers, body).await?;
+    let (body, memory) = body::read(app, headers, body, app.bodies.max_bytes).await?;
+    let (decoded, _memory) = decode(app, headers, body, memory).await?;
+    let Decoded { request, encoding } = decoded;
     let context = context(headers);
     let span = span(model.name, &request.id, &context);
     let response = app.service.infer(model, request, context).instrument(span).await?;
-    let mut reply = encode(headers, response, encoding).await?;
+    let mut reply = encode(app, headers, response, encoding).await?;
     if context.trace.is_some()
         && let Some(trace) = headers.get(TRACEPARENT)
     {
@@ -105,20 +109,34 @@ fn header_length(headers: &HeaderMap) -> ApiResult<Option<usize>> {
     length.map(Some).ok_or_else(|| ApiError::invalid(format!("{HEADER_LENGTH} is not a length")))
 }
 
-pub(super) async fn decode(headers: &HeaderMap, body: Bytes) -> ApiResult<Decoded> {
+/// Decodes a request. The returned reservation is that of the body and of what it became.
+pub(super) async fn decode(
+    app: &AppState,
+    headers: &HeaderMap,
+    body: Bytes,
+    mut memory: Reservation,
+) -> ApiResult<(Decoded, Reservation)> {
     let length = header_length(headers)?;
-    // Only JSON takes time to decode; binary tensors are slices.
-    let json_bytes = length.unwrap_or(body.len());
-    body::heavy(json_bytes, move || codec::decode(body, length)).await
+    // Only JSON takes time and memory to decode; binary tensors are slices.
+    let json_bytes = length.unwrap_or(body.len()).min(body.len());
+    let bound = decoded_size::of_request(&body[..json_bytes], body.len() - json_bytes);
+    app.bodies.reserve_decoding(bound, &mut memory)?;
+    body::heavy(json_bytes, move || Ok((codec::decode(body, length)?, memory))).await
 }
 
 pub(super) async fn encode(
+    app: &AppState,
     headers: &HeaderMap,
     response: InferResponse,
     encoding: codec::OutputEncoding,
 ) -> ApiResult<Response<SegmentedBody>> {
-    let size: usize = response.outputs.iter().map(|output| output.tensor.size_bytes()).sum();
     let coding = body::response_coding(headers);
+    let size: usize = response.outputs.iter().map(|output| output.tensor.size_bytes()).sum();
+    let text = |output: &&NamedTensor| !encoding.is_binary(&output.name);
+    let text = response.outputs.iter().filter(text).map(|output| text_bytes(&output.tensor));
+    // What is encoded as text or compressed is a copy; other outputs are sent as they are.
+    let copied = text.fold(if coding.is_some() { size } else { 0 }, usize::saturating_add);
+    let memory = app.bodies.memory.reserve(copied)?;
     let work = move || -> ApiResult<(EncodedResponse, Option<Coding>)> {
         let mut encoded = codec::encode(&response, &encoding)?;
         let coding = coding.filter(|_| encoded.len() >= COMPRESS_BYTES);
@@ -130,7 +148,7 @@ pub(super) async fn encode(
         Ok((encoded, coding))
     };
     let (encoded, coding) = body::heavy(size, work).await?;
-    let mut reply = Response::new(SegmentedBody::new(encoded.parts));
+    let mut reply = Response::new(SegmentedBody::new(encoded.parts, memory));
     let headers = reply.headers_mut();
     match encoded.header_length {
         None => headers.insert(CONTENT_TYPE, JSON),
@@ -143,6 +161,23 @@ pub(super) async fn encode(
         headers.insert(CONTENT_ENCODING, HeaderValue::from_static(coding.as_str()));
     }
     Ok(reply)
+}
+
+/// The most bytes that the JSON of a tensor takes.
+fn text_bytes(tensor: &Tensor) -> usize {
+    let each = match tensor.dtype() {
+        DataType::Bool => 6,
+        DataType::U8 | DataType::I8 => 5,
+        DataType::U16 | DataType::I16 => 7,
+        DataType::U32 | DataType::I32 => 12,
+        DataType::U64 | DataType::I64 => 21,
+        DataType::F16 | DataType::BF16 | DataType::F32 => 18,
+        DataType::F64 => 26,
+        // Quotes and a comma; every byte may need an escape of six.
+        DataType::String => 3,
+    };
+    let escapes = if tensor.dtype() == DataType::String { 6 * tensor.size_bytes() } else { 0 };
+    tensor.len().saturating_mul(each).saturating_add(escapes)
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use axum::extract::{Path, State};
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, StatusCode};
+use model::Reservation;
 
 use super::response::{self, HandlerResult};
 use super::{body, infer_api};
@@ -36,7 +37,7 @@ pub(super) async fn put(
     body: Body,
 ) -> HandlerResult {
     let _guard = app.requests.admit()?;
-    let text = body::read(&app, &headers, body, TEXT_MAX).await?;
+    let (text, _memory) = body::read(&app, &headers, body, TEXT_MAX).await?;
     let text = std::str::from_utf8(&text)
         .map_err(|_| ApiError::invalid("a query is text: TOML or JSON"))?;
     response::json(&app.service.put_query(&query, text).await?)
@@ -59,11 +60,11 @@ pub(super) async fn infer(
     body: Body,
 ) -> HandlerResult {
     let _guard = app.requests.admit()?;
-    let body: Bytes = body::read(&app, &headers, body, app.max_body_bytes).await?;
+    let (body, memory) = body::read(&app, &headers, body, app.bodies.max_bytes).await?;
     if is_picture(&headers) {
         headers.insert(HEADER_LENGTH, HeaderValue::from_static("0"));
     }
-    Ok(run(&app, &query, &headers, body).await?.map(Body::new))
+    Ok(run(&app, &query, &headers, body, memory).await?.map(Body::new))
 }
 
 fn is_picture(headers: &HeaderMap) -> bool {
@@ -76,8 +77,9 @@ async fn run(
     query: &str,
     headers: &HeaderMap,
     body: Bytes,
+    memory: Reservation,
 ) -> ApiResult<http::Response<response::SegmentedBody>> {
-    let decoded = infer_api::decode(headers, body).await?;
+    let (decoded, _memory) = infer_api::decode(app, headers, body, memory).await?;
     let (request, mut encoding) = (decoded.request, decoded.encoding);
     if is_picture(headers) {
         // A client that sends only a picture expects JSON.
@@ -87,5 +89,5 @@ async fn run(
     let span = infer_api::span(query, &request.id, &context);
     let work = app.service.query_infer(query, request, context);
     let response = tracing::Instrument::instrument(work, span).await?;
-    infer_api::encode(headers, response, encoding).await
+    infer_api::encode(app, headers, response, encoding).await
 }

@@ -36,7 +36,7 @@ async fn settings<T: Default + DeserializeOwned>(
     headers: &HeaderMap,
     body: Body,
 ) -> ApiResult<T> {
-    let bytes = body::read(app, headers, body, MAX_SETTINGS_BYTES).await?;
+    let (bytes, _memory) = body::read(app, headers, body, MAX_SETTINGS_BYTES).await?;
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Ok(T::default());
     }

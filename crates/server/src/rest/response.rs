@@ -11,6 +11,7 @@ use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use http::{Method, Response, StatusCode, Uri};
 use hyper::body::{Frame, SizeHint};
+use model::Reservation;
 use serde::Serialize;
 
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
@@ -88,12 +89,14 @@ pub(crate) async fn wrong_method(method: Method, uri: Uri) -> Response<Body> {
 pub(crate) struct SegmentedBody {
     parts: VecDeque<Bytes>,
     remaining: u64,
+    /// Of parts that were made for this response.
+    _memory: Reservation,
 }
 
 impl SegmentedBody {
-    pub(crate) fn new(parts: Vec<Bytes>) -> SegmentedBody {
+    pub(crate) fn new(parts: Vec<Bytes>, memory: Reservation) -> SegmentedBody {
         let remaining = parts.iter().map(|part| part.len() as u64).sum();
-        SegmentedBody { parts: parts.into(), remaining }
+        SegmentedBody { parts: parts.into(), remaining, _memory: memory }
     }
 }
 

@@ -3,12 +3,13 @@
 use model::DataType;
 
 use super::{broadcast, combine};
+use crate::kernel::KernelError;
 use crate::kernel::cast::convert;
 use crate::kernel::elementwise::ZipFn;
 use crate::kernel::operand::{Element, dtype_of, elements, through_f32};
 use crate::kernel::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 
-pub(super) fn build(facts: &StepFacts, dtype: DataType) -> Result<Kernel, String> {
+pub(super) fn build(facts: &StepFacts, dtype: DataType) -> Result<Kernel, KernelError> {
     let exponent = dtype_of(facts, 1)?;
     if !(exponent.is_float() || exponent.is_integer()) {
         return Err(no_kernel(facts));
@@ -41,7 +42,7 @@ fn integer<A: Element + Copy, B: Element + Copy>(
 }
 
 /// The operands with the exponent as `dtype`.
-fn with_exponent(mut inputs: Inputs, dtype: DataType) -> Result<Inputs, String> {
+fn with_exponent(mut inputs: Inputs, dtype: DataType) -> Result<Inputs, KernelError> {
     let exponent = inputs.get(1)?;
     if exponent.dtype() != dtype {
         let converted = convert(exponent, dtype)?;

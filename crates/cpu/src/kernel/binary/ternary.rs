@@ -4,14 +4,15 @@ use model::DataType;
 
 use super::{Number, with_type};
 use crate::kernel::elementwise::MapFn;
-use crate::kernel::operand::{Element, dtype_of, elements, filled, one, output_len};
+use crate::kernel::operand::{Element, dtype_of, elements, one, output_len};
 use crate::kernel::parallel::in_pieces;
 use crate::kernel::strided::{StridedLoop, broadcast_shape};
 use crate::kernel::unary::apply;
 use crate::kernel::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, with_value};
 
-pub(super) fn where_kernel(facts: &StepFacts) -> Result<Kernel, String> {
+pub(super) fn where_kernel(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let (condition, a, b) = (dtype_of(facts, 0)?, dtype_of(facts, 1)?, dtype_of(facts, 2)?);
     if condition != DataType::Bool || a != b {
         return Err(no_kernel(facts));
@@ -33,11 +34,11 @@ fn select<T: Element>(
 ) -> KernelResult {
     let b = T::get(b).ok_or("the operands differ in type")?;
     let shape = broadcast_shape(&[condition.shape(), a.shape(), b.shape()])?;
-    let count = output_len::<T>(&shape, 0)?;
+    let count = output_len(&shape)?;
     let strided = StridedLoop::broadcast(&shape, [condition.shape(), a.shape(), b.shape()]);
     let (condition, a, b) = (elements(condition), elements(a), elements(b));
     let strides = strided.inner_strides.map(|stride| stride as usize);
-    let mut out = filled(context.pool, count, T::default());
+    let mut out = context.pool.filled(count, T::default())?;
     in_pieces(&mut out, &|start: usize, chunk: &mut [T]| {
         strided.for_each_run(start, start + chunk.len(), &mut |position, length, at| {
             let target = &mut chunk[position - start..][..length];
@@ -54,7 +55,7 @@ fn select<T: Element>(
     one(T::wrap(&shape, out))
 }
 
-pub(super) fn clip(facts: &StepFacts, dtype: DataType) -> Result<Kernel, String> {
+pub(super) fn clip(facts: &StepFacts, dtype: DataType) -> Result<Kernel, KernelError> {
     with_type!(dtype, facts, T => Ok(Kernel::new(clamp::<T>)))
 }
 
@@ -69,10 +70,10 @@ fn clamp<T: Number>(context: &Context, inputs: Inputs) -> KernelResult {
     apply(context, inputs, &MapFn(f))
 }
 
-fn bound<T: Number>(inputs: &Inputs, index: usize) -> Result<Option<T>, String> {
+fn bound<T: Number>(inputs: &Inputs, index: usize) -> Result<Option<T>, KernelError> {
     match inputs.optional_typed::<T>(index)? {
         None => Ok(None),
         Some(tensor) if tensor.len() == 1 => Ok(elements(tensor).first().copied()),
-        Some(tensor) => Err(format!("a bound must be one number, has shape {:?}", tensor.shape())),
+        Some(tensor) => Err(invalid!("a bound must be one number, has shape {:?}", tensor.shape())),
     }
 }

@@ -4,6 +4,8 @@ use rayon::prelude::*;
 
 use super::super::gemm::IMAGE_GUARD;
 use super::super::geometry::Geometry;
+use crate::buffer::Buffer;
+use crate::kernel::KernelError;
 use crate::yield_point;
 
 /// Elements of rows that are added up before their work is reported.
@@ -20,13 +22,13 @@ pub(super) struct Border<'a> {
     extent: [usize; 2],
     /// Columns of one remainder.
     phase: usize,
-    taps: Vec<usize>,
-    rows: Vec<usize>,
+    taps: Buffer<usize>,
+    rows: Buffer<usize>,
 }
 
 impl<'a> Border<'a> {
     /// The layout for `channels` channels.
-    pub(super) fn new(g: &'a Geometry, channels: usize) -> Border<'a> {
+    pub(super) fn new(g: &'a Geometry, channels: usize) -> Result<Border<'a>, KernelError> {
         let reach = |axis: usize| {
             g.output[axis].saturating_sub(1) * g.strides[axis]
                 + (g.kernel[axis] - 1) * g.dilations[axis]
@@ -36,7 +38,7 @@ impl<'a> Border<'a> {
         let phase = reach(2).div_ceil(g.strides[2]);
         let row = phase * g.strides[2];
         let plane = row * extent[1];
-        let mut taps = Vec::with_capacity(channels * g.taps());
+        let mut taps = Buffer::with_capacity(channels * g.taps())?;
         for channel in 0..channels {
             for z in 0..g.kernel[0] {
                 for y in 0..g.kernel[1] {
@@ -47,16 +49,18 @@ impl<'a> Border<'a> {
                                 + y * g.dilations[1] * row
                                 + column % g.strides[2] * phase
                                 + column / g.strides[2],
-                        );
+                        )?;
                     }
                 }
             }
         }
-        let rows = (0..g.output[0])
-            .flat_map(|z| (0..g.output[1]).map(move |y| (z, y)))
-            .map(|(z, y)| z * g.strides[0] * plane + y * g.strides[1] * row)
-            .collect();
-        Border { geometry: g, channels, extent, phase, taps, rows }
+        let mut rows = Buffer::with_capacity(g.output[0] * g.output[1])?;
+        for z in 0..g.output[0] {
+            rows.extend(
+                (0..g.output[1]).map(|y| z * g.strides[0] * plane + y * g.strides[1] * row),
+            );
+        }
+        Ok(Border { geometry: g, channels, extent, phase, taps, rows })
     }
 
     /// The offset of each channel and tap.

@@ -6,6 +6,9 @@ use super::super::dense;
 use super::super::geometry::Geometry;
 use super::super::matmul::PlainNumber;
 use super::super::parallel::in_chunks;
+use crate::buffer::Buffer;
+use crate::kernel::parallel::Failure;
+use crate::kernel::{KernelError, invalid};
 use crate::yield_point;
 
 /// The shapes of a convolution, checked against each other.
@@ -22,24 +25,28 @@ pub(crate) struct ConvShapes {
 
 impl ConvShapes {
     /// Checks an input of shape `x` against weights of shape `weight`.
-    pub(crate) fn new(x: &[usize], weight: &[usize], conv: &Conv) -> Result<ConvShapes, String> {
+    pub(crate) fn new(
+        x: &[usize],
+        weight: &[usize],
+        conv: &Conv,
+    ) -> Result<ConvShapes, KernelError> {
         let ([images, channels, spatial @ ..], [outputs, per_group, kernel @ ..]) = (x, weight)
         else {
-            return Err(format!("input {x:?} and weights {weight:?} have no channels"));
+            return Err(invalid!("input {x:?} and weights {weight:?} have no channels"));
         };
         let groups = conv.groups;
         if spatial.len() != kernel.len() {
-            return Err(format!("weights {weight:?} do not fit an input of shape {x:?}"));
+            return Err(invalid!("weights {weight:?} do not fit an input of shape {x:?}"));
         }
         if groups == 0 || outputs % groups != 0 || per_group.checked_mul(groups) != Some(*channels)
         {
-            return Err(format!(
+            return Err(invalid!(
                 "input {x:?} and weights {weight:?} do not divide into {groups} groups"
             ));
         }
         let given = &conv.window.kernel;
         if !given.is_empty() && given != kernel {
-            return Err(format!("kernel {given:?} is not that of weights {weight:?}"));
+            return Err(invalid!("kernel {given:?} is not that of weights {weight:?}"));
         }
         let geometry = Geometry::new(&conv.window, spatial, kernel, false)?;
         let output = geometry.output_shape(&[*images, *outputs]);
@@ -54,11 +61,11 @@ impl ConvShapes {
     }
 
     /// Checks that a bias of `length` elements fits, if there is one.
-    pub(crate) fn check_bias(&self, length: Option<usize>) -> Result<(), String> {
+    pub(crate) fn check_bias(&self, length: Option<usize>) -> Result<(), KernelError> {
         let outputs = self.groups * self.group_outputs;
         match length {
             Some(length) if length != outputs => {
-                Err(format!("a bias of {length} elements for {outputs} output channels"))
+                Err(invalid!("a bias of {length} elements for {outputs} output channels"))
             }
             _ => Ok(()),
         }
@@ -70,9 +77,9 @@ pub(crate) fn convolve<T: PlainNumber>(
     x: &[T],
     weight: &[T],
     shapes: &ConvShapes,
-) -> Result<Vec<T>, String> {
+) -> Result<Buffer<T>, KernelError> {
     let geometry = &shapes.geometry;
-    let mut out = vec![T::zero(); dense::count(&shapes.output)?];
+    let mut out = Buffer::filled(dense::count(&shapes.output)?, T::zero())?;
     let depth = shapes.group_inputs * geometry.taps();
     let columns = geometry.output_size();
     let out_size = shapes.group_outputs * columns;
@@ -81,21 +88,24 @@ pub(crate) fn convolve<T: PlainNumber>(
     }
     dense::count(&[depth, columns])?;
     let in_size = shapes.group_inputs * geometry.input_size();
+    let failure = Failure::default();
     in_chunks(&mut out, out_size, &|index: usize, out: &mut [T]| {
         let group = index % shapes.groups;
         let windows = windows(&x[index * in_size..(index + 1) * in_size], geometry);
+        let Some(windows) = failure.check(windows) else { return };
         let rows = shapes.group_outputs * depth;
         let weight = &weight[group * rows..(group + 1) * rows];
         dense::plain_product(out, weight, &windows, columns, T::multiply_add);
     });
+    failure.result()?;
     Ok(out)
 }
 
 /// The windows of `input` as columns: one row per channel and tap.
-fn windows<T: PlainNumber>(input: &[T], g: &Geometry) -> Vec<T> {
+fn windows<T: PlainNumber>(input: &[T], g: &Geometry) -> Result<Buffer<T>, KernelError> {
     let (plane, taps, columns) = (g.input_size(), g.taps(), g.output_size());
     let channels = input.len().checked_div(plane).unwrap_or(0);
-    let mut matrix = vec![T::zero(); channels * taps * columns];
+    let mut matrix = Buffer::filled(channels * taps * columns, T::zero())?;
     for (index, row) in matrix.chunks_exact_mut(columns).enumerate() {
         yield_point::did_work(columns * 4);
         let (channel, tap) = (index / taps, index % taps);
@@ -117,5 +127,5 @@ fn windows<T: PlainNumber>(input: &[T], g: &Geometry) -> Vec<T> {
             }
         }
     }
-    matrix
+    Ok(matrix)
 }

@@ -1,6 +1,7 @@
 //! Parser of einsum equations.
 
 use super::Label;
+use crate::kernel::{KernelError, invalid};
 
 /// A parsed equation. `None` stands for `...`.
 pub(super) struct Equation {
@@ -10,7 +11,7 @@ pub(super) struct Equation {
 
 impl Equation {
     /// Parses `text`, which must have `operands` terms.
-    pub(super) fn parse(text: &str, operands: usize) -> Result<Equation, String> {
+    pub(super) fn parse(text: &str, operands: usize) -> Result<Equation, KernelError> {
         let text: String = text.chars().filter(|c| !c.is_whitespace()).collect();
         let (left, right) = match text.split_once("->") {
             Some((left, right)) => (left, Some(right)),
@@ -18,14 +19,14 @@ impl Equation {
         };
         let terms = left.split(',').map(parse_term).collect::<Result<Vec<_>, _>>()?;
         if terms.len() != operands {
-            return Err(format!("'{text}' has {} terms for {operands} operands", terms.len()));
+            return Err(invalid!("'{text}' has {} terms for {operands} operands", terms.len()));
         }
         let output = right.map(parse_term).transpose()?;
         if let Some(output) = &output {
             for (index, label) in output.iter().enumerate() {
                 let known = label.is_none() || terms.iter().any(|term| term.contains(label));
                 if !known || output[..index].contains(label) {
-                    return Err(format!(
+                    return Err(invalid!(
                         "'{text}' repeats an output subscript or has one that no operand has"
                     ));
                 }
@@ -35,14 +36,17 @@ impl Equation {
     }
 
     /// The labels of each operand and of the output, for operands of the given ranks.
-    pub(super) fn labels(&self, ranks: &[usize]) -> Result<(Vec<Vec<Label>>, Vec<Label>), String> {
+    pub(super) fn labels(
+        &self,
+        ranks: &[usize],
+    ) -> Result<(Vec<Vec<Label>>, Vec<Label>), KernelError> {
         let mut longest = 0;
         let mut terms = Vec::with_capacity(ranks.len());
         for (term, &rank) in self.terms.iter().zip(ranks) {
             let letters = term.iter().flatten().count();
             let hidden = rank.checked_sub(letters).filter(|&n| n == 0 || term.contains(&None));
             let hidden = hidden
-                .ok_or_else(|| format!("an operand of rank {rank} has {letters} subscripts"))?;
+                .ok_or_else(|| invalid!("an operand of rank {rank} has {letters} subscripts"))?;
             longest = longest.max(hidden);
             terms.push(expand(term, hidden));
         }
@@ -66,13 +70,13 @@ impl Equation {
     }
 }
 
-fn parse_term(text: &str) -> Result<Vec<Option<char>>, String> {
+fn parse_term(text: &str) -> Result<Vec<Option<char>>, KernelError> {
     let mut term = Vec::new();
     let mut rest = text;
     while let Some(letter) = rest.chars().next() {
         if let Some(after) = rest.strip_prefix("...") {
             if term.contains(&None) {
-                return Err(format!("'{text}' has two ellipses"));
+                return Err(invalid!("'{text}' has two ellipses"));
             }
             term.push(None);
             rest = after;
@@ -80,7 +84,7 @@ fn parse_term(text: &str) -> Result<Vec<Option<char>>, String> {
             term.push(Some(letter));
             rest = &rest[1..];
         } else {
-            return Err(format!("'{letter}' is no subscript"));
+            return Err(invalid!("'{letter}' is no subscript"));
         }
     }
     Ok(term)

@@ -8,10 +8,14 @@ use super::{element_offsets, tuple_offsets};
 use crate::kernel::binary::Number;
 use crate::kernel::operand::{Element, dtype_of, elements, integers, one, resolve_axis};
 use crate::kernel::{Inputs, KernelResult, StepFacts, no_kernel};
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, into_elements, with_value};
 
 /// An error for updates of another type and for reductions of elements that cannot be added.
-pub(super) fn check_types(facts: &StepFacts, reduction: ScatterReduction) -> Result<(), String> {
+pub(super) fn check_types(
+    facts: &StepFacts,
+    reduction: ScatterReduction,
+) -> Result<(), KernelError> {
     let dtype = dtype_of(facts, 0)?;
     let adds = !matches!(reduction, ScatterReduction::None);
     let addable = dtype.is_float() || dtype.is_integer() || dtype == DataType::Bool;
@@ -30,7 +34,7 @@ pub(super) fn scatter_elements(
     let (indices, updates) = (inputs.get(1)?, inputs.get(2)?);
     let axis = resolve_axis(axis, value.shape().len())?;
     if indices.shape() != updates.shape() {
-        return Err(format!("{:?} indices for {:?} updates", indices.shape(), updates.shape()));
+        return Err(invalid!("{:?} indices for {:?} updates", indices.shape(), updates.shape()));
     }
     let offsets = element_offsets(value.shape(), axis, &integers(indices)?, indices.shape())?;
     write(value, updates, &offsets, 1, reduction)
@@ -44,7 +48,7 @@ pub(super) fn nd(mut inputs: Inputs, reduction: ScatterReduction) -> KernelResul
     let depth = index_shape[index_shape.len() - 1];
     let want = [&index_shape[..index_shape.len() - 1], &value.shape()[depth..]].concat();
     if updates.shape() != want {
-        return Err(format!("updates have shape {:?} and not {want:?}", updates.shape()));
+        return Err(invalid!("updates have shape {:?} and not {want:?}", updates.shape()));
     }
     write(value, updates, &offsets, length, reduction)
 }

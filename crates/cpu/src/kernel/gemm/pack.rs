@@ -8,6 +8,8 @@ use rten_simd::{Isa, SimdOp};
 
 use super::tile::{self, packed_rows, panel_rows, panel_width};
 use super::{PANEL_VECTORS, Right};
+use crate::buffer::Buffer;
+use crate::kernel::KernelError;
 use crate::yield_point;
 
 /// A matrix in memory.
@@ -51,16 +53,16 @@ impl<'a> Matrix<'a> {
 
 /// A left operand in panels of rows: for each panel, for each depth, its rows' elements.
 pub(crate) struct PackedLeft {
-    data: Vec<f32>,
+    data: Buffer<f32>,
     rows: usize,
     depth: usize,
 }
 
 impl PackedLeft {
-    pub(crate) fn new(matrix: Matrix) -> PackedLeft {
-        let mut data = vec![0.0; PackedLeft::length(matrix.rows, matrix.columns)];
+    pub(crate) fn new(matrix: Matrix) -> Result<PackedLeft, KernelError> {
+        let mut data = Buffer::filled(PackedLeft::length(matrix.rows, matrix.columns), 0.0)?;
         pack_left(&mut data, matrix, true);
-        PackedLeft { data, rows: matrix.rows, depth: matrix.columns }
+        Ok(PackedLeft { data, rows: matrix.rows, depth: matrix.columns })
     }
 
     /// Elements that packing `rows x depth` takes.
@@ -83,22 +85,22 @@ impl PackedLeft {
     }
 
     pub(crate) fn size_bytes(&self) -> usize {
-        size_of_val(self.data.as_slice())
+        size_of_val(&*self.data)
     }
 }
 
 /// A right operand in panels of columns: for each panel, for each depth, its columns' elements.
 pub(crate) struct PackedRight {
-    data: Vec<f32>,
+    data: Buffer<f32>,
     columns: usize,
     depth: usize,
 }
 
 impl PackedRight {
-    pub(crate) fn new(matrix: Matrix) -> PackedRight {
-        let mut data = vec![0.0; PackedRight::length(matrix.rows, matrix.columns)];
+    pub(crate) fn new(matrix: Matrix) -> Result<PackedRight, KernelError> {
+        let mut data = Buffer::filled(PackedRight::length(matrix.rows, matrix.columns), 0.0)?;
         pack_right(&mut data, Right::Plain(matrix), 0..matrix.columns, true);
-        PackedRight { data, columns: matrix.columns, depth: matrix.rows }
+        Ok(PackedRight { data, columns: matrix.columns, depth: matrix.rows })
     }
 
     /// Elements that packing `depth x columns` takes.
@@ -119,7 +121,7 @@ impl PackedRight {
     }
 
     pub(crate) fn size_bytes(&self) -> usize {
-        size_of_val(self.data.as_slice())
+        size_of_val(&*self.data)
     }
 }
 

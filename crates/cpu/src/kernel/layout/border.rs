@@ -2,12 +2,14 @@
 
 use model::op::PadMode;
 
+use crate::buffer::Buffer;
 use crate::buffer_pool::{BufferPool, Pooled};
 use crate::kernel::operand::{
-    elements, filled, integer_list, one, optional_integers, output_len, resolve_axes, row_strides,
+    elements, integer_list, one, optional_integers, output_len, resolve_axes, row_strides,
 };
 use crate::kernel::parallel::in_aligned_pieces;
 use crate::kernel::{Context, Inputs, KernelResult};
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, with_value};
 
 pub(super) fn pad(context: &Context, inputs: Inputs, mode: PadMode) -> KernelResult {
@@ -24,7 +26,7 @@ pub(super) fn pad(context: &Context, inputs: Inputs, mode: PadMode) -> KernelRes
         })?;
         out.push(length);
     }
-    output_len::<u64>(&out, value.size_bytes())?;
+    output_len(&out)?;
     for (axis, &size) in shape.iter().enumerate() {
         maps.push(AxisMap::new(size, out[axis], pads[axis].0, mode)?);
     }
@@ -33,14 +35,15 @@ pub(super) fn pad(context: &Context, inputs: Inputs, mode: PadMode) -> KernelRes
         _ => None,
     };
     if let Some(fill) = fill.filter(|fill| fill.dtype() != value.dtype()) {
-        return Err(format!("a {} is padded with a {}", value.dtype(), fill.dtype()));
+        return Err(invalid!("a {} is padded with a {}", value.dtype(), fill.dtype()));
     }
     with_value!(value, tensor => {
         let fill = match fill {
             None => Default::default(),
             Some(fill) => first_like(tensor, fill)?,
         };
-        let data = padded(context.pool, elements(tensor), &row_strides(shape), &out, &maps, fill);
+        let strides = row_strides(shape);
+        let data = padded(context.pool, elements(tensor), &strides, &out, &maps, fill)?;
         one(Value::from(TypedTensor::from_data(&out, data)))
     })
 }
@@ -49,23 +52,23 @@ pub(super) fn pad(context: &Context, inputs: Inputs, mode: PadMode) -> KernelRes
 fn first_like<T: crate::value::Typed + Clone>(
     _like: &TypedTensor<T>,
     fill: &Value,
-) -> Result<T, String> {
+) -> Result<T, KernelError> {
     let fill = T::get(fill).ok_or("the fill has another type")?;
     match elements(fill) {
         [only] => Ok(only.clone()),
-        many => Err(format!("the fill must be one element, has {}", many.len())),
+        many => Err(invalid!("the fill must be one element, has {}", many.len())),
     }
 }
 
 /// The border before and after every dimension.
-fn all_pads(inputs: &Inputs, rank: usize) -> Result<Vec<(i64, i64)>, String> {
+fn all_pads(inputs: &Inputs, rank: usize) -> Result<Vec<(i64, i64)>, KernelError> {
     let pads = integer_list(inputs, 1)?;
     let axes = match optional_integers(inputs, 3)? {
         Some(axes) => resolve_axes(&axes, rank)?,
         None => (0..rank).collect(),
     };
     if pads.len() != axes.len() * 2 {
-        return Err(format!("{} pads for {} axes", pads.len(), axes.len()));
+        return Err(invalid!("{} pads for {} axes", pads.len(), axes.len()));
     }
     let mut all = vec![(0, 0); rank];
     for (i, &axis) in axes.iter().enumerate() {
@@ -77,19 +80,19 @@ fn all_pads(inputs: &Inputs, rank: usize) -> Result<Vec<(i64, i64)>, String> {
 /// The source of each position of an output dimension.
 struct AxisMap {
     /// Input positions; `None` is the fill.
-    from: Vec<Option<usize>>,
+    from: Buffer<Option<usize>>,
     /// Start and length of the output positions that are consecutive input positions.
     run: (usize, usize),
 }
 
 impl AxisMap {
-    fn new(size: usize, length: usize, before: i64, mode: PadMode) -> Result<AxisMap, String> {
+    fn new(size: usize, length: usize, before: i64, mode: PadMode) -> Result<AxisMap, KernelError> {
         if size == 0 && length > 0 && mode != PadMode::Constant {
-            return Err(format!("there is nothing to pad with in mode {mode:?}"));
+            return Err(invalid!("there is nothing to pad with in mode {mode:?}"));
         }
         let n = size as i64;
-        let from = (0..length as i64).map(|position| {
-            let index = position - before;
+        let source = |position: usize| {
+            let index = position as i64 - before;
             let inside = match mode {
                 PadMode::Constant => index,
                 PadMode::Edge => index.clamp(0, n - 1),
@@ -102,8 +105,8 @@ impl AxisMap {
                 }
             };
             (0..n).contains(&inside).then_some(inside as usize)
-        });
-        let from: Vec<Option<usize>> = from.collect();
+        };
+        let from = Buffer::collect((0..length).map(source))?;
         let start = before.clamp(0, length as i64) as usize;
         let end = before.saturating_add(n).clamp(start as i64, length as i64) as usize;
         Ok(AxisMap { from, run: (start, end - start) })
@@ -117,14 +120,14 @@ fn padded<T: Pooled>(
     shape: &[usize],
     maps: &[AxisMap],
     fill: T,
-) -> Vec<T> {
+) -> Result<Buffer<T>, KernelError> {
     let count = shape.iter().product();
     let (Some((last, outer)), Some(&width)) = (maps.split_last(), shape.last()) else {
-        return data.to_vec();
+        return Ok(Buffer::copy_of(data)?);
     };
-    let mut out = filled(pool, count, fill);
+    let mut out = pool.filled(count, fill)?;
     if count == 0 {
-        return out;
+        return Ok(out);
     }
     in_aligned_pieces(&mut out, width, &|start: usize, piece: &mut [T]| {
         for (number, row) in piece.chunks_mut(width).enumerate() {
@@ -140,7 +143,7 @@ fn padded<T: Pooled>(
             }
         }
     });
-    out
+    Ok(out)
 }
 
 /// One innermost row: the middle as one copy, the borders element by element.

@@ -2,12 +2,14 @@
 
 use super::rearrange;
 use super::reshape::reshaped;
+use crate::buffer::Buffer;
 use crate::buffer_pool::{BufferPool, Pooled};
 use crate::kernel::operand::{
     Element, around, elements, integer_list, one, output_len, resolve_axis, sizes,
 };
 use crate::kernel::parallel;
 use crate::kernel::{Context, Inputs, KernelResult, StepFacts, no_kernel};
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, with_value};
 use crate::yield_point;
 
@@ -15,7 +17,7 @@ use crate::yield_point;
 const PARALLEL: usize = 1 << 16;
 
 /// An error if the operands have different types.
-pub(super) fn same_types(facts: &StepFacts) -> Result<(), String> {
+pub(super) fn same_types(facts: &StepFacts) -> Result<(), KernelError> {
     let first = facts.input_dtype(0);
     match (0..facts.step.inputs.len()).all(|index| facts.input_dtype(index) == first) {
         true => Ok(()),
@@ -34,14 +36,14 @@ pub(super) fn concat(context: &Context, mut inputs: Inputs, axis: i64) -> Kernel
 }
 
 /// The shape of the operands concatenated along `axis`.
-fn joined_shape(inputs: &Inputs, axis: usize) -> Result<Vec<usize>, String> {
+fn joined_shape(inputs: &Inputs, axis: usize) -> Result<Vec<usize>, KernelError> {
     let mut shape = inputs.get(0)?.shape().to_vec();
     for index in 1..inputs.len() {
         let next = inputs.get(index)?.shape();
         let fits = next.len() == shape.len()
             && (0..next.len()).all(|other| other == axis || next[other] == shape[other]);
         if !fits {
-            return Err(format!(
+            return Err(invalid!(
                 "{next:?} cannot be concatenated with {shape:?} along axis {axis}"
             ));
         }
@@ -63,8 +65,8 @@ fn join<T: Element>(
         rows.push(elements(inputs.typed::<T>(index)?));
     }
     let (outer, along, inner) = around(shape, axis);
-    let count = output_len::<T>(shape, usize::MAX)?;
-    let mut out: Vec<T> = context.pool.alloc(count);
+    let count = output_len(shape)?;
+    let mut out: Buffer<T> = context.pool.alloc(count)?;
     if count < PARALLEL || rayon::current_num_threads() == 1 {
         for row in 0..outer {
             for part in &rows {
@@ -75,17 +77,19 @@ fn join<T: Element>(
         }
     } else {
         out.resize(count, T::default());
-        let mut pieces = Vec::with_capacity(outer * rows.len());
+        let mut pieces = Buffer::with_capacity(outer * rows.len())?;
         for (row, mut target) in out.chunks_mut(along * inner).enumerate() {
             for part in &rows {
                 let length = part.len() / outer;
                 let (to, rest) = std::mem::take(&mut target).split_at_mut(length);
                 let from = &part[row * length..][..length];
-                pieces.extend(to.chunks_mut(PARALLEL).zip(from.chunks(PARALLEL)));
+                for piece in to.chunks_mut(PARALLEL).zip(from.chunks(PARALLEL)) {
+                    pieces.push(piece)?;
+                }
                 target = rest;
             }
         }
-        parallel::for_each(pieces.into_iter(), &|(to, from): (&mut [T], &[T])| {
+        parallel::for_each(pieces.iter_mut(), &|(to, from): &mut (&mut [T], &[T])| {
             to.clone_from_slice(from);
             yield_point::did_work(to.len() / 2);
         });
@@ -98,30 +102,35 @@ pub(super) fn tile(context: &Context, mut inputs: Inputs) -> KernelResult {
     let value = inputs.get(0)?;
     let shape = value.shape().to_vec();
     if repeats.len() != shape.len() {
-        return Err(format!("{} repeats for {} dimensions", repeats.len(), shape.len()));
+        return Err(invalid!("{} repeats for {} dimensions", repeats.len(), shape.len()));
     }
     let mut out = Vec::with_capacity(shape.len());
     for (&size, &times) in shape.iter().zip(&repeats) {
         out.push(size.checked_mul(times).ok_or("a repeat is too large")?);
     }
-    output_len::<u64>(&out, value.size_bytes())?;
+    output_len(&out)?;
     if out == shape {
         return one(reshaped(inputs.take(0)?, &out)?);
     }
-    one(rearrange!(value, &out, data => tiled(context.pool, data, &shape, &repeats)))
+    one(rearrange!(value, &out, data => tiled(context.pool, data, &shape, &repeats)?))
 }
 
 /// Repeats `data` along every dimension, innermost first, so that each repetition copies runs.
-fn tiled<T: Pooled>(pool: &BufferPool, data: &[T], shape: &[usize], repeats: &[usize]) -> Vec<T> {
+fn tiled<T: Pooled>(
+    pool: &BufferPool,
+    data: &[T],
+    shape: &[usize],
+    repeats: &[usize],
+) -> Result<Buffer<T>, KernelError> {
     if repeats.contains(&0) || data.is_empty() {
-        return Vec::new();
+        return Ok(Buffer::default());
     }
-    let mut current = data.to_vec();
+    let mut current = Buffer::copy_of(data)?;
     let mut run = 1;
     for (&size, &times) in shape.iter().zip(repeats).rev() {
         run *= size;
         if times > 1 {
-            let mut next = pool.alloc(current.len() * times);
+            let mut next = pool.alloc(current.len() * times)?;
             for block in current.chunks(run) {
                 (0..times).for_each(|_| next.extend_from_slice(block));
             }
@@ -129,5 +138,5 @@ fn tiled<T: Pooled>(pool: &BufferPool, data: &[T], shape: &[usize], repeats: &[u
         }
         run *= times;
     }
-    current
+    Ok(current)
 }

@@ -1,9 +1,12 @@
 //! Triangles of matrices, and reversed sequences.
 
+use crate::buffer::Buffer;
 use crate::buffer_pool::{BufferPool, Pooled};
+use crate::kernel::KernelError;
+use crate::kernel::invalid;
 
 use super::rearrange;
-use crate::kernel::operand::{filled, integer_list, integer_scalar, one};
+use crate::kernel::operand::{integer_list, integer_scalar, one};
 use crate::kernel::parallel::in_aligned_pieces;
 use crate::kernel::{Context, Inputs, KernelResult};
 
@@ -14,10 +17,10 @@ pub(super) fn trilu(context: &Context, inputs: &Inputs, upper: bool) -> KernelRe
         None => 0,
     };
     let &[.., rows, columns] = value.shape() else {
-        return Err(format!("shape {:?} is not of matrices", value.shape()));
+        return Err(invalid!("shape {:?} is not of matrices", value.shape()));
     };
     one(rearrange!(value, value.shape(), data => {
-        triangle(context.pool, data, rows, columns, k, upper)
+        triangle(context.pool, data, rows, columns, k, upper)?
     }))
 }
 
@@ -28,10 +31,10 @@ fn triangle<T: Pooled + Default>(
     columns: usize,
     k: i64,
     upper: bool,
-) -> Vec<T> {
-    let mut out = filled(pool, data.len(), T::default());
+) -> Result<Buffer<T>, KernelError> {
+    let mut out = pool.filled(data.len(), T::default())?;
     if out.is_empty() {
-        return out;
+        return Ok(out);
     }
     in_aligned_pieces(&mut out, columns, &|start: usize, piece: &mut [T]| {
         for (number, target) in piece.chunks_mut(columns).enumerate() {
@@ -45,7 +48,7 @@ fn triangle<T: Pooled + Default>(
             target[kept.clone()].clone_from_slice(&data[line * columns..][kept]);
         }
     });
-    out
+    Ok(out)
 }
 
 pub(super) fn reverse_sequence(
@@ -57,21 +60,21 @@ pub(super) fn reverse_sequence(
     let value = inputs.get(0)?;
     let shape = value.shape();
     if shape.len() < 2 || batch_axis + time_axis != 1 {
-        return Err("batch and time must be the first two dimensions".to_string());
+        return Err("batch and time must be the first two dimensions".into());
     }
     let (batch, time) = (shape[batch_axis], shape[time_axis]);
     let inner: usize = shape[2..].iter().product();
     let lengths = integer_list(inputs, 1)?;
     if lengths.len() != batch {
-        return Err(format!("{} lengths for a batch of {batch}", lengths.len()));
+        return Err(invalid!("{} lengths for a batch of {batch}", lengths.len()));
     }
     if let Some(bad) = lengths.iter().find(|&&length| length < 0 || length > time as i64) {
-        return Err(format!("a sequence of length {bad} is outside of 0..={time}"));
+        return Err(invalid!("a sequence of length {bad} is outside of 0..={time}"));
     }
     // Distances along batch and time, in units of `inner` elements.
     let (across, along) = if batch_axis == 0 { (time, 1) } else { (1, batch) };
     one(rearrange!(value, shape, data => {
-        let mut out = filled(context.pool, data.len(), Default::default());
+        let mut out = context.pool.filled(data.len(), Default::default())?;
         for (sequence, &length) in lengths.iter().enumerate() {
             for step in 0..time {
                 let length = length as usize;

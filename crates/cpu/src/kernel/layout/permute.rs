@@ -4,11 +4,13 @@ use smallvec::SmallVec;
 
 use super::rearrange;
 use super::reshape::reshaped;
+use crate::buffer::Buffer;
 use crate::buffer_pool::{BufferPool, Pooled};
-use crate::kernel::operand::{filled, one, row_strides};
+use crate::kernel::operand::{one, row_strides};
 use crate::kernel::parallel::in_chunks;
 use crate::kernel::strided::StridedLoop;
 use crate::kernel::{Context, Inputs, KernelResult};
+use crate::kernel::{KernelError, invalid};
 use crate::value::Value;
 use crate::yield_point;
 
@@ -34,7 +36,7 @@ pub(super) fn transpose(
             .iter()
             .all(|&axis| seen.get_mut(axis).is_some_and(|slot| !std::mem::replace(slot, true)));
     if !fits {
-        return Err(format!("{perm:?} is not a permutation of {rank} dimensions"));
+        return Err(invalid!("{perm:?} is not a permutation of {rank} dimensions"));
     }
     let shape = inputs.get(0)?.shape();
     let out: Vec<usize> = perm.iter().map(|&axis| shape[axis]).collect();
@@ -43,23 +45,31 @@ pub(super) fn transpose(
     if moving.is_sorted() {
         return one(reshaped(inputs.take(0)?, &out)?);
     }
-    one(transposed(context.pool, inputs.get(0)?, &perm))
+    one(transposed(context.pool, inputs.get(0)?, &perm)?)
 }
 
 /// `value` with its dimensions in the order `perm`, a permutation.
-pub(crate) fn transposed(pool: &BufferPool, value: &Value, perm: &[usize]) -> Value {
+pub(crate) fn transposed(
+    pool: &BufferPool,
+    value: &Value,
+    perm: &[usize],
+) -> Result<Value, KernelError> {
     let shape = value.shape();
     let strides = row_strides(shape);
     let dims: Vec<(usize, usize)> = perm.iter().map(|&axis| (shape[axis], strides[axis])).collect();
     let out: Vec<usize> = dims.iter().map(|&(extent, _)| extent).collect();
-    rearrange!(value, &out, data => permuted(pool, data, &dims))
+    Ok(rearrange!(value, &out, data => permuted(pool, data, &dims)?))
 }
 
 /// The elements of `data` in the row-major order of `dims`, extents with their strides in `data`.
-fn permuted<T: Pooled + Default>(pool: &BufferPool, data: &[T], dims: &[(usize, usize)]) -> Vec<T> {
-    let mut out = filled(pool, data.len(), T::default());
+fn permuted<T: Pooled + Default>(
+    pool: &BufferPool,
+    data: &[T],
+    dims: &[(usize, usize)],
+) -> Result<Buffer<T>, KernelError> {
+    let mut out = pool.filled(data.len(), T::default())?;
     if data.is_empty() {
-        return out;
+        return Ok(out);
     }
     let dims = merged(dims);
     // The output's rows run along the last dimension. Where that is not also the input's, both are
@@ -69,7 +79,7 @@ fn permuted<T: Pooled + Default>(pool: &BufferPool, data: &[T], dims: &[(usize, 
             let (rows, columns, stride) = (*rows, *columns, *stride);
             let plane = rows * columns;
             let strided = StridedLoop::new(outer.iter().map(|&(n, s)| (n, [s as isize])), [0]);
-            let mut bases = Vec::with_capacity(out.len() / plane);
+            let mut bases = Buffer::with_capacity(out.len() / plane)?;
             let step = strided.inner_strides[0] as usize;
             strided.for_each_run(0, out.len() / plane, &mut |_, length, [offset]| {
                 bases.extend((0..length).map(|i| offset + i * step));
@@ -81,7 +91,7 @@ fn permuted<T: Pooled + Default>(pool: &BufferPool, data: &[T], dims: &[(usize, 
             StridedLoop::new(strides, [0]).copy(data, &mut out);
         }
     }
-    out
+    Ok(out)
 }
 
 /// Transposes one matrix per base. Element `(row, column)` comes from
@@ -160,12 +170,12 @@ fn through(
 ) -> KernelResult {
     let strides = row_strides(split);
     let dims: Vec<(usize, usize)> = perm.iter().map(|&axis| (split[axis], strides[axis])).collect();
-    one(rearrange!(value, out, data => permuted(context.pool, data, &dims)))
+    one(rearrange!(value, out, data => permuted(context.pool, data, &dims)?))
 }
 
 /// The four dimensions of an image batch.
-fn image(value: &Value) -> Result<[usize; 4], String> {
-    value.shape().try_into().map_err(|_| format!("shape {:?} is not NCHW", value.shape()))
+fn image(value: &Value) -> Result<[usize; 4], KernelError> {
+    value.shape().try_into().map_err(|_| invalid!("shape {:?} is not NCHW", value.shape()))
 }
 
 pub(super) fn depth_to_space(
@@ -178,7 +188,7 @@ pub(super) fn depth_to_space(
     let [n, c, h, w] = image(value)?;
     let square = block.checked_mul(block).filter(|&square| square > 0 && c % square == 0);
     let square =
-        square.ok_or_else(|| format!("{c} channels do not divide in blocks of {block}"))?;
+        square.ok_or_else(|| invalid!("{c} channels do not divide in blocks of {block}"))?;
     let depth = c / square;
     let out = [n, depth, h * block, w * block];
     if crd {
@@ -194,7 +204,7 @@ pub(super) fn space_to_depth(context: &Context, inputs: &Inputs, block: usize) -
     let value = inputs.get(0)?;
     let [n, c, h, w] = image(value)?;
     if block == 0 || h % block != 0 || w % block != 0 {
-        return Err(format!("{h} by {w} does not divide in blocks of {block}"));
+        return Err(invalid!("{h} by {w} does not divide in blocks of {block}"));
     }
     let split = [n, c, h / block, block, w / block, block];
     let out = [n, c * block * block, h / block, w / block];

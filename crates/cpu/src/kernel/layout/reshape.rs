@@ -1,5 +1,7 @@
 //! Changes of shape that do not move elements.
 
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, into_elements, with_value};
 
 use crate::kernel::operand::{
@@ -8,10 +10,10 @@ use crate::kernel::operand::{
 use crate::kernel::{Inputs, KernelResult};
 
 /// `value` with `shape`, which must have as many elements.
-pub(crate) fn reshaped(value: Value, shape: &[usize]) -> Result<Value, String> {
+pub(crate) fn reshaped(value: Value, shape: &[usize]) -> Result<Value, KernelError> {
     let have: usize = value.shape().iter().product();
     if model::tensor::element_count(shape).ok() != Some(have) {
-        return Err(format!("shape {:?} cannot become {shape:?}", value.shape()));
+        return Err(invalid!("shape {:?} cannot become {shape:?}", value.shape()));
     }
     Ok(with_value!(value, tensor => {
         Value::from(TypedTensor::from_data(shape, into_elements(tensor)))
@@ -26,12 +28,12 @@ pub(super) fn shape(inputs: &Inputs, start: i64, end: Option<i64>) -> KernelResu
     let (start, end) = (clamp(start), clamp(end.unwrap_or(rank)));
     let dims: Vec<i64> =
         shape[start as usize..end.max(start) as usize].iter().map(|&dim| dim as i64).collect();
-    one(i64::wrap(&[dims.len()], dims))
+    one(i64::wrap(&[dims.len()], Buffer::copy_of(&dims)?))
 }
 
 pub(super) fn size(inputs: &Inputs) -> KernelResult {
     let count: usize = inputs.get(0)?.shape().iter().product();
-    one(i64::wrap(&[], vec![count as i64]))
+    one(i64::wrap(&[], Buffer::filled(1, count as i64)?))
 }
 
 pub(super) fn reshape(mut inputs: Inputs, allow_zero: bool) -> KernelResult {
@@ -41,31 +43,36 @@ pub(super) fn reshape(mut inputs: Inputs, allow_zero: bool) -> KernelResult {
 }
 
 /// The shape that `target` requests: zeros are copied, one dimension is inferred.
-fn target_shape(from: &[usize], target: &[i64], allow_zero: bool) -> Result<Vec<usize>, String> {
+fn target_shape(
+    from: &[usize],
+    target: &[i64],
+    allow_zero: bool,
+) -> Result<Vec<usize>, KernelError> {
     let mut shape = Vec::with_capacity(target.len());
     let mut inferred = None;
     for (axis, &size) in target.iter().enumerate() {
         shape.push(match size {
-            -1 if inferred.is_some() => return Err("only one dimension may be -1".to_string()),
+            -1 if inferred.is_some() => return Err("only one dimension may be -1".into()),
             -1 => {
                 inferred = Some(axis);
                 1
             }
             0 if !allow_zero => *from
                 .get(axis)
-                .ok_or_else(|| format!("dimension {axis} is to be copied but is not there"))?,
-            size => usize::try_from(size).map_err(|_| format!("a dimension cannot be {size}"))?,
+                .ok_or_else(|| invalid!("dimension {axis} is to be copied but is not there"))?,
+            size => usize::try_from(size).map_err(|_| invalid!("a dimension cannot be {size}"))?,
         });
     }
     if let Some(axis) = inferred {
         let have: usize = from.iter().product();
-        let rest = model::tensor::element_count(&shape).map_err(|err| err.to_string())?;
+        let rest = model::tensor::element_count(&shape)
+            .map_err(|err| KernelError::from(err.to_string()))?;
         // A product that is zero for any value of the dimension determines nothing.
         let fits = rest != 0 && have.is_multiple_of(rest);
         shape[axis] = match (fits, have) {
             (true, _) => have / rest,
             (false, 0) => 0,
-            _ => return Err(format!("shape {from:?} cannot become {target:?}")),
+            _ => return Err(invalid!("shape {from:?} cannot become {target:?}")),
         };
     }
     Ok(shape)
@@ -89,7 +96,7 @@ pub(super) fn squeeze(mut inputs: Inputs) -> KernelResult {
         None => (0..shape.len()).filter(|&axis| shape[axis] == 1).collect(),
     };
     if let Some(&axis) = axes.iter().find(|&&axis| shape[axis] != 1) {
-        return Err(format!("dimension {axis} is {} and not 1", shape[axis]));
+        return Err(invalid!("dimension {axis} is {} and not 1", shape[axis]));
     }
     let kept: Vec<usize> =
         (0..shape.len()).filter(|axis| !axes.contains(axis)).map(|axis| shape[axis]).collect();

@@ -1,11 +1,13 @@
 //! Slice, split and expand.
 
+use crate::buffer::Buffer;
 use crate::buffer_pool::{BufferPool, Pooled};
+use crate::kernel::{KernelError, invalid};
 
 use super::rearrange;
 use super::reshape::reshaped;
 use crate::kernel::operand::{
-    around, filled, integer_list, one, optional_integers, output_len, resolve_axes, resolve_axis,
+    around, integer_list, one, optional_integers, output_len, resolve_axes, resolve_axis,
     row_strides, sizes,
 };
 use crate::kernel::strided::{StridedLoop, broadcast_shape};
@@ -18,10 +20,10 @@ fn copied<T: Pooled + Default>(
     data: &[T],
     strided: &StridedLoop<1>,
     count: usize,
-) -> Vec<T> {
-    let mut out = filled(pool, count, T::default());
+) -> Result<Buffer<T>, KernelError> {
+    let mut out = pool.filled(count, T::default())?;
     strided.copy(data, &mut out);
-    out
+    Ok(out)
 }
 
 pub(super) fn expand(context: &Context, mut inputs: Inputs) -> KernelResult {
@@ -31,9 +33,9 @@ pub(super) fn expand(context: &Context, mut inputs: Inputs) -> KernelResult {
     if shape == value.shape() {
         return one(inputs.take(0)?);
     }
-    let count = output_len::<u64>(&shape, 0)?;
+    let count = output_len(&shape)?;
     let strided = StridedLoop::broadcast(&shape, [value.shape()]);
-    one(rearrange!(value, &shape, data => copied(context.pool, data, &strided, count)))
+    one(rearrange!(value, &shape, data => copied(context.pool, data, &strided, count)?))
 }
 
 pub(super) fn split(
@@ -50,7 +52,7 @@ pub(super) fn split(
         None => equal_parts(shape[axis], parts),
     };
     if lengths.len() != parts || lengths.iter().sum::<usize>() != shape[axis] {
-        return Err(format!("parts {lengths:?} do not make up dimension {axis} of {shape:?}"));
+        return Err(invalid!("parts {lengths:?} do not make up dimension {axis} of {shape:?}"));
     }
     if parts == 1 {
         return one(inputs.take(0)?);
@@ -58,7 +60,7 @@ pub(super) fn split(
     let mut outputs = Outputs::new();
     let mut start = 0;
     for length in lengths {
-        outputs.push(cut(context, value, axis, start, length));
+        outputs.push(cut(context, value, axis, start, length)?);
         start += length;
     }
     Ok(outputs)
@@ -71,7 +73,13 @@ fn equal_parts(size: usize, parts: usize) -> Vec<usize> {
 }
 
 /// `length` positions from `start` along `axis`.
-fn cut(context: &Context, value: &Value, axis: usize, start: usize, length: usize) -> Value {
+fn cut(
+    context: &Context,
+    value: &Value,
+    axis: usize,
+    start: usize,
+    length: usize,
+) -> Result<Value, KernelError> {
     let (outer, along, inner) = around(value.shape(), axis);
     let mut shape = value.shape().to_vec();
     shape[axis] = length;
@@ -79,7 +87,8 @@ fn cut(context: &Context, value: &Value, axis: usize, start: usize, length: usiz
         [(outer, [(along * inner) as isize]), (length * inner, [1])].into_iter(),
         [start * inner],
     );
-    rearrange!(value, &shape, data => copied(context.pool, data, &strided, outer * length * inner))
+    let count = outer * length * inner;
+    Ok(rearrange!(value, &shape, data => copied(context.pool, data, &strided, count)?))
 }
 
 pub(super) fn slice(context: &Context, mut inputs: Inputs) -> KernelResult {
@@ -91,9 +100,12 @@ pub(super) fn slice(context: &Context, mut inputs: Inputs) -> KernelResult {
         Some(axes) => resolve_axes(&axes, cuts.len())?,
         None => (0..starts.len()).collect(),
     };
-    let steps = optional_integers(&inputs, 4)?.unwrap_or_else(|| vec![1; starts.len()]);
+    let steps = match optional_integers(&inputs, 4)? {
+        Some(steps) => steps,
+        None => Buffer::filled(starts.len(), 1)?,
+    };
     if [ends.len(), axes.len(), steps.len()] != [starts.len(); 3] || starts.len() > cuts.len() {
-        return Err("starts, ends, axes and steps differ in length".to_string());
+        return Err("starts, ends, axes and steps differ in length".into());
     }
     for (i, &axis) in axes.iter().enumerate() {
         cuts[axis] = SliceRange::new(value.shape()[axis], starts[i], ends[i], steps[i])?;
@@ -110,7 +122,7 @@ pub(super) fn slice(context: &Context, mut inputs: Inputs) -> KernelResult {
         .map(|(cut, &stride)| (cut.count, [cut.step.saturating_mul(stride as i64) as isize]));
     let strided = StridedLoop::new(dims, [base]);
     let count = shape.iter().product();
-    one(rearrange!(value, &shape, data => copied(context.pool, data, &strided, count)))
+    one(rearrange!(value, &shape, data => copied(context.pool, data, &strided, count)?))
 }
 
 /// The positions of one dimension that a slice selects.
@@ -127,12 +139,12 @@ impl SliceRange {
 
     /// The positions from `start` until before `end`, either of which may be negative or out of
     /// range.
-    fn new(size: usize, start: i64, end: i64, step: i64) -> Result<SliceRange, String> {
+    fn new(size: usize, start: i64, end: i64, step: i64) -> Result<SliceRange, KernelError> {
         let bound = size as i64;
         let absolute = |index: i64| if index < 0 { index.saturating_add(bound) } else { index };
         let (start, end) = (absolute(start), absolute(end));
         let (start, distance) = match step {
-            0 => return Err("a step is 0".to_string()),
+            0 => return Err("a step is 0".into()),
             1.. => {
                 let start = start.clamp(0, bound);
                 (start, end.clamp(0, bound) - start)

@@ -3,6 +3,9 @@
 use rayon::prelude::*;
 
 use super::super::geometry::Geometry;
+use crate::buffer::Buffer;
+use crate::kernel::KernelError;
+use crate::kernel::parallel::Failure;
 use crate::yield_point;
 
 /// Elements of rows that are added up before their work is reported.
@@ -14,8 +17,8 @@ pub(super) fn handles(g: &Geometry) -> bool {
 }
 
 /// The largest element of each window.
-pub(super) fn max(out: &mut [f32], data: &[f32], g: &Geometry) {
-    each_row(out, data, g, f32::NEG_INFINITY, |_, _| {}, |y, x| if x > y { x } else { y });
+pub(super) fn max(out: &mut [f32], data: &[f32], g: &Geometry) -> Result<(), KernelError> {
+    each_row(out, data, g, f32::NEG_INFINITY, |_, _| {}, |y, x| if x > y { x } else { y })
 }
 
 /// The sum of each window, divided by the `divisor` of its position.
@@ -24,21 +27,20 @@ pub(super) fn average(
     data: &[f32],
     g: &Geometry,
     divisor: impl Fn([usize; 3]) -> usize + Sync,
-) {
+) -> Result<(), KernelError> {
     let [_, height, width] = g.output;
     // The divisor depends only on the position: all planes share its reciprocals.
-    let factors: Vec<f32> = (0..height * width)
-        .map(|index| match divisor([0, index / width, index % width]) {
-            0 => 0.0,
-            count => 1.0 / count as f32,
-        })
-        .collect();
+    let factor = |index: usize| match divisor([0, index / width, index % width]) {
+        0 => 0.0,
+        count => 1.0 / count as f32,
+    };
+    let factors = Buffer::collect((0..height * width).map(factor))?;
     let finish = |row: usize, out: &mut [f32]| {
         for (y, factor) in out.iter_mut().zip(&factors[row * width..]) {
             *y *= factor;
         }
     };
-    each_row(out, data, g, 0.0, finish, |y, x| y + x);
+    each_row(out, data, g, 0.0, finish, |y, x| y + x)
 }
 
 /// Folds every window's taps into `out`, one output row at a time.
@@ -49,13 +51,15 @@ fn each_row(
     initial: f32,
     finish: impl Fn(usize, &mut [f32]) + Sync,
     fold: impl Fn(f32, f32) -> f32 + Sync,
-) {
+) -> Result<(), KernelError> {
     let (plane, out_plane, width) = (g.input_size(), g.output_size(), g.input[2]);
     let columns = column_ranges(g);
+    let failure = Failure::default();
     let planes = out.par_chunks_mut(out_plane).zip(data.par_chunks(plane)).with_min_len(4);
     planes.for_each_init(
-        || (yield_point::start_work(), vec![initial; width]),
+        || (yield_point::start_work(), failure.check(Buffer::filled(width, initial))),
         |(_, folded), (out, input)| {
+            let Some(folded) = folded else { return };
             let mut unreported = 0;
             for (row, out_row) in out.chunks_exact_mut(g.output[2]).enumerate() {
                 let (taps, first) = g.inside(1, row);
@@ -82,6 +86,7 @@ fn each_row(
             yield_point::did_work(unreported / 2);
         },
     );
+    failure.result()
 }
 
 /// Folds the rows a window covers into one.

@@ -6,7 +6,7 @@ use rten_simd::{Isa, SimdOp};
 
 use crate::kernel::binary::Number;
 use crate::kernel::cast::convert;
-use crate::kernel::operand::{Element, elements, filled, one};
+use crate::kernel::operand::{Element, elements, one};
 use crate::kernel::parallel::in_weighted_pieces;
 use crate::kernel::{Context, KernelResult};
 use crate::value::Value;
@@ -28,7 +28,7 @@ pub(super) fn reduce(
 ) -> KernelResult {
     macro_rules! typed {
         ($tensor:expr) => {{
-            let mut out = filled(context.pool, extents[0] * extents[2], Default::default());
+            let mut out = context.pool.filled(extents[0] * extents[2], Default::default())?;
             by_kind(elements($tensor), extents, kind, &mut out);
             one(Element::wrap(shape, out))
         }};

@@ -2,7 +2,9 @@
 
 use model::op::ArgReduce;
 
+use crate::buffer::Buffer;
 use crate::kernel::binary::Number;
+use crate::kernel::invalid;
 use crate::kernel::operand::{
     Element, around, elements, integer_scalar, one, resolve_axis, widened,
 };
@@ -25,7 +27,7 @@ macro_rules! with_full {
             Value::I64($tensor) => $body,
             Value::F32($tensor) => $body,
             Value::F64($tensor) => $body,
-            other => Err(format!("{} is not a number of full precision", other.dtype())),
+            other => Err(invalid!("{} is not a number of full precision", other.dtype())),
         }
     };
 }
@@ -34,7 +36,7 @@ pub(crate) use with_full;
 
 pub(super) fn arg_reduce(inputs: &Inputs, arg: ArgReduce) -> KernelResult {
     let value = inputs.get(0)?;
-    let wide = widened(value);
+    let wide = widened(value)?;
     let value = wide.as_ref().unwrap_or(value);
     let axis = resolve_axis(arg.axis, value.shape().len())?;
     let mut shape = value.shape().to_vec();
@@ -44,9 +46,9 @@ pub(super) fn arg_reduce(inputs: &Inputs, arg: ArgReduce) -> KernelResult {
     }
     let extents = around(value.shape(), axis);
     if extents.1 == 0 {
-        return Err(format!("dimension {axis} is empty"));
+        return Err(invalid!("dimension {axis} is empty"));
     }
-    let mut out = vec![0i64; extents.0 * extents.2];
+    let mut out = Buffer::filled(extents.0 * extents.2, 0i64)?;
     with_full!(value, tensor => {
         positions(elements(tensor), extents, arg, &mut out);
         one(i64::wrap(&shape, out))

@@ -4,7 +4,9 @@ use model::DataType;
 use model::op::{GridPadding, ResizeMode};
 
 use super::taps::cubic;
+use crate::buffer::Buffer;
 use crate::kernel::cast::convert;
+use crate::kernel::invalid;
 use crate::kernel::operand::{elements, one, output_len};
 use crate::kernel::unary::Real;
 use crate::kernel::{Inputs, KernelResult};
@@ -113,7 +115,7 @@ fn reflected(x: f64, low: f64, high: f64) -> f64 {
 pub(super) fn sample<F: Real>(inputs: &Inputs, sampler: Sampler) -> KernelResult {
     let x = inputs.typed::<F>(0)?;
     let Value::F64(grid) = convert(inputs.get(1)?, DataType::F64)? else {
-        return Err("the grid is not of numbers".to_string());
+        return Err("the grid is not of numbers".into());
     };
     let (shape, grid_shape) = (x.shape(), grid.shape());
     let spatial = shape.len().saturating_sub(2);
@@ -122,17 +124,17 @@ pub(super) fn sample<F: Real>(inputs: &Inputs, sampler: Sampler) -> KernelResult
         && grid_shape[0] == shape[0]
         && grid_shape[grid_shape.len() - 1] == spatial;
     if !fits {
-        return Err(format!("a grid of shape {grid_shape:?} does not fit shape {shape:?}"));
+        return Err(invalid!("a grid of shape {grid_shape:?} does not fit shape {shape:?}"));
     }
     let points: usize = grid_shape[1..grid_shape.len() - 1].iter().product();
     let out_shape = [&shape[..2], &grid_shape[1..grid_shape.len() - 1]].concat();
-    let count = output_len::<F>(&out_shape, 0)?;
+    let count = output_len(&out_shape)?;
     let picture: usize = shape[2..].iter().product();
     if count > 0 && picture == 0 {
-        return Err("there is no pixel to sample".to_string());
+        return Err("there is no pixel to sample".into());
     }
-    let (x, grid) = (elements(x), elements(&grid).to_vec());
-    let mut out = vec![F::default(); count];
+    let (x, grid) = (elements(x), elements(&grid));
+    let mut out = Buffer::filled(count, F::default())?;
     if count == 0 {
         return one(F::wrap(&out_shape, out));
     }

@@ -4,24 +4,30 @@ use model::DataType;
 use model::op::{AspectPolicy, CoordinateMode, Resize, ResizeMode};
 
 use super::taps::{ResizeAxis, Taps};
+use crate::buffer::{Buffer, Data};
 use crate::buffer_pool::{BufferPool, Pooled};
 use crate::kernel::cast::convert;
 use crate::kernel::layout::rearrange;
 use crate::kernel::operand::{
-    around, elements, filled, integers, is_half, one, output_len, resolve_axes, through_f32,
+    around, elements, integers, is_half, one, output_len, resolve_axes, through_f32,
 };
 use crate::kernel::parallel::in_weighted_pieces;
 use crate::kernel::unary::Real;
 use crate::kernel::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, into_elements};
 use crate::yield_point;
 
 /// Maximum taps of a dimension in all, against hostile sizes.
 const MAX_TAPS: f64 = (1u64 << 28) as f64;
 
-pub(super) fn build(facts: &StepFacts, resize: Resize, dtype: DataType) -> Result<Kernel, String> {
+pub(super) fn build(
+    facts: &StepFacts,
+    resize: Resize,
+    dtype: DataType,
+) -> Result<Kernel, KernelError> {
     if resize.antialias && resize.mode == ResizeMode::Nearest {
-        return Err("nearest neighbours cannot be antialiased".to_string());
+        return Err("nearest neighbours cannot be antialiased".into());
     }
     let moves = resize.mode == ResizeMode::Nearest
         && resize.coordinates != CoordinateMode::CropAndResize
@@ -46,7 +52,7 @@ pub(super) fn build(facts: &StepFacts, resize: Resize, dtype: DataType) -> Resul
 }
 
 /// The elements of optional float operand `index`; none when it is empty.
-fn floats(inputs: &Inputs, index: usize) -> Result<Option<Vec<f64>>, String> {
+fn floats(inputs: &Inputs, index: usize) -> Result<Option<Buffer<f64>>, KernelError> {
     let Some(value) = inputs.optional(index) else { return Ok(None) };
     match convert(value, DataType::F64)? {
         Value::F64(tensor) if tensor.len() > 0 => Ok(Some(into_elements(tensor))),
@@ -55,7 +61,7 @@ fn floats(inputs: &Inputs, index: usize) -> Result<Option<Vec<f64>>, String> {
 }
 
 /// Every dimension's extents, scale and region.
-fn plan(inputs: &Inputs, resize: &Resize) -> Result<Vec<ResizeAxis>, String> {
+fn plan(inputs: &Inputs, resize: &Resize) -> Result<Vec<ResizeAxis>, KernelError> {
     let value = inputs.get(0)?;
     let shape = value.shape();
     let axes = match &resize.axes {
@@ -70,45 +76,45 @@ fn plan(inputs: &Inputs, resize: &Resize) -> Result<Vec<ResizeAxis>, String> {
     match (floats(inputs, 2)?, sizes) {
         (Some(scales), None) => scale_axes(&mut plan, &axes, &scales)?,
         (None, Some(sizes)) => size_axes(&mut plan, &axes, &sizes, resize.keep_aspect)?,
-        _ => return Err("exactly one of scales and sizes must be given".to_string()),
+        _ => return Err("exactly one of scales and sizes must be given".into()),
     }
     if resize.coordinates == CoordinateMode::CropAndResize {
         let roi = floats(inputs, 1)?.ok_or("a region to crop is needed")?;
         if roi.len() != axes.len() * 2 {
-            return Err(format!("a region of {} numbers for {} axes", roi.len(), axes.len()));
+            return Err(invalid!("a region of {} numbers for {} axes", roi.len(), axes.len()));
         }
         for (i, &axis) in axes.iter().enumerate() {
             plan[axis].roi = (roi[i], roi[axes.len() + i]);
         }
     }
-    check(&plan, resize, value)?;
+    check(&plan, resize)?;
     Ok(plan)
 }
 
 /// An error for outputs and filters that no real image needs.
-fn check(plan: &[ResizeAxis], resize: &Resize, value: &Value) -> Result<(), String> {
+fn check(plan: &[ResizeAxis], resize: &Resize) -> Result<(), KernelError> {
     let out: Vec<usize> = plan.iter().map(|axis| axis.output).collect();
-    output_len::<u64>(&out, value.size_bytes())?;
+    output_len(&out)?;
     for axis in plan {
         if axis.input == 0 && axis.output > 0 {
-            return Err("an empty dimension cannot be resized".to_string());
+            return Err("an empty dimension cannot be resized".into());
         }
         let taps = if resize.antialias { 4.0 / axis.scale.min(1.0) } else { 4.0 };
         let all = taps * axis.output as f64;
         if axis.output > 0 && (all.is_nan() || all > MAX_TAPS) {
-            return Err(format!("scale {} is too small to filter", axis.scale));
+            return Err(invalid!("scale {} is too small to filter", axis.scale));
         }
     }
     Ok(())
 }
 
-fn scale_axes(plan: &mut [ResizeAxis], axes: &[usize], scales: &[f64]) -> Result<(), String> {
+fn scale_axes(plan: &mut [ResizeAxis], axes: &[usize], scales: &[f64]) -> Result<(), KernelError> {
     if scales.len() != axes.len() {
-        return Err(format!("{} scales for {} axes", scales.len(), axes.len()));
+        return Err(invalid!("{} scales for {} axes", scales.len(), axes.len()));
     }
     for (&axis, &scale) in axes.iter().zip(scales) {
         if !(scale > 0.0 && scale.is_finite()) {
-            return Err(format!("a scale cannot be {scale}"));
+            return Err(invalid!("a scale cannot be {scale}"));
         }
         plan[axis].scale = scale;
         plan[axis].output = (scale * plan[axis].input as f64).floor() as usize;
@@ -121,13 +127,13 @@ fn size_axes(
     axes: &[usize],
     sizes: &[i64],
     policy: AspectPolicy,
-) -> Result<(), String> {
+) -> Result<(), KernelError> {
     if sizes.len() != axes.len() {
-        return Err(format!("{} sizes for {} axes", sizes.len(), axes.len()));
+        return Err(invalid!("{} sizes for {} axes", sizes.len(), axes.len()));
     }
     let mut scales = Vec::with_capacity(axes.len());
     for (&axis, &size) in axes.iter().zip(sizes) {
-        let size = usize::try_from(size).map_err(|_| format!("size {size} is negative"))?;
+        let size = usize::try_from(size).map_err(|_| invalid!("size {size} is negative"))?;
         plan[axis].output = size;
         plan[axis].scale = size as f64 / plan[axis].input as f64;
         scales.push(plan[axis].scale);
@@ -161,9 +167,11 @@ fn nearest(context: &Context, mut inputs: Inputs, resize: &Resize) -> KernelResu
     }
     let value = inputs.get(0)?;
     let out: Vec<usize> = plan.iter().map(|axis| axis.output).collect();
-    let picks: Vec<(usize, Vec<usize>)> =
-        axes.iter().map(|&axis| (axis, Taps::new(resize, plan[axis]).single())).collect();
-    one(rearrange!(value, &out, data => pick(context.pool, data, value.shape(), &picks)))
+    let mut picks = Vec::with_capacity(axes.len());
+    for &axis in &axes {
+        picks.push((axis, Taps::new(resize, plan[axis])?.single()?));
+    }
+    one(rearrange!(value, &out, data => pick(context.pool, data, value.shape(), &picks)?))
 }
 
 /// Selects the positions `picks` of one dimension after the other.
@@ -171,13 +179,13 @@ fn pick<T: Pooled + Default>(
     pool: &BufferPool,
     data: &[T],
     shape: &[usize],
-    picks: &[(usize, Vec<usize>)],
-) -> Vec<T> {
+    picks: &[(usize, Buffer<usize>)],
+) -> Result<Buffer<T>, KernelError> {
     let mut shape = shape.to_vec();
-    let mut current = std::borrow::Cow::Borrowed(data);
+    let mut current = Data::Borrowed(data);
     for (axis, sources) in picks {
         let (outer, along, inner) = around(&shape, *axis);
-        let mut next = filled(pool, outer * sources.len() * inner, T::default());
+        let mut next = pool.filled(outer * sources.len() * inner, T::default())?;
         let block = sources.len() * inner;
         if !next.is_empty() {
             in_weighted_pieces(&mut next, block, 1, &|start: usize, piece: &mut [T]| {
@@ -199,9 +207,9 @@ fn pick<T: Pooled + Default>(
             });
         }
         shape[*axis] = sources.len();
-        current = std::borrow::Cow::Owned(next);
+        current = Data::Owned(next);
     }
-    current.into_owned()
+    Ok(current.into_owned()?)
 }
 
 fn real<F: Real>(context: &Context, mut inputs: Inputs, resize: &Resize) -> KernelResult {
@@ -212,16 +220,16 @@ fn real<F: Real>(context: &Context, mut inputs: Inputs, resize: &Resize) -> Kern
     }
     let tensor = inputs.typed::<F>(0)?;
     let mut shape = tensor.shape().to_vec();
-    let mut current = std::borrow::Cow::Borrowed(elements(tensor));
+    let mut current = Data::Borrowed(elements(tensor));
     let extrapolation = F::of(f64::from(resize.extrapolation_value));
     for axis in axes {
-        let taps = Taps::new(resize, plan[axis]);
+        let taps = Taps::new(resize, plan[axis])?;
         let extents = around(&shape, axis);
-        let next = blend(context.pool, &current, extents, plan[axis].output, &taps, extrapolation);
+        let next = blend(context.pool, &current, extents, plan[axis].output, &taps, extrapolation)?;
         shape[axis] = plan[axis].output;
-        current = std::borrow::Cow::Owned(next);
+        current = Data::Owned(next);
     }
-    one(F::wrap(&shape, current.into_owned()))
+    one(F::wrap(&shape, current.into_owned()?))
 }
 
 /// Applies the weighted taps of one dimension.
@@ -232,12 +240,12 @@ fn blend<F: Real>(
     length: usize,
     taps: &Taps,
     extrapolation: F,
-) -> Vec<F> {
-    let mut out = filled(pool, outer * length * inner, F::default());
+) -> Result<Buffer<F>, KernelError> {
+    let mut out = pool.filled(outer * length * inner, F::default())?;
     if out.is_empty() {
-        return out;
+        return Ok(out);
     }
-    let weights: Vec<F> = taps.weights.iter().map(|&weight| F::of(weight)).collect();
+    let weights = Buffer::collect(taps.weights.iter().map(|&weight| F::of(weight)))?;
     let width = taps.width;
     in_weighted_pieces(&mut out, inner, width, &|start: usize, piece: &mut [F]| {
         for (number, run) in piece.chunks_mut(inner).enumerate() {
@@ -262,7 +270,7 @@ fn blend<F: Real>(
             }
         }
     });
-    out
+    Ok(out)
 }
 
 /// Integers are resized as real numbers and rounded back.
@@ -276,10 +284,10 @@ fn rounded(
     inputs.replace(0, wide);
     match real::<f64>(context, inputs, resize)?.pop() {
         Some(Value::F64(tensor)) => {
-            let data: Vec<f64> = elements(&tensor).iter().map(|x| x.round_ties_even()).collect();
+            let data = Buffer::collect(elements(&tensor).iter().map(|x| x.round_ties_even()))?;
             let rounded = TypedTensor::from_data(tensor.shape(), data);
             one(convert(&Value::F64(rounded), dtype)?)
         }
-        _ => Err("no result".to_string()),
+        _ => Err("no result".into()),
     }
 }

@@ -2,6 +2,9 @@
 
 use model::op::{CoordinateMode, NearestMode, Resize, ResizeMode};
 
+use crate::buffer::Buffer;
+use crate::kernel::KernelError;
+
 /// One dimension to resize.
 #[derive(Clone, Copy)]
 pub(super) struct ResizeAxis {
@@ -56,17 +59,21 @@ pub(super) struct Taps {
     /// Taps per output position.
     pub(super) width: usize,
     /// Input positions, `width` per output position.
-    pub(super) sources: Vec<usize>,
+    pub(super) sources: Buffer<usize>,
     /// The weights of these positions.
-    pub(super) weights: Vec<f64>,
+    pub(super) weights: Buffer<f64>,
     /// Output positions outside the image, which get the extrapolation value.
-    pub(super) outside: Vec<bool>,
+    pub(super) outside: Buffer<bool>,
 }
 
 impl Taps {
-    pub(super) fn new(resize: &Resize, axis: ResizeAxis) -> Taps {
-        let mut taps =
-            Taps { width: 0, sources: Vec::new(), weights: Vec::new(), outside: Vec::new() };
+    pub(super) fn new(resize: &Resize, axis: ResizeAxis) -> Result<Taps, KernelError> {
+        let mut taps = Taps {
+            width: 0,
+            sources: Buffer::default(),
+            weights: Buffer::default(),
+            outside: Buffer::with_capacity(axis.output)?,
+        };
         for position in 0..axis.output {
             let x = axis.coordinate(resize.coordinates, position);
             // The pixel on the left is preferred: on a pixel the ratio is one and not zero.
@@ -80,26 +87,24 @@ impl Taps {
             taps.width = weights.len();
             for (i, weight) in weights.into_iter().enumerate() {
                 let tap = (first + i as i64).clamp(0, axis.input as i64 - 1);
-                taps.sources.push(tap as usize);
-                taps.weights.push(weight);
+                taps.sources.push(tap as usize)?;
+                taps.weights.push(weight)?;
             }
             taps.outside.push(
                 resize.coordinates == CoordinateMode::CropAndResize
                     && (x < 0.0 || x > axis.input as f64 - 1.0),
-            );
+            )?;
         }
-        taps
+        Ok(taps)
     }
 
     /// The only input position with a weight, for each output position.
-    pub(super) fn single(&self) -> Vec<usize> {
-        self.sources
-            .chunks(self.width.max(1))
-            .zip(self.weights.chunks(self.width.max(1)))
-            .map(|(sources, weights)| {
-                weights.iter().position(|&weight| weight == 1.0).map_or(sources[0], |i| sources[i])
-            })
-            .collect()
+    pub(super) fn single(&self) -> Result<Buffer<usize>, KernelError> {
+        let width = self.width.max(1);
+        let taps = self.sources.chunks(width).zip(self.weights.chunks(width));
+        Ok(Buffer::collect(taps.map(|(sources, weights)| {
+            weights.iter().position(|&weight| weight == 1.0).map_or(sources[0], |i| sources[i])
+        }))?)
     }
 }
 

@@ -4,6 +4,8 @@ use model::op::{Activation, Rnn, RnnCell};
 
 use super::super::activation;
 use super::super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
+use crate::buffer::Buffer;
+use crate::kernel::{KernelError, invalid};
 
 /// A function of a gate.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -16,7 +18,7 @@ enum Function {
 }
 
 impl Function {
-    fn parse(name: &str) -> Result<Function, String> {
+    fn parse(name: &str) -> Result<Function, KernelError> {
         Ok(match name.to_ascii_lowercase().as_str() {
             "relu" => Function::Fused(Activation::Relu),
             "tanh" => Function::Fused(Activation::Tanh),
@@ -27,7 +29,7 @@ impl Function {
             "softplus" => Function::Softplus,
             "softsign" => Function::Softsign,
             "thresholdedrelu" => Function::ThresholdedRelu,
-            _ => return Err(format!("the activation '{name}' is not supported")),
+            _ => return Err(invalid!("the activation '{name}' is not supported")),
         })
     }
 
@@ -48,7 +50,7 @@ pub(super) struct Functions([Function; 3]);
 
 impl Functions {
     /// The functions of each of `directions` directions.
-    pub(super) fn parse(rnn: &Rnn, directions: usize) -> Result<Vec<Functions>, String> {
+    pub(super) fn parse(rnn: &Rnn, directions: usize) -> Result<Vec<Functions>, KernelError> {
         let defaults: &[&str] = match rnn.cell {
             RnnCell::Simple => &["Tanh"],
             RnnCell::Lstm { .. } => &["Sigmoid", "Tanh", "Tanh"],
@@ -56,7 +58,7 @@ impl Functions {
         };
         let each = defaults.len();
         if !rnn.activations.is_empty() && rnn.activations.len() != each * directions {
-            return Err(format!(
+            return Err(invalid!(
                 "{} activations for {directions} directions of {each}",
                 rnn.activations.len()
             ));
@@ -82,23 +84,23 @@ pub(super) struct Cell<'a> {
     clip: Option<f32>,
     functions: &'a Functions,
     /// Added to the product with the inputs.
-    input_bias: Option<Vec<f32>>,
+    input_bias: Option<Buffer<f32>>,
     /// Added to a GRU's last product with the state, inside the reset gate.
-    candidate_bias: Option<Vec<f32>>,
+    candidate_bias: Option<Buffer<f32>>,
     /// Of the input, output and forget gates.
-    peepholes: Option<Vec<f32>>,
+    peepholes: Option<Buffer<f32>>,
 }
 
 /// Memory of a running cell.
 pub(super) struct CellBuffers {
     /// Products with the state.
-    gates: Vec<f32>,
+    gates: Buffer<f32>,
     /// A GRU's last product with the state, and its operand.
-    candidate: Vec<f32>,
-    reset: Vec<f32>,
+    candidate: Buffer<f32>,
+    reset: Buffer<f32>,
     /// One item's gates.
-    row: Vec<f32>,
-    output: Vec<f32>,
+    row: Buffer<f32>,
+    output: Buffer<f32>,
 }
 
 impl<'a> Cell<'a> {
@@ -106,41 +108,43 @@ impl<'a> Cell<'a> {
         rnn: &Rnn,
         functions: &'a Functions,
         bias: Option<&[f32]>,
-        peepholes: Option<Vec<f32>>,
-    ) -> Cell<'a> {
+        peepholes: Option<Buffer<f32>>,
+    ) -> Result<Cell<'a>, KernelError> {
         let hidden = rnn.hidden_size;
         let after = matches!(rnn.cell, RnnCell::Gru { linear_before_reset: true });
         let mut candidate_bias = None;
-        let input_bias = bias.map(|bias| {
+        let mut input_bias = None;
+        if let Some(bias) = bias {
             let (w, r) = bias.split_at(bias.len() / 2);
-            let mut sum: Vec<f32> = w.iter().zip(r).map(|(w, r)| w + r).collect();
+            let mut sum = Buffer::collect(w.iter().zip(r).map(|(w, r)| w + r))?;
             if after {
                 sum[2 * hidden..].copy_from_slice(&w[2 * hidden..]);
-                candidate_bias = Some(r[2 * hidden..].to_vec());
+                candidate_bias = Some(Buffer::copy_of(&r[2 * hidden..])?);
             }
-            sum
-        });
+            input_bias = Some(sum);
+        }
         let clip = rnn.clip;
-        Cell { kind: rnn.cell, hidden, clip, functions, input_bias, candidate_bias, peepholes }
+        let kind = rnn.cell;
+        Ok(Cell { kind, hidden, clip, functions, input_bias, candidate_bias, peepholes })
     }
 
     pub(super) fn input_bias(&self) -> Option<&[f32]> {
         self.input_bias.as_deref()
     }
 
-    pub(super) fn buffers(&self, batch: usize) -> CellBuffers {
+    pub(super) fn buffers(&self, batch: usize) -> Result<CellBuffers, KernelError> {
         let gates = match self.kind {
             RnnCell::Simple => 1,
             RnnCell::Lstm { .. } => 4,
             RnnCell::Gru { .. } => 2,
         };
-        CellBuffers {
-            gates: vec![0.0; batch * gates * self.hidden],
-            candidate: vec![0.0; batch * self.hidden],
-            reset: vec![0.0; batch * self.hidden],
-            row: vec![0.0; gates * self.hidden],
-            output: vec![0.0; self.hidden],
-        }
+        Ok(CellBuffers {
+            gates: Buffer::filled(batch * gates * self.hidden, 0.0)?,
+            candidate: Buffer::filled(batch * self.hidden, 0.0)?,
+            reset: Buffer::filled(batch * self.hidden, 0.0)?,
+            row: Buffer::filled(gates * self.hidden, 0.0)?,
+            output: Buffer::filled(self.hidden, 0.0)?,
+        })
     }
 
     /// Multiplies the state with the weights.
@@ -149,7 +153,7 @@ impl<'a> Cell<'a> {
         buffers: &mut CellBuffers,
         h: &[f32],
         weights: &PackedRight,
-    ) -> Result<(), String> {
+    ) -> Result<(), KernelError> {
         multiply(&mut buffers.gates, h, self.hidden, weights, None)
     }
 
@@ -161,7 +165,7 @@ impl<'a> Cell<'a> {
         c: &mut [f32],
         candidate: Option<&PackedRight>,
         input: impl Fn(usize) -> Option<&'x [f32]>,
-    ) -> Result<(), String> {
+    ) -> Result<(), KernelError> {
         let hidden = self.hidden;
         if let (RnnCell::Gru { linear_before_reset }, Some(weights)) = (self.kind, candidate) {
             return self.advance_gru(buffers, h, weights, linear_before_reset, input);
@@ -234,7 +238,7 @@ impl<'a> Cell<'a> {
         weights: &PackedRight,
         linear_before_reset: bool,
         input: impl Fn(usize) -> Option<&'x [f32]>,
-    ) -> Result<(), String> {
+    ) -> Result<(), KernelError> {
         let hidden = self.hidden;
         for (item, gates) in buffers.gates.chunks_exact_mut(2 * hidden).enumerate() {
             let Some(input) = input(item) else { continue };
@@ -271,7 +275,7 @@ fn multiply(
     hidden: usize,
     weights: &PackedRight,
     bias: Option<&[f32]>,
-) -> Result<(), String> {
+) -> Result<(), KernelError> {
     let left = Left::Plain(Matrix::new(state, state.len() / hidden, hidden));
     let epilogue = Epilogue { column_bias: bias, ..Epilogue::default() };
     gemm::product(out, left, Right::Packed(weights), epilogue)

@@ -1,7 +1,9 @@
 //! Non-maximum suppression of boxes.
 
+use crate::buffer::Buffer;
 use crate::kernel::operand::{Element, elements, integers, one};
 use crate::kernel::{Inputs, KernelResult};
+use crate::kernel::{KernelError, invalid};
 
 /// A box by its corners, `low <= high`.
 #[derive(Clone, Copy)]
@@ -41,12 +43,12 @@ impl Corners {
 }
 
 /// The only element of optional float operand `index`.
-fn threshold(inputs: &Inputs, index: usize) -> Result<Option<f32>, String> {
+fn threshold(inputs: &Inputs, index: usize) -> Result<Option<f32>, KernelError> {
     match inputs.optional_typed::<f32>(index)? {
         None => Ok(None),
         Some(tensor) => match elements(tensor) {
             [only] => Ok(Some(*only)),
-            many => Err(format!("operand {index} must be one number, has {}", many.len())),
+            many => Err(invalid!("operand {index} must be one number, has {}", many.len())),
         },
     }
 }
@@ -54,13 +56,13 @@ fn threshold(inputs: &Inputs, index: usize) -> Result<Option<f32>, String> {
 pub(super) fn suppress(inputs: &Inputs, center_point: bool) -> KernelResult {
     let (boxes, scores) = (inputs.typed::<f32>(0)?, inputs.typed::<f32>(1)?);
     let &[batch, count, 4] = boxes.shape() else {
-        return Err(format!("boxes have shape {:?} and not [batch, boxes, 4]", boxes.shape()));
+        return Err(invalid!("boxes have shape {:?} and not [batch, boxes, 4]", boxes.shape()));
     };
     let &[score_batch, classes, score_count] = scores.shape() else {
-        return Err(format!("scores have shape {:?}", scores.shape()));
+        return Err(invalid!("scores have shape {:?}", scores.shape()));
     };
     if (score_batch, score_count) != (batch, count) {
-        return Err(format!("{:?} scores for {:?} boxes", scores.shape(), boxes.shape()));
+        return Err(invalid!("{:?} scores for {:?} boxes", scores.shape(), boxes.shape()));
     }
     let max_boxes = match inputs.optional(2) {
         None => 0,
@@ -69,16 +71,17 @@ pub(super) fn suppress(inputs: &Inputs, center_point: bool) -> KernelResult {
     let max_overlap = threshold(inputs, 3)?.unwrap_or(0.0);
     let min_score = threshold(inputs, 4)?;
     let (boxes, scores) = (elements(boxes), elements(scores));
-    let mut chosen: Vec<i64> = Vec::new();
+    let mut chosen: Buffer<i64> = Buffer::default();
     for image in 0..batch {
-        let corners: Vec<Corners> = boxes[image * count * 4..][..count * 4]
-            .chunks_exact(4)
-            .map(|raw| Corners::new(raw, center_point))
-            .collect();
+        let raw = boxes[image * count * 4..][..count * 4].chunks_exact(4);
+        let corners = Buffer::collect(raw.map(|raw| Corners::new(raw, center_point)))?;
         for class in 0..classes {
             let scores = &scores[(image * classes + class) * count..][..count];
-            for index in best_boxes(&corners, scores, max_boxes, max_overlap, min_score) {
-                chosen.extend([image as i64, class as i64, index as i64]);
+            let best = best_boxes(&corners, scores, max_boxes, max_overlap, min_score)?;
+            for &index in &best {
+                for part in [image, class, index] {
+                    chosen.push(part as i64)?;
+                }
             }
         }
     }
@@ -92,20 +95,20 @@ fn best_boxes(
     max_boxes: usize,
     max_overlap: f32,
     min_score: Option<f32>,
-) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..scores.len())
-        .filter(|&index| min_score.is_none_or(|min| scores[index] > min))
-        .collect();
+) -> Result<Buffer<usize>, KernelError> {
+    let enough = |&index: &usize| min_score.is_none_or(|min| scores[index] > min);
+    let mut order = Buffer::with_capacity(scores.len())?;
+    order.extend((0..scores.len()).filter(enough));
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
-    let mut chosen: Vec<usize> = Vec::new();
-    for index in order {
+    let mut chosen: Buffer<usize> = Buffer::default();
+    for &index in &order {
         if chosen.len() >= max_boxes {
             break;
         }
         let free = chosen.iter().all(|&best| corners[best].overlap(&corners[index]) <= max_overlap);
         if free {
-            chosen.push(index);
+            chosen.push(index)?;
         }
     }
-    chosen
+    Ok(chosen)
 }
