@@ -3,19 +3,24 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use model::ModelConfig;
+use model::{ModelConfig, durable};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 
 use bucket::BucketStore;
 
+use crate::candidate::{self, CandidateError};
 use crate::query::spec::QuerySpec;
 use crate::record::{Keys, ModelRecord, RecordKind, decode, encode};
 use crate::store::{Store, StoreError};
 
 pub mod bucket;
+
+/// Age of a half-written file whose writer is gone for sure.
+const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
 /// Attempts to change a record that other processes change too.
 const ATTEMPTS: usize = 16;
@@ -100,8 +105,29 @@ pub struct FileStore {
 impl FileStore {
     /// Opens `folder`, which is created where it does not exist.
     pub fn open(folder: &Path) -> std::io::Result<FileStore> {
-        std::fs::create_dir_all(folder.join("sha256"))?;
-        Ok(FileStore { folder: folder.join("sha256") })
+        let folder = folder.join("sha256");
+        durable::create_folder(&folder)?;
+        let files = FileStore { folder };
+        files.remove_abandoned()?;
+        Ok(files)
+    }
+
+    /// Removes what a process that was killed left half written, long ago: other machines may be
+    /// writing now.
+    fn remove_abandoned(&self) -> std::io::Result<()> {
+        for entry in std::fs::read_dir(&self.folder)? {
+            let entry = entry?;
+            let is_partial = entry.file_name().to_str().is_some_and(durable::is_partial);
+            // One that another process removes first is gone, too.
+            let Ok(changed) = entry.metadata().and_then(|metadata| metadata.modified()) else {
+                continue;
+            };
+            let age = SystemTime::now().duration_since(changed).unwrap_or_default();
+            if is_partial && age > ABANDONED {
+                let _ = std::fs::remove_file(entry.path());
+            }
+        }
+        Ok(())
     }
 
     /// The path of the file with this digest.
@@ -110,14 +136,13 @@ impl FileStore {
         (is_digest(digest) && path.is_file()).then_some(path)
     }
 
-    /// Stores a file and returns its digest. The file appears atomically.
+    /// Stores a file and returns its digest. The file appears atomically and is on disk when this
+    /// returns; a damaged one is replaced. After an error nothing of it remains.
     pub fn put(&self, bytes: &[u8]) -> std::io::Result<String> {
         let name = digest(bytes);
         let path = self.folder.join(&name);
-        if !path.is_file() {
-            let part = self.folder.join(format!(".{name}.{}", std::process::id()));
-            std::fs::write(&part, bytes)?;
-            std::fs::rename(&part, &path)?;
+        if !std::fs::read(&path).is_ok_and(|there| there == bytes) {
+            durable::write(&path, bytes)?;
         }
         Ok(name)
     }
@@ -190,6 +215,23 @@ impl ModelRecords {
             _ => Some(fresh()),
         };
         self.change(name, change).await.map(|_| ())
+    }
+
+    /// The record of a model.
+    pub async fn find(&self, name: &str) -> Result<Option<ModelRecord>, StoreError> {
+        let key = self.keys.one(RecordKind::Model, name);
+        let entry = self.store.get(&key).await?;
+        Ok(entry.and_then(|entry| decode(&key, &entry.value)))
+    }
+
+    /// Has a version checked by a backend before it replaces anything: name, digest and size.
+    pub async fn propose(
+        &self,
+        candidate: (&str, &str, u64),
+        config: &ModelConfig,
+        limit: Duration,
+    ) -> Result<(), CandidateError> {
+        candidate::propose(&self.store, &self.keys, candidate, config, limit).await
     }
 
     /// Stores a new version of a model and returns its number.
@@ -285,8 +327,36 @@ mod tests {
         let name = files.put(b"model").unwrap();
         assert_eq!(name, digest(b"model"));
         assert_eq!(std::fs::read(files.path(&name).unwrap()).unwrap(), b"model");
+        // A damaged file is replaced when its content is stored again.
+        std::fs::write(files.path(&name).unwrap(), b"mod").unwrap();
+        assert_eq!(files.put(b"model").unwrap(), name);
+        assert_eq!(std::fs::read(files.path(&name).unwrap()).unwrap(), b"model");
         for bad in ["", "../secret", &"0".repeat(64), &"/".repeat(64)] {
             assert_eq!(files.path(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn writers_with_the_same_process_id_do_not_collide() {
+        let folder = tempfile::tempdir().unwrap();
+        // Two containers on one shared folder: both write as process 1.
+        let pods = [0, 1].map(|_| FileStore::open(folder.path()).unwrap());
+        let content: Vec<u8> = (0..1 << 20).map(|byte| byte as u8).collect();
+        let name = digest(&content);
+        std::thread::scope(|scope| {
+            for pod in &pods {
+                scope.spawn(|| {
+                    for _ in 0..10 {
+                        assert_eq!(pod.put(&content).unwrap(), name);
+                        // Whatever the other one does, the file is never seen half written.
+                        let seen = std::fs::read(pod.path(&name).unwrap());
+                        assert!(seen.is_err() || digest(&seen.unwrap()) == name);
+                        let _ = std::fs::remove_file(folder.path().join("sha256").join(&name));
+                    }
+                });
+            }
+        });
+        let left = std::fs::read_dir(folder.path().join("sha256")).unwrap().count();
+        assert!(left <= 1, "{left} files");
     }
 }

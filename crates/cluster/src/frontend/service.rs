@@ -17,6 +17,7 @@ use model::ModelConfig;
 
 use super::routing_table::{ModelEntry, RoutingTable};
 use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
+use crate::candidate::CandidateError;
 use crate::record::{LoadReport, ModelLoad, ScalingRecord};
 use crate::store::StoreError;
 
@@ -31,6 +32,16 @@ pub(super) fn store_error(error: StoreError) -> ApiError {
             ApiError::internal(format!("the cluster's store refuses: {why}"))
         }
         error => ApiError::unavailable(error.to_string()).retry_after(1),
+    }
+}
+
+fn candidate_error(error: CandidateError) -> ApiError {
+    let text = |why: String| format!("the model is not registered: {why}");
+    match error {
+        CandidateError::Refused(why) => ApiError::invalid(text(why)),
+        CandidateError::Unsupported(why) => ApiError::unsupported(text(why)),
+        CandidateError::Unchecked(why) => ApiError::unavailable(text(why)).retry_after(10),
+        CandidateError::Store(error) => store_error(error),
     }
 }
 
@@ -79,10 +90,10 @@ impl Inner {
                 return Ok(false);
             };
             match &entry.failure {
-                Some(why) if entry.targets.is_empty() => {
+                Some(why) if !entry.serves(version) => {
                     Err(ApiError::unavailable(format!("cannot load model '{name}': {why}")))
                 }
-                _ => Ok(entry.state().0 == ModelState::Ready),
+                _ => Ok(entry.state().0 == ModelState::Ready && entry.serves(version)),
             }
         })
         .await
@@ -121,7 +132,10 @@ impl Inner {
             .put(onnx)
             .await
             .map_err(|error| ApiError::unavailable(format!("cannot store the model: {error}")))?;
-        let before = self.table().models.get(&name).map(|entry| entry.record.clone());
+        // Nothing is replaced before a backend has compiled and loaded it.
+        let candidate = (name.as_str(), digest.as_str(), bytes);
+        self.records.propose(candidate, &config, LOAD_TIMEOUT).await.map_err(candidate_error)?;
+        let before = self.records.find(&name).await.map_err(store_error)?;
         let version =
             self.records.register(&name, &digest, bytes, &config).await.map_err(store_error)?;
         if let Err(error) = self.wait_until_ready(&name, version).await {
