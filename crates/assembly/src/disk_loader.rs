@@ -388,4 +388,44 @@ mod tests {
         assert_eq!(prepared.take("m", 4), Some((4, "four")));
         assert!(prepared.by_name.is_empty());
     }
+
+    fn loader(folder: &Path) -> DiskLoader {
+        let device = cpu::CpuDevice::new(cpu::CpuOptions { threads: 1, queues: 1 });
+        let group = crate::device_group::device_group_on(Arc::new(device), Default::default());
+        DiskLoader::new(group.unwrap(), Vec::new(), Ok(Store::open(folder).unwrap()))
+    }
+
+    fn digits() -> RegisterRequest {
+        RegisterRequest {
+            name: "m".to_string(),
+            onnx: bytes::Bytes::from_static(crate::demo_model::DIGITS_ONNX),
+            labels: Vec::new(),
+            preprocessing: None,
+            class: None,
+            slo_ms: None,
+        }
+    }
+
+    #[test]
+    fn an_older_version_is_loaded_instead_of_a_quarantined_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = loader(folder.path());
+        assert_eq!(first.register(digits()).unwrap(), 1);
+        assert_eq!(first.register(digits()).unwrap(), 2);
+        // The process ends while it measures the model.
+        let mark = first.begin_measuring("m", 2);
+        assert!(mark.is_some());
+        std::mem::forget(mark);
+        drop(first);
+        let second = loader(folder.path());
+        assert_eq!(second.load("m", None).unwrap().version, 1);
+        let refused = second.load("m", Some(2)).map(|loaded| loaded.version).unwrap_err();
+        assert!(refused.to_string().contains("atoll registry release m:2"), "{refused}");
+        second.registry().unwrap().load_markers().release("m", 2).unwrap();
+        assert_eq!(second.load("m", None).unwrap().version, 2);
+        assert_eq!(second.roll_back("m", None).unwrap(), (2, 1));
+        assert_eq!(second.load("m", None).unwrap().version, 1);
+        assert_eq!(second.delete("m", None).unwrap(), 2);
+        assert!(matches!(second.load("m", None), Err(LoadError::NotFound(_))));
+    }
 }
