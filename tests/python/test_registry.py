@@ -85,9 +85,9 @@ def huge_input() -> bytes:
 
 
 def huge_output() -> bytes:
-    """One run takes 40 GB."""
-    shape = numpy_helper.from_array(np.array([100_000, 100_000], np.int64), "shape")
-    return onnx_model([helper.make_node("Expand", ["x", "shape"], ["y"])], [1, 1], [shape])
+    """One run takes 160 GB: an outer product."""
+    weight = numpy_helper.from_array(np.ones((1, 200_000), np.float32), "w")
+    return onnx_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [200_000, 1], [weight])
 
 
 def endless() -> bytes:
@@ -465,6 +465,9 @@ def test_a_broken_registration_in_a_cluster_replaces_nothing(tmp_path: Path) -> 
             assert [(row["version"], row["state"]) for row in index] == [("1", "READY")], index
         assert register(server, "m", DIGITS).json()["version"] == "2"
         assert wait_for(lambda: infer(server, "m").status_code == 200)
+        url = f"{server.url}/v2/atoll/models/m"
+        assert requests.delete(url, timeout=60).status_code == 200
+        assert infer(server, "m").status_code == 404
     finally:
         server.stop()
 

@@ -299,7 +299,7 @@ impl ModelChecker {
             }
             let late = || {
                 LoadError::Invalid(format!(
-                    "it took longer than {} s to check it (--model-check-secs)",
+                    "its check took longer than {} s (--model-check-secs)",
                     self.settings.limit.as_secs()
                 ))
             };
@@ -322,7 +322,7 @@ impl ModelChecker {
             }
             (Some(LoadError::Invalid(why)), _) => {
                 let doing = stage.as_text();
-                let why = format!("the model is refused: {why}, and was not done when it {doing}");
+                let why = format!("the model is refused: {why} and was ended while it {doing}");
                 Err(LoadError::Invalid(why))
             }
             (Some(other), _) => Err(other),

@@ -15,7 +15,7 @@ use bucket::BucketStore;
 use crate::candidate::{self, CandidateError};
 use crate::query::spec::QuerySpec;
 use crate::record::{Keys, ModelRecord, RecordKind, decode, encode};
-use crate::store::{Store, StoreError};
+use crate::store::{Condition, Store, StoreError, Write};
 
 pub mod bucket;
 
@@ -253,6 +253,27 @@ impl ModelRecords {
         };
         let record = self.change(name, change).await?;
         Ok(record.map_or(1, |record| record.version))
+    }
+
+    /// Deletes the record of a model, if it has this version; `false` if there is none.
+    pub async fn delete(&self, name: &str, version: Option<u64>) -> Result<bool, StoreError> {
+        let key = self.keys.one(RecordKind::Model, name);
+        for _ in 0..ATTEMPTS {
+            let Some(entry) = self.store.get(&key).await? else { return Ok(false) };
+            let record: Option<ModelRecord> = decode(&key, &entry.value);
+            let other = |record: ModelRecord| version.is_some_and(|v| v != record.version);
+            if record.is_some_and(other) {
+                return Ok(false);
+            }
+            let condition = Condition { key: key.clone(), revision: entry.revision };
+            let write = Write::delete(key.clone());
+            if self.store.transact(vec![condition], vec![write]).await?.is_some() {
+                return Ok(true);
+            }
+        }
+        Err(StoreError::Unreachable(format!(
+            "the record of '{name}' is changed concurrently too often"
+        )))
     }
 
     /// Enables or disables a model; `None` when it does not exist.

@@ -273,4 +273,12 @@ async fn a_registration_replaces_nothing_before_it_is_ready() {
         tokio::join!(async { (register.await, std::time::Instant::now()) }, route);
     assert_eq!(result.0.unwrap().version, "2");
     assert!(result.1 >= routed, "ready before a backend served it");
+
+    // A deleted model is gone at once for this frontend.
+    use api::ModelRef;
+    let delete = |version| frontend.delete_model(ModelRef { name: "m", version });
+    assert_eq!(delete(Some(1)).await.unwrap_err().kind, ErrorKind::NotFound);
+    assert_eq!(delete(Some(2)).await, Ok(1));
+    assert_eq!(cluster.record().await, None);
+    assert_eq!(delete(None).await.unwrap_err().kind, ErrorKind::NotFound);
 }

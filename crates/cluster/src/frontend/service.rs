@@ -115,6 +115,18 @@ impl Inner {
         self.wait_for(name, |entry| Ok(entry.is_none_or(|entry| entry.targets.is_empty()))).await
     }
 
+    /// Deletes a model from the cluster; returns when no backend serves it. Its file stays in the
+    /// model store, where other models may have the same content.
+    async fn delete(&self, model: ModelRef<'_>) -> ApiResult<usize> {
+        let name = model.name;
+        if !self.records.delete(name, model.version).await.map_err(store_error)? {
+            return Err(ApiError::not_found(format!("there is no such version of '{name}'")));
+        }
+        let gone = |entry: Option<&ModelEntry>| entry.is_none_or(|entry| entry.targets.is_empty());
+        self.wait_for(name, |entry| Ok(gone(entry))).await?;
+        Ok(1)
+    }
+
     async fn register(&self, request: RegisterRequest) -> ApiResult<Registered> {
         let files = self.settings.files.clone().ok_or_else(|| {
             ApiError::unavailable("cannot register models: start the frontend with --model-store")
@@ -402,6 +414,10 @@ impl InferenceService for Frontend {
             let work = tokio::spawn(async move { inner.register(request).await });
             work.await.unwrap_or_else(|_| Err(ApiError::internal("the registration failed")))
         })
+    }
+
+    fn delete_model<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, usize> {
+        Box::pin(self.inner.delete(model))
     }
 
     fn classify(
