@@ -19,7 +19,8 @@ import pytest
 import requests
 from onnx import TensorProto, helper, numpy_helper
 
-from support import ASSETS, BINARY, PATIENCE_SECONDS, Server, free_ports, wait_for
+from cluster import Cluster
+from support import ASSETS, BINARY, LOST, PATIENCE_SECONDS, Server, free_ports, wait_for
 
 DIGITS = (ASSETS / "digits.onnx").read_bytes()
 BODY = {
@@ -470,6 +471,46 @@ def test_a_broken_registration_in_a_cluster_replaces_nothing(tmp_path: Path) -> 
         assert infer(server, "m").status_code == 404
     finally:
         server.stop()
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_registrations_in_a_cluster_disturb_no_request(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    shutil.copy(ASSETS / "digits.onnx", models / "other.onnx")
+    cluster = Cluster(tmp_path, models)
+    try:
+        cluster.scheduler("s1")
+        for name in ("b1", "b2"):
+            cluster.backend(name, *cluster.model_store)
+        frontend = cluster.frontend("f1")
+        cluster.wait_ready()
+        assert register(frontend, "m", DIGITS).status_code == 200
+        failures: list[str] = []
+        done = threading.Event()
+
+        def load() -> None:
+            while not done.is_set():
+                reply = infer(frontend, "m")
+                if reply.status_code != 200:
+                    failures.append(reply.text)
+
+        clients = [threading.Thread(target=load) for _ in range(2)]
+        for client in clients:
+            client.start()
+        for version in (2, 3):
+            reply = register(frontend, "m", b"garbage")
+            assert reply.status_code == 400, reply.text
+            reply = register(frontend, "m", DIGITS)
+            assert reply.json().get("version") == str(version), reply.text
+        time.sleep(1)
+        done.set()
+        for client in clients:
+            client.join()
+        # A stall of this machine looks like a lost backend; a registration must not.
+        assert not [text for text in failures if LOST not in text], failures
+    finally:
+        cluster.stop()
 
 
 def live(server: Server) -> bool:
