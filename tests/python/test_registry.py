@@ -71,11 +71,10 @@ def atoll(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(given, capture_output=True, text=True, timeout=60, check=False)
 
 
-def onnx_model(nodes: list, shape: list, weights: list = ()) -> bytes:
-    value = lambda name, dims: helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)  # noqa: E731
-    graph = helper.make_graph(
-        nodes, "g", [value("x", shape)], [value("y", None)], initializer=list(weights)
-    )
+def onnx_model(nodes: list, shape: list[int], weights: list | None = None) -> bytes:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "g", [x], [y], initializer=weights or [])
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     return made.SerializeToString()
 
@@ -374,7 +373,10 @@ def test_versions_are_deleted_and_rolled_back(servers: Callable[..., Server]) ->
         reply = register(server, "m", DIGITS)
         assert reply.json()["version"] == str(version)
     url = f"{server.url}/v2/atoll/models/m"
-    served = lambda: infer(server, "m").json()["model_version"]  # noqa: E731
+
+    def served() -> str:
+        return infer(server, "m").json()["model_version"]
+
     assert served() == "4"
     assert requests.post(f"{url}/rollback", timeout=60).json()["version"] == "3"
     assert served() == "3"

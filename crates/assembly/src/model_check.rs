@@ -1,9 +1,9 @@
 //! Checks a model in a process of its own before this process reads it.
 //!
 //! The child is the same binary ([`run_child`]). It gives up its rights ([`crate::sandbox`]), then
-//! compiles the model and runs it as a server would when it measures it. Whatever the model does
-//! there, it does to the child: it runs out of memory, out of time, or crashes, and the registration
-//! is refused with the reason.
+//! compiles the model and runs it as a server would when it measures it. What the model does there,
+//! it does to the child: if that runs out of memory or time, or crashes, the registration is refused
+//! with the reason.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -167,8 +167,8 @@ impl ModelChecker {
     /// Checks a model; blocks. `cancelled` ends it early.
     ///
     /// # Errors
-    /// When the model is wrong, needs too much or crashes, with the reason; or when the check cannot
-    /// be done.
+    /// When the model is wrong, needs too much or crashes, with the reason; or when it cannot be
+    /// checked.
     pub fn check(
         &self,
         onnx: &[u8],
