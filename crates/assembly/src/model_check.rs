@@ -2,8 +2,8 @@
 //!
 //! The child is the same binary ([`run_child`]). It gives up its rights ([`crate::sandbox`]), then
 //! compiles the model and runs it as a server would when it measures it. What the model does there,
-//! it does to the child: if that runs out of memory or time, or crashes, the registration is refused
-//! with the reason.
+//! it does to the child. If that runs out of memory or time, or crashes, the registration is
+//! refused with the reason.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::ExitStatusExt;
