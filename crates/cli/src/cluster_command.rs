@@ -279,7 +279,10 @@ pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
     }
     let device_group =
         device_group::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
-    tokio_runtime()?.block_on(all_roles(args, device_group))
+    let runtime = tokio_runtime()?;
+    let result = runtime.block_on(all_roles(args, device_group));
+    runtime.shutdown_background();
+    result
 }
 
 async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(), Failure> {
