@@ -15,7 +15,7 @@ use base::Clock;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::candidate::{CandidateRecord, check_candidates};
+use crate::candidate::CandidateRecord;
 use crate::membership::Membership;
 use crate::record::{
     AssignedModel, Assignment, BackendRecord, BackendState, FailedUpdate, Keys, LoadState,
@@ -24,6 +24,7 @@ use crate::record::{
 use crate::store::mirror;
 use crate::store::{Store, StoreError};
 
+pub mod candidates;
 pub mod profiling;
 
 /// A call to the node.
@@ -125,8 +126,8 @@ impl BackendAgent {
         let mut local = LocalState { state: BackendState::default(), measured: BTreeSet::new() };
         self.publish(&membership, &local);
         // Beside the loop: a candidate does not wait for loads, nor they for it.
-        let mut candidates = JoinSet::new();
-        candidates.spawn(check_candidates(
+        let mut checks = JoinSet::new();
+        checks.spawn(candidates::check_candidates(
             self.store.clone(),
             self.keys.clone(),
             self.name.clone(),

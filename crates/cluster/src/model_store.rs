@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use bytes::Bytes;
 use model::{ModelConfig, durable};
@@ -107,27 +107,9 @@ impl FileStore {
     pub fn open(folder: &Path) -> std::io::Result<FileStore> {
         let folder = folder.join("sha256");
         durable::create_folder(&folder)?;
-        let files = FileStore { folder };
-        files.remove_abandoned()?;
-        Ok(files)
-    }
-
-    /// Removes what a process that was killed left half written, long ago: other machines may be
-    /// writing now.
-    fn remove_abandoned(&self) -> std::io::Result<()> {
-        for entry in std::fs::read_dir(&self.folder)? {
-            let entry = entry?;
-            let is_partial = entry.file_name().to_str().is_some_and(durable::is_partial);
-            // One that another process removes first is gone, too.
-            let Ok(changed) = entry.metadata().and_then(|metadata| metadata.modified()) else {
-                continue;
-            };
-            let age = SystemTime::now().duration_since(changed).unwrap_or_default();
-            if is_partial && age > ABANDONED {
-                let _ = std::fs::remove_file(entry.path());
-            }
-        }
-        Ok(())
+        // Other machines may be writing now.
+        durable::remove_abandoned(&folder, ABANDONED)?;
+        Ok(FileStore { folder })
     }
 
     /// The path of the file with this digest.

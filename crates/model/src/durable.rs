@@ -4,6 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 /// Ending of a file that is being written.
 pub const PARTIAL: &str = ".partial";
@@ -95,6 +96,25 @@ pub fn is_partial(name: &str) -> bool {
     !rest.is_empty() && unique.len() == 16 && unique.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
+/// Removes what writers that were killed left half written in `folder`, longer than `age` ago.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn remove_abandoned(folder: &Path, age: Duration) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        // One that another process removes first is gone, too.
+        let Ok(changed) = entry.metadata().and_then(|metadata| metadata.modified()) else {
+            continue;
+        };
+        let is_old = SystemTime::now().duration_since(changed).is_ok_and(|past| past > age);
+        if is_old && entry.file_name().to_str().is_some_and(is_partial) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+    Ok(())
+}
+
 fn split(path: &Path) -> io::Result<(&Path, &str)> {
     let name = path.file_name().and_then(|name| name.to_str());
     let folder = path.parent().map(|p| if p.as_os_str().is_empty() { Path::new(".") } else { p });
@@ -163,6 +183,20 @@ mod tests {
         });
         assert_eq!(fs::read(&path).unwrap(), b"the same");
         assert_eq!(names(folder.path()), ["file"]);
+    }
+
+    #[test]
+    fn only_abandoned_temporary_files_are_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let partial = ".model.0123456789abcdef.partial";
+        for name in [partial, "model"] {
+            fs::write(folder.path().join(name), b"").unwrap();
+        }
+        remove_abandoned(folder.path(), Duration::from_secs(60)).unwrap();
+        assert_eq!(names(folder.path()).len(), 2);
+        std::thread::sleep(Duration::from_millis(20));
+        remove_abandoned(folder.path(), Duration::from_millis(1)).unwrap();
+        assert_eq!(names(folder.path()), ["model"]);
     }
 
     #[test]

@@ -1,15 +1,22 @@
-use super::*;
-use std::sync::Mutex;
+//! A registration replaces nothing before a backend has compiled and loaded it.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use api::error::ApiResult;
-use api::{ApiError, InferenceService, RegisterRequest, ServerMetadata};
+use api::{ApiError, ErrorKind, InferenceService, ModelRef, RegisterRequest, ServerMetadata};
 use base::MonotonicClock;
-
-use crate::backend::{HostFuture, PoolBatch};
-use crate::frontend::{Frontend, FrontendSettings};
-use crate::model_store::{FileStore, ModelRecords, ModelStore, digest};
-use crate::record::{ModelRecord, PlanRecord, RouteRecord, TargetRecord};
-use crate::store::{self, Write};
+use cluster::backend::candidates::check_candidates;
+use cluster::backend::{Host, HostFuture, PoolBatch};
+use cluster::candidate::{CandidateError, CandidateRecord, propose};
+use cluster::frontend::{Frontend, FrontendSettings};
+use cluster::model_store::{FileStore, ModelRecords, ModelStore, digest};
+use cluster::record::{
+    Keys, ModelRecord, PlanRecord, RecordKind, RouteRecord, TargetRecord, encode,
+};
+use cluster::store::{self, Store, Write};
+use model::ModelConfig;
+use tokio::sync::watch;
 
 /// A backend that judges candidates by their digest.
 struct Judge {
@@ -275,7 +282,6 @@ async fn a_registration_replaces_nothing_before_it_is_ready() {
     assert!(result.1 >= routed, "ready before a backend served it");
 
     // A deleted model is gone at once for this frontend.
-    use api::ModelRef;
     let delete = |version| frontend.delete_model(ModelRef { name: "m", version });
     assert_eq!(delete(Some(1)).await.unwrap_err().kind, ErrorKind::NotFound);
     assert_eq!(delete(Some(2)).await, Ok(1));
