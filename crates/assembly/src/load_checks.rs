@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use graph::ExternalData;
 use model::ModelConfig;
 use model::store::{LoadMarker, LoadMarkers, LoadStage, MarkedModel, Store, Suspect};
 use server::LoadError;
@@ -101,6 +102,11 @@ impl LoadChecks {
             (_, Some(checker)) => checker.check(&read()?, config, &AtomicBool::new(false)),
         };
         match result {
+            // The process without rights cannot read them. Only repositories have such models.
+            Err(LoadError::Invalid(why)) if why.contains(ExternalData::NO_FOLDER) => {
+                tracing::warn!(model = model.name, "not checked: its weights are in other files");
+                Ok(self.begin(model, LoadStage::Load))
+            }
             Ok(()) => Ok(self.begin(model, LoadStage::Load)),
             // Only what is held against the model itself.
             Err(LoadError::Invalid(why)) if suspect.is_some() => Err(self.quarantine(model, &why)),

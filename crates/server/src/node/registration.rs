@@ -58,6 +58,7 @@ impl Inner {
     ) -> ApiResult<usize> {
         let (loader, deleted) = (self.loader.clone(), name.clone());
         let count = blocking(move || loader.delete(&deleted, version)).await?;
+        tracing::info!(model = name, count, "registered versions deleted");
         let served = self.models.find(ModelRef { name: &name, version: None });
         let Some(served) = served.ok().map(|served| served.version) else {
             self.models.forget(&name);
@@ -69,7 +70,6 @@ impl Inner {
         } else if version == Some(served) && self.clone().load(name.clone()).await.is_err() {
             self.unload(name).await?;
         }
-        tracing::info!(count, "registered model deleted");
         Ok(count)
     }
 
