@@ -153,4 +153,34 @@ mod tests {
             assert!(!ALLOWED.contains(&forbidden));
         }
     }
+
+    /// Set in the process that gives up its rights.
+    const INSIDE: &str = "ATOLL_TEST_INSIDE_SANDBOX";
+
+    #[test]
+    fn inside_only_computing_is_left() {
+        if std::env::var_os(INSIDE).is_none() {
+            let name = "sandbox::tests::inside_only_computing_is_left";
+            let inside = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", name, "--nocapture", "--test-threads=1"])
+                .env(INSIDE, "1")
+                .output()
+                .unwrap();
+            assert!(inside.status.success(), "{inside:?}");
+            assert!(String::from_utf8_lossy(&inside.stdout).contains("1 passed"), "{inside:?}");
+            return;
+        }
+        enter(SandboxLimits { memory: 2 << 30, cpu_seconds: 60 }).unwrap();
+        assert!(std::fs::read("/etc/passwd").is_err());
+        assert!(std::fs::write("/tmp/atoll-sandbox-test", b"x").is_err());
+        assert!(std::net::TcpListener::bind("127.0.0.1:0").is_err());
+        assert!(std::net::UdpSocket::bind("127.0.0.1:0").is_err());
+        assert!(std::os::unix::net::UnixStream::pair().is_err());
+        assert!(std::process::Command::new("/bin/true").spawn().is_err());
+        assert!(setrlimit(Resource::As, Rlimit { current: None, maximum: None }).is_err());
+        // Threads and memory within the limit work; more memory is an error.
+        assert_eq!(std::thread::spawn(|| 1 + 1).join().unwrap(), 2);
+        assert!(Vec::<u8>::new().try_reserve_exact(64 << 20).is_ok());
+        assert!(Vec::<u8>::new().try_reserve_exact(4 << 30).is_err());
+    }
 }
