@@ -66,8 +66,8 @@ def test_a_frontend_passes_the_protocol_tests_of_a_server(models: Path, tmp_path
     cluster = Cluster(tmp_path, make_repository(models, tmp_path / "models"))
     try:
         cluster.scheduler("s1")
-        cluster.backend("b1")
-        cluster.backend("b2")
+        cluster.backend("b1", *cluster.model_store)
+        cluster.backend("b2", *cluster.model_store)
         frontend = cluster.frontend("f1")
         cluster.wait_ready()
         run_protocol_tests([frontend.http_port, frontend.grpc_port, frontend.metrics_port])

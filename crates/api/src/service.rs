@@ -136,6 +136,12 @@ fn no_queries<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
     Box::pin(std::future::ready(Err(ApiError::new(ErrorKind::Unsupported, why))))
 }
 
+/// The error of a service without a registry.
+fn no_registry<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
+    let why = "this server has no registry of its own to delete from or to roll back in";
+    Box::pin(std::future::ready(Err(ApiError::new(ErrorKind::Unsupported, why))))
+}
+
 /// All operations of REST and gRPC.
 pub trait InferenceService: Send + Sync + 'static {
     /// Name, version and supported extensions.
@@ -183,6 +189,16 @@ pub trait InferenceService: Send + Sync + 'static {
 
     /// Registers and loads a model.
     fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered>;
+
+    /// Deletes a registered version of `model`, or all of them; returns how many there were.
+    fn delete_model<'a>(&'a self, _model: ModelRef<'a>) -> ServiceFuture<'a, usize> {
+        no_registry()
+    }
+
+    /// Puts an older registered version of `model` in service: the given one, or the one before.
+    fn roll_back_model<'a>(&'a self, _model: ModelRef<'a>) -> ServiceFuture<'a, Registered> {
+        no_registry()
+    }
 
     /// Classifies an image.
     fn classify(

@@ -4,13 +4,15 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use api::{InferenceService, RegisterRequest, ServerMetadata};
+use api::{ApiError, InferenceService, RegisterRequest, ServerMetadata};
 use base::MonotonicClock;
 use cluster::backend::{BackendAgent, Host, HostFuture, ModelCatalog, PoolBatch};
+use cluster::candidate::CandidateRecord;
 use cluster::model_store::{ModelRecords, ModelStore, ModelStoreError, digest};
-use cluster::record::{BackendRecord, Keys, ModelRecord};
+use cluster::record::{BackendRecord, Keys};
 use cluster::store::{Store, StoreError};
 use model::repository::Repository;
 use runtime::DeviceGroup;
@@ -24,6 +26,7 @@ use tokio::sync::watch;
 use crate::device_group;
 use crate::disk_loader::load_file;
 use crate::failure::Failure;
+use crate::model_check::ModelChecker;
 
 /// Pause before an unreachable store is tried again at the start.
 const RETRY: Duration = Duration::from_millis(500);
@@ -74,21 +77,22 @@ struct ClusterLoader {
     repositories: HashMap<String, PathBuf>,
     /// Threads on which a model store's network is used.
     threads: tokio::runtime::Handle,
+    /// Checks candidates in a process of their own.
+    checker: Option<Arc<ModelChecker>>,
 }
 
 impl ClusterLoader {
     /// The file with a model's content. Loads run on threads of their own, so this may block.
-    fn file(&self, record: &ModelRecord) -> Result<PathBuf, LoadError> {
-        if let Some(path) = self.repositories.get(&record.digest) {
+    fn file(&self, digest: &str, bytes: u64) -> Result<PathBuf, LoadError> {
+        if let Some(path) = self.repositories.get(digest) {
             return Ok(path.clone());
         }
         let files = self.files.as_ref().ok_or_else(|| {
             LoadError::NotFound(format!(
-                "no --model-repository of this backend has {}, and it has no --model-store",
-                record.digest
+                "no --model-repository of this backend has {digest}, and it has no --model-store"
             ))
         })?;
-        let fetched = self.threads.block_on(files.fetch(&record.digest, record.bytes));
+        let fetched = self.threads.block_on(files.fetch(digest, bytes));
         fetched.map_err(|error| match error {
             ModelStoreError::Missing(why) => LoadError::NotFound(format!(
                 "no --model-repository of this backend has it, and {why}"
@@ -97,22 +101,41 @@ impl ClusterLoader {
             ModelStoreError::Unavailable(why) => LoadError::Unavailable(why),
         })
     }
+
+    /// The file with the content of this digest, and the content, verified.
+    fn read(&self, expected: &str, bytes: u64) -> Result<(PathBuf, Vec<u8>), LoadError> {
+        let path = self.file(expected, bytes)?;
+        let content = std::fs::read(&path).map_err(|err| LoadError::Internal(err.to_string()))?;
+        if digest(&content) == expected {
+            return Ok((path, content));
+        }
+        if let Some(files) = &self.files {
+            files.discard(expected);
+        }
+        Err(LoadError::Invalid(format!("{} is no longer what was registered", path.display())))
+    }
+
+    /// Compiles and loads a candidate, first where it can do no harm.
+    fn check_candidate(&self, candidate: &CandidateRecord) -> Result<(), LoadError> {
+        let (path, content) = self.read(&candidate.digest, candidate.bytes)?;
+        if let Some(checker) = &self.checker {
+            checker.check(&content, &candidate.config, &AtomicBool::new(false))?;
+        }
+        drop(content);
+        let placed = load_file(&self.device_group, &path)?;
+        match self.device_group.cannot_fit(&placed) {
+            Some(why) => Err(LoadError::Unavailable(format!("its weights do not fit: {why}"))),
+            None => Ok(()),
+        }
+    }
 }
 
 impl ModelLoader for ClusterLoader {
     fn load(&self, name: &str, _: Option<u64>) -> Result<LoadedModel, LoadError> {
         let unknown = || LoadError::NotFound(format!("the cluster has no model '{name}'"));
         let record = self.catalog.find(name).ok_or_else(unknown)?;
-        let path = self.file(&record)?;
-        let bytes = std::fs::read(&path).map_err(|err| LoadError::Internal(err.to_string()))?;
-        if digest(&bytes) != record.digest {
-            if let Some(files) = &self.files {
-                files.discard(&record.digest);
-            }
-            let message = format!("{} is no longer what was registered", path.display());
-            return Err(LoadError::Invalid(message));
-        }
-        drop(bytes);
+        let (path, content) = self.read(&record.digest, record.bytes)?;
+        drop(content);
         let placed = load_file(&self.device_group, &path)?;
         Ok(LoadedModel { placed, config: record.config, version: record.version })
     }
@@ -128,29 +151,43 @@ impl ModelLoader for ClusterLoader {
 }
 
 /// Lets the backend's agent control the node.
-struct NodeHost(LocalNode);
+struct NodeHost {
+    node: LocalNode,
+    loader: Arc<ClusterLoader>,
+}
 
 impl Host for NodeHost {
     fn load<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()> {
-        Box::pin(async move { self.0.load_model(model).await.map(|_| ()) })
+        Box::pin(async move { self.node.load_model(model).await.map(|_| ()) })
     }
 
     fn unload<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()> {
-        Box::pin(self.0.unload_model(model))
+        Box::pin(self.node.unload_model(model))
     }
 
     fn set_pool_batch(&self, model: &str, batch: Option<PoolBatch>) {
         let turn = batch
             .map(|batch| runtime::batching::StaggeredBatch { batch: batch.max, least: batch.min });
-        self.0.set_staggered_batch(model, turn);
+        self.node.set_staggered_batch(model, turn);
     }
 
     fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>> {
-        Box::pin(self.0.marks(model))
+        Box::pin(self.node.marks(model))
+    }
+
+    fn check<'a>(&'a self, candidate: &'a CandidateRecord) -> HostFuture<'a, ()> {
+        Box::pin(async move {
+            let (loader, candidate) = (self.loader.clone(), candidate.clone());
+            let checked = tokio::task::spawn_blocking(move || loader.check_candidate(&candidate));
+            match checked.await {
+                Ok(result) => result.map_err(ApiError::from),
+                Err(_) => Err(ApiError::invalid("the model makes the compiler fail")),
+            }
+        })
     }
 
     fn service(&self) -> Arc<dyn InferenceService> {
-        Arc::new(self.0.clone())
+        Arc::new(self.node.clone())
     }
 }
 
@@ -220,6 +257,8 @@ pub struct BackendParts<'a> {
     pub kind: Option<String>,
     /// Memory for models that the planner counts on, unless it is the GPUs' budget.
     pub memory_mib: Option<u64>,
+    /// Checks registered models in a process of their own; `None` where they are trusted.
+    pub checker: Option<Arc<ModelChecker>>,
 }
 
 /// A backend that has joined its cluster.
@@ -244,10 +283,11 @@ impl RunningBackend {
             files: parts.files,
             repositories: models.iter().map(|m| (m.digest.clone(), m.path.clone())).collect(),
             threads: tokio::runtime::Handle::current(),
+            checker: parts.checker,
         });
         let device_group = parts.device_group;
         let info = device_group.nodes()[0].device().info().clone();
-        let node = LocalNode::new(device_group.clone(), loader);
+        let node = LocalNode::new(device_group.clone(), loader.clone());
         node.forbid_control();
         node.set_started();
         let server = Server::start(parts.listen, Arc::new(node.clone())).await;
@@ -291,7 +331,7 @@ impl RunningBackend {
             name: parts.name,
             lease: parts.lease,
             record,
-            host: Arc::new(NodeHost(node)),
+            host: Arc::new(NodeHost { node, loader }),
             catalog,
             clock: clock(),
         };

@@ -33,7 +33,7 @@ pub fn open_device(args: &DeviceArgs) -> Result<Arc<dyn Device>, Failure> {
 fn open_cpu(args: &DeviceArgs) -> CpuDevice {
     let settings = &args.settings;
     let queues = usize::from(settings.cpu_queues);
-    CpuDevice::new(CpuOptions { threads: settings.threads, queues })
+    CpuDevice::new(CpuOptions { threads: settings.threads, queues, ..CpuOptions::default() })
 }
 
 /// `gpu` with this machine's CPU for the steps that have no GPU kernel.

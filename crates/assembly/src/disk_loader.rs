@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -10,12 +11,14 @@ use compiler::CompileError;
 use device::DeviceError;
 use graph::ImportError;
 use model::repository::{Repository, RepositoryError};
-use model::store::{Store, StoreError};
+use model::store::{LoadStage, Manifest, MarkedModel, Store, StoreError};
 use model::{HostMemory, LaunchPlan, MemoryError, ModelConfig, Reservation};
 use runtime::{DeviceGroup, PlacedProgram};
 use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 
 use crate::compile::{compile_bytes, compile_file};
+use crate::load_checks::LoadChecks;
+use crate::model_check::ModelChecker;
 
 /// Loads models from disk to the device of the group that suits each best.
 pub struct DiskLoader {
@@ -24,6 +27,7 @@ pub struct DiskLoader {
     registry: Result<Store, String>,
     /// Programs made by registrations, for the loads that follow them.
     prepared: Mutex<PreparedPrograms<PlacedProgram>>,
+    checks: LoadChecks,
 }
 
 /// Programs made by registrations, at most one version of each name: a load takes the newest, and
@@ -58,13 +62,33 @@ impl<T> PreparedPrograms<T> {
 }
 
 impl DiskLoader {
-    /// A loader for `repositories` and a registry, or the reason why there is no registry.
+    /// A loader for `repositories` and a registry, or the reason why there is no registry. Models
+    /// are not checked.
     pub fn new(
         device_group: Arc<DeviceGroup>,
         repositories: Vec<Repository>,
         registry: Result<Store, String>,
     ) -> DiskLoader {
-        DiskLoader { device_group, repositories, registry, prepared: Mutex::default() }
+        DiskLoader::with_checks(device_group, repositories, registry, None, false)
+    }
+
+    /// The same with a checker for models that are registered and, with `check_repositories`, for
+    /// those of repositories.
+    pub fn with_checks(
+        device_group: Arc<DeviceGroup>,
+        repositories: Vec<Repository>,
+        registry: Result<Store, String>,
+        checker: Option<Arc<ModelChecker>>,
+        check_repositories: bool,
+    ) -> DiskLoader {
+        let checks = LoadChecks::new(registry.as_ref().ok(), checker, check_repositories);
+        DiskLoader { device_group, repositories, registry, prepared: Mutex::default(), checks }
+    }
+
+    /// The server stops: ends checks, and notes that no model is to blame for the end of the
+    /// process.
+    pub fn stop(&self) {
+        self.checks.stop();
     }
 
     /// Versions of each model in the repositories, with the time of their last change.
@@ -95,6 +119,9 @@ impl DiskLoader {
                 Err(err) => return Err(LoadError::Internal(err.to_string())),
             };
             let config = entry.config().map_err(|err| LoadError::Invalid(err.to_string()))?;
+            let model = repository_model(&entry);
+            let read = || std::fs::read(&entry.path).map_err(|err| internal(&err));
+            let _mark = self.checks.admit(&model, &config, self.checks.repositories, read)?;
             let plan = compile_file(&entry.path).map_err(compile_error)?;
             let placed = make_program(&self.device_group, plan)?;
             return Ok(Some(LoadedModel { placed, config, version: entry.version }));
@@ -112,16 +139,92 @@ impl DiskLoader {
             return Ok(None);
         };
         let taken = self.prepared().take(&manifest.name, manifest.version);
-        let placed = match taken {
-            Some((version, placed)) if version == manifest.version => placed,
-            older => {
-                // Frees its memory for the new program.
-                drop(older);
-                let onnx = store.read(&manifest).map_err(store_error)?;
-                make_program(&self.device_group, compile_bytes(&onnx).map_err(compile_error)?)?
-            }
+        if let Some((prepared, placed)) = taken
+            && prepared == manifest.version
+        {
+            let (config, version) = (manifest.config, manifest.version);
+            return Ok(Some(LoadedModel { placed, config, version }));
+        }
+        let refused = match self.load_manifest(store, &manifest) {
+            Ok(loaded) => return Ok(Some(loaded)),
+            Err(error) => error,
         };
-        Ok(Some(LoadedModel { placed, config: manifest.config, version: manifest.version }))
+        // A version that cannot be trusted does not take the older ones along.
+        let is_quarantined = self.checks.quarantined(&registered_model(&manifest)).is_some();
+        let older = store.versions(name).map_err(store_error)?;
+        let older = older.into_iter().rev().filter(|v| *v < manifest.version);
+        for older in older.filter(|_| version.is_none() && is_quarantined) {
+            let Some(manifest) = store.find(name, Some(older)).map_err(store_error)? else {
+                continue;
+            };
+            if let Ok(loaded) = self.load_manifest(store, &manifest) {
+                tracing::warn!(model = name, version = older, %refused, "older version is loaded");
+                return Ok(Some(loaded));
+            }
+        }
+        Err(refused)
+    }
+
+    fn load_manifest(&self, store: &Store, manifest: &Manifest) -> Result<LoadedModel, LoadError> {
+        let model = registered_model(manifest);
+        let read = || store.read(manifest).map_err(store_error);
+        // It was checked when it was registered.
+        let _mark = self.checks.admit(&model, &manifest.config, false, read)?;
+        let plan = compile_bytes(&read()?).map_err(compile_error)?;
+        let placed = make_program(&self.device_group, plan)?;
+        Ok(LoadedModel { placed, config: manifest.config.clone(), version: manifest.version })
+    }
+
+    fn is_in_repository(&self, name: &str) -> bool {
+        self.repositories.iter().any(|repository| repository.find(name, None).is_ok())
+    }
+
+    fn registry(&self) -> Result<&Store, LoadError> {
+        self.registry.as_ref().map_err(|why| LoadError::Unavailable(why.clone()))
+    }
+
+    /// The registry, for changes to the model `name`.
+    fn registry_for(&self, name: &str) -> Result<&Store, LoadError> {
+        if self.is_in_repository(name) {
+            return Err(LoadError::Invalid(format!(
+                "'{name}' is a model of the repository, which only its owner changes"
+            )));
+        }
+        self.registry()
+    }
+}
+
+fn internal(error: &dyn std::fmt::Display) -> LoadError {
+    LoadError::Internal(error.to_string())
+}
+
+/// A registered model as marks name it.
+fn registered_model(manifest: &Manifest) -> MarkedModel {
+    MarkedModel {
+        name: manifest.name.clone(),
+        version: manifest.version,
+        content: manifest.sha256.clone(),
+    }
+}
+
+/// A model of a repository as marks name it: a changed file is another model.
+fn repository_model(entry: &model::repository::RepositoryEntry) -> MarkedModel {
+    let metadata = entry.path.metadata().ok();
+    let changed = metadata.as_ref().and_then(|m| m.modified().ok());
+    let since = changed.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+    let size = metadata.map_or(0, |metadata| metadata.len());
+    let content = format!("{size}:{}", since.unwrap_or_default().as_nanos());
+    MarkedModel { name: entry.name.clone(), version: entry.version, content }
+}
+
+/// The settings with which a request registers its model.
+fn requested_config(request: &RegisterRequest) -> ModelConfig {
+    ModelConfig {
+        class: request.class.unwrap_or_default(),
+        labels: request.labels.clone(),
+        preprocessing: request.preprocessing.clone(),
+        slo_ms: request.slo_ms,
+        ..ModelConfig::default()
     }
 }
 
@@ -162,9 +265,16 @@ fn compile_error(err: CompileError) -> LoadError {
     }
 }
 
+fn is_full(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
+}
+
 fn store_error(err: StoreError) -> LoadError {
     match err {
         StoreError::BadName(_) => LoadError::Invalid(err.to_string()),
+        StoreError::Full(why) => LoadError::Full(why),
+        StoreError::Io { ref source, .. } if is_full(source) => LoadError::Full(err.to_string()),
         _ => LoadError::Internal(err.to_string()),
     }
 }
@@ -198,33 +308,71 @@ impl ModelLoader for DiskLoader {
         Ok(entries)
     }
 
-    fn register(&self, request: RegisterRequest) -> Result<u64, LoadError> {
-        let store = self.registry.as_ref().map_err(|why| LoadError::Unavailable(why.clone()))?;
-        let taken = self.repositories.iter().any(|r| r.find(&request.name, None).is_ok());
-        if taken {
-            return Err(LoadError::Invalid(format!(
-                "'{}' is a model of the repository; register under another name",
-                request.name
-            )));
+    fn check(&self, request: &RegisterRequest, cancelled: &AtomicBool) -> Result<(), LoadError> {
+        self.registry_for(&request.name)?;
+        match &self.checks.checker {
+            Some(checker) => checker.check(&request.onnx, &requested_config(request), cancelled),
+            None => Ok(()),
         }
+    }
+
+    fn register(&self, request: RegisterRequest) -> Result<u64, LoadError> {
+        let store = self.registry_for(&request.name)?;
         // A model that cannot run is refused before it is stored.
         let memory = reserve_compiling(request.onnx.len())?;
         let plan = compile_bytes(&request.onnx).map_err(compile_error)?;
         drop(memory);
         let placed = make_program(&self.device_group, plan)?;
-        let config = ModelConfig {
-            class: request.class.unwrap_or_default(),
-            labels: request.labels,
-            preprocessing: request.preprocessing,
-            slo_ms: request.slo_ms,
-            ..ModelConfig::default()
-        };
+        let config = requested_config(&request);
         let manifest = store.register(&request.name, &request.onnx, config).map_err(store_error)?;
         let superseded = self.prepared().insert(manifest.name, manifest.version, placed);
         // Outside the lock, because freeing a program's memory may take long.
         drop(superseded);
         Ok(manifest.version)
     }
+
+    fn delete(&self, name: &str, version: Option<u64>) -> Result<usize, LoadError> {
+        let store = self.registry_for(name)?;
+        let count = match version {
+            Some(version) => usize::from(store.remove(name, version).map_err(store_error)?),
+            None => store.remove_all(name).map_err(store_error)?,
+        };
+        let unused = self.prepared().take(name, version.unwrap_or(u64::MAX));
+        drop(unused);
+        match count {
+            0 => Err(not_found(name, version)),
+            count => Ok(count),
+        }
+    }
+
+    fn roll_back(&self, name: &str, version: Option<u64>) -> Result<(u64, u64), LoadError> {
+        let store = self.registry_for(name)?;
+        let Some(before) = store.find(name, None).map_err(store_error)? else {
+            return Err(not_found(name, None));
+        };
+        match store.roll_back(name, version).map_err(store_error)? {
+            Some(now) => Ok((before.version, now.version)),
+            None => Err(LoadError::NotFound(match version {
+                Some(version) => format!("there is no version {version} of '{name}'"),
+                None => format!("there is no version of '{name}' before {}", before.version),
+            })),
+        }
+    }
+
+    fn begin_measuring(&self, name: &str, version: u64) -> Option<Box<dyn Send>> {
+        let found = self.repositories.iter().find_map(|r| r.find(name, Some(version)).ok());
+        let model = match found {
+            Some(entry) => repository_model(&entry),
+            None => registered_model(&self.registry().ok()?.find(name, Some(version)).ok()??),
+        };
+        let mark = self.checks.begin(&model, LoadStage::Measure)?;
+        Some(Box::new(mark))
+    }
+}
+
+fn not_found(name: &str, version: Option<u64>) -> LoadError {
+    let what = version.map(|version| format!(" version {version}")).unwrap_or_default();
+    LoadError::NotFound(format!("there is no registered model '{name}'{what}"))
 }
 
 #[cfg(test)]
@@ -252,5 +400,45 @@ mod tests {
         assert_eq!(prepared.take("m", 3), None);
         assert_eq!(prepared.take("m", 4), Some((4, "four")));
         assert!(prepared.by_name.is_empty());
+    }
+
+    fn loader(folder: &Path) -> DiskLoader {
+        let device = cpu::CpuDevice::new(cpu::CpuOptions { threads: 1, queues: 1 });
+        let group = crate::device_group::device_group_on(Arc::new(device), Default::default());
+        DiskLoader::new(group.unwrap(), Vec::new(), Ok(Store::open(folder).unwrap()))
+    }
+
+    fn digits() -> RegisterRequest {
+        RegisterRequest {
+            name: "m".to_string(),
+            onnx: bytes::Bytes::from_static(crate::demo_model::DIGITS_ONNX),
+            labels: Vec::new(),
+            preprocessing: None,
+            class: None,
+            slo_ms: None,
+        }
+    }
+
+    #[test]
+    fn an_older_version_is_loaded_instead_of_a_quarantined_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = loader(folder.path());
+        assert_eq!(first.register(digits()).unwrap(), 1);
+        assert_eq!(first.register(digits()).unwrap(), 2);
+        // The process ends while it measures the model.
+        let mark = first.begin_measuring("m", 2);
+        assert!(mark.is_some());
+        std::mem::forget(mark);
+        drop(first);
+        let second = loader(folder.path());
+        assert_eq!(second.load("m", None).unwrap().version, 1);
+        let refused = second.load("m", Some(2)).map(|loaded| loaded.version).unwrap_err();
+        assert!(refused.to_string().contains("atoll registry release m:2"), "{refused}");
+        second.registry().unwrap().load_markers().release("m", 2).unwrap();
+        assert_eq!(second.load("m", None).unwrap().version, 2);
+        assert_eq!(second.roll_back("m", None).unwrap(), (2, 1));
+        assert_eq!(second.load("m", None).unwrap().version, 1);
+        assert_eq!(second.delete("m", None).unwrap(), 2);
+        assert!(matches!(second.load("m", None), Err(LoadError::NotFound(_))));
     }
 }

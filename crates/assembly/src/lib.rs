@@ -15,7 +15,11 @@ mod devices;
 mod disk_loader;
 mod failure;
 mod files;
+mod load_checks;
+mod memory_available;
+pub mod model_check;
 pub mod sample_inputs;
+mod sandbox;
 mod task_runner;
 pub mod value_parsers;
 

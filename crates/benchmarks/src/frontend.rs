@@ -139,6 +139,7 @@ impl LocalCluster {
             advertise: None,
             kind: None,
             memory_mib: None,
+            checker: None,
         }))?;
         let settings = FrontendSettings {
             name: "frontend".to_string(),

@@ -8,6 +8,8 @@ use base::Bytes;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
+use crate::registry_args::{ModelCheckArgs, RegistryArgs};
+
 /// Serves neural networks: real-time models reply as if alone, best-effort models use the remaining
 /// time.
 #[derive(Debug, Parser)]
@@ -57,6 +59,11 @@ pub(crate) enum Command {
     Conformance(ConformanceArgs),
     /// List the models of a repository and of the registry
     Models(ModelsArgs),
+    /// Check, repair, export or import the registry; list and release quarantined models
+    Registry(crate::registry_args::RegistryCommandArgs),
+    /// Check the model on standard input; for the server's own use
+    #[command(hide = true)]
+    ModelCheck,
     /// Simulate a scenario in virtual time and check it
     Sim(crate::sim_command::SimArgs),
     /// Run benchmarks: policies, preemption, batching, memory, server, cluster
@@ -140,6 +147,12 @@ pub(crate) struct ServeArgs {
         value_parser = clap::value_parser!(u64).range(1..)
     )]
     pub(crate) repository_poll_secs: u64,
+
+    #[command(flatten)]
+    pub(crate) registry: RegistryArgs,
+
+    #[command(flatten)]
+    pub(crate) model_check: ModelCheckArgs,
 
     #[command(flatten)]
     pub(crate) listen: ListenArgs,

@@ -271,6 +271,9 @@ pub(crate) struct BackendArgs {
     pub(crate) models: ModelStoreArgs,
 
     #[command(flatten)]
+    pub(crate) model_check: crate::registry_args::ModelCheckArgs,
+
+    #[command(flatten)]
     pub(crate) device: DeviceArgs,
 
     /// GPU memory for weights on each device, such as 8GiB. Further models stay on the host and are

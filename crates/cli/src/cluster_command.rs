@@ -42,13 +42,16 @@ use crate::shutdown_signal::ShutdownSignal;
 /// Runs the role until a signal stops it.
 pub(crate) fn run(role: &Role) -> Result<(), Failure> {
     let runtime = tokio_runtime()?;
-    match role {
+    let result = match role {
         Role::Scheduler(args) => runtime.block_on(scheduler(args)),
         Role::Frontend(args) => runtime.block_on(frontend(args)),
         Role::Backend(args) => runtime.block_on(backend(args)),
         Role::Status(args) => runtime.block_on(status(args)),
         Role::Top(args) => runtime.block_on(top(args)),
-    }
+    };
+    // A model that is still being loaded does not keep the process.
+    runtime.shutdown_background();
+    result
 }
 
 fn open_store(args: &StoreArgs) -> Result<Arc<dyn Store>, Failure> {
@@ -256,6 +259,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         advertise: args.advertise.clone(),
         kind: args.device_kind.clone(),
         memory_mib: args.memory_mib,
+        checker: args.model_check.checker(&args.device.device),
     })
     .await?;
     stop.wait().await;
@@ -275,7 +279,10 @@ pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
     }
     let device_group =
         device_group::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
-    tokio_runtime()?.block_on(all_roles(args, device_group))
+    let runtime = tokio_runtime()?;
+    let result = runtime.block_on(all_roles(args, device_group));
+    runtime.shutdown_background();
+    result
 }
 
 async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(), Failure> {
@@ -317,6 +324,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         advertise: None,
         kind: None,
         memory_mib: None,
+        checker: args.model_check.checker(&args.device.device),
     })
     .await?;
     store_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;

@@ -17,6 +17,8 @@ mod nvidia;
 mod plan_command;
 mod popularity;
 mod profile_command;
+mod registry_args;
+mod registry_command;
 mod run_command;
 mod serve_command;
 mod shutdown_signal;
@@ -26,7 +28,7 @@ use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
-use assembly::Failure;
+use assembly::{Failure, model_check};
 use benchmarks::ServeSettings;
 use clap::{CommandFactory, FromArgMatches};
 use model::HostMemory;
@@ -39,6 +41,12 @@ use crate::log_lines::LogLines;
 
 fn main() -> ExitCode {
     cuda::tune_allocator();
+    if std::env::args_os().nth(1).is_some_and(|command| command == model_check::COMMAND) {
+        // Before anything starts a thread or opens a file: it gives up its rights first.
+        let code = model_check::run_child();
+        cuda::end_process(code);
+        return ExitCode::from(code);
+    }
     exit_without_error_on_closed_stdout();
     let deprecated = deprecated_env::read();
     let cli = parse(std::env::args_os(), &deprecated).unwrap_or_else(|err| err.exit());
@@ -84,6 +92,8 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Profile(args) => profile_command::run(&args),
         Command::Conformance(args) => conformance_command::run(&args),
         Command::Models(args) => models_command::run(&args),
+        Command::Registry(args) => registry_command::run(&args),
+        Command::ModelCheck => Err(Failure::usage("this command is for the server's own use")),
         Command::Serve(args) if args.cluster => cluster_command::serve_all(&args),
         Command::Serve(args) => serve_command::run(&args),
         Command::Demo(args) => demo_command::run(&args),

@@ -6,10 +6,10 @@ use assembly::Failure;
 use base::Bytes;
 use model::config::Class;
 use model::repository::Repository;
-use model::store::Store;
 use serde::Serialize;
 
 use crate::args::ModelsArgs;
+use crate::registry_command::open_existing;
 
 #[derive(Debug, Serialize)]
 struct ModelRow {
@@ -76,14 +76,6 @@ fn registry_rows(folder: &Path) -> Result<Vec<ModelRow>, Failure> {
         version: manifest.version,
     };
     Ok(manifests.into_iter().map(row).collect())
-}
-
-/// Does not create a registry, so that a misspelt path is an error.
-fn open_existing(folder: &Path) -> Result<Store, Failure> {
-    if !folder.join("registry.redb").is_file() {
-        return Err(Failure::failed(format!("{} holds no registry", folder.display())));
-    }
-    Store::open(folder).map_err(Failure::failed)
 }
 
 fn remove(target: &str, folder: &Path) -> Result<(), Failure> {

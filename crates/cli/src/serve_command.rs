@@ -1,6 +1,7 @@
 //! `atoll serve`: serves models on devices over REST and gRPC, with metrics.
 
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,14 +23,25 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         .iter()
         .map(|path| Repository::open(path).map_err(Failure::usage))
         .collect::<Result<Vec<_>, _>>()?;
-    let registry = open_registry(args.data_dir.as_deref())?;
+    let registry = open_registry(args)?;
     if repositories.is_empty() && registry.is_err() {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
     let device_group =
         device_group::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
-    let loader = Arc::new(DiskLoader::new(device_group.clone(), repositories, registry));
-    tokio_runtime()?.block_on(serve(args, device_group, loader))
+    let loader = Arc::new(DiskLoader::with_checks(
+        device_group.clone(),
+        repositories,
+        registry,
+        args.model_check.checker(&args.device.device),
+        args.model_check.of_repositories(),
+    ));
+    let runtime = tokio_runtime()?;
+    let result = runtime.block_on(serve(args, device_group, loader.clone()));
+    loader.stop();
+    // A model that is still being loaded does not keep the process.
+    runtime.shutdown_background();
+    result
 }
 
 /// Options of each device's node.
@@ -48,24 +60,60 @@ pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
 /// Opens the registry in the given folder or, without one, in the user's data folder. A given
 /// folder must work; otherwise the server runs without registry and reports why when a model is
 /// registered.
-fn open_registry(named: Option<&Path>) -> Result<Result<Store, String>, Failure> {
-    if let Some(folder) = named {
-        return Store::open(folder)
-            .map(Ok)
-            .map_err(|err| Failure::failed(format!("--data-dir {}: {err}", folder.display())));
+fn open_registry(args: &ServeArgs) -> Result<Result<Store, String>, Failure> {
+    let limits = args.registry.limits();
+    if let Some(folder) = args.data_dir.as_deref() {
+        let fail = |why: String| Failure::failed(format!("--data-dir {}: {why}", folder.display()));
+        check_overlap(folder, &args.model_repository).map_err(Failure::usage)?;
+        let store = Store::open_with(folder, limits).map_err(|err| fail(err.to_string()))?;
+        store.notes().iter().for_each(|note| tracing::warn!("{note}"));
+        return Ok(Ok(store));
     }
     let Some(folder) = user_data_folder() else {
         return Ok(
             Err("there is no registry: start the server with --data-dir FOLDER".to_string()),
         );
     };
-    let opened = Store::open(&folder).map_err(|err| {
-        format!("the registry in {} cannot be used ({err}); use --data-dir", folder.display())
-    });
-    if let Err(why) = &opened {
-        tracing::warn!("{why}");
+    let opened = check_overlap(&folder, &args.model_repository)
+        .and_then(|()| Store::open_with(&folder, limits).map_err(|err| err.to_string()))
+        .map_err(|why| {
+            format!("the registry in {} cannot be used ({why}); use --data-dir", folder.display())
+        });
+    match &opened {
+        Ok(store) => store.notes().iter().for_each(|note| tracing::warn!("{note}")),
+        Err(why) => tracing::warn!("{why}"),
     }
     Ok(opened)
+}
+
+/// Refuses a data folder that is in a repository, or holds one: a repository belongs to its owner,
+/// the data folder to the server.
+fn check_overlap(data_dir: &Path, repositories: &[PathBuf]) -> Result<(), String> {
+    let data = resolve(data_dir);
+    for repository in repositories {
+        let path = resolve(repository);
+        if path.starts_with(&data) || data.starts_with(&path) {
+            return Err(format!(
+                "--data-dir {} and --model-repository {} overlap; use separate folders, so that \
+                 the registry and the models you own stay apart",
+                data_dir.display(),
+                repository.display()
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The absolute path without links, also of a folder that does not exist yet.
+fn resolve(path: &Path) -> PathBuf {
+    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+    for ancestor in absolute.ancestors() {
+        if let Ok(real) = ancestor.canonicalize() {
+            let rest = absolute.strip_prefix(ancestor).unwrap_or(Path::new(""));
+            return real.join(rest);
+        }
+    }
+    absolute
 }
 
 pub(crate) fn user_data_folder() -> Option<PathBuf> {
@@ -85,14 +133,24 @@ async fn serve(
     // Before anything is visible from outside, so that no signal is missed.
     let stop =
         if args.until_input_ends { ShutdownSignal::with_input()? } else { ShutdownSignal::new()? };
+    let mut stopped = std::pin::pin!(stop.wait());
     let service = LocalNode::new(device_group.clone(), loader.clone());
-    let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
-    let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
-    load_models(args, &service).await?;
-    let popularity = preload(args, &service);
     if matches!(args.model_control_mode, Some(ModelControlMode::None | ModelControlMode::Poll)) {
         service.forbid_control();
     }
+    let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
+    let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
+    let exit_timeout = Duration::from_secs(args.exit_timeout_secs);
+    tokio::select! {
+        loaded = load_models(args, &service) => loaded?,
+        () = &mut stopped => {
+            tracing::info!("stopping while models are being loaded");
+            loader.stop();
+            server.shutdown(exit_timeout).await;
+            return Ok(());
+        }
+    }
+    let popularity = preload(args, &service);
     service.set_started();
     tracing::info!(
         http = address_text(server.http_addr),
@@ -105,11 +163,12 @@ async fn serve(
     );
     if args.model_control_mode == Some(ModelControlMode::Poll) {
         let period = Duration::from_secs(args.repository_poll_secs);
-        tokio::spawn(follow_changes(service.clone(), loader, period));
+        tokio::spawn(follow_changes(service.clone(), loader.clone(), period));
     }
-    wait_and_save(stop, &service, popularity).await;
+    wait_and_save(stopped, &service, popularity).await;
     tracing::info!(in_flight = server.in_flight(), "stopping");
-    if server.shutdown(Duration::from_secs(args.exit_timeout_secs)).await {
+    loader.stop();
+    if server.shutdown(exit_timeout).await {
         return Ok(());
     }
     Err(Failure::failed("some requests did not finish in time and were cancelled"))
@@ -134,7 +193,11 @@ fn preload(args: &ServeArgs, service: &LocalNode) -> PopularityFile {
 }
 
 /// Waits for the shutdown signal, and saves request counts periodically.
-async fn wait_and_save(stop: ShutdownSignal, service: &LocalNode, saved: PopularityFile) {
+async fn wait_and_save(
+    mut stopped: Pin<&mut impl Future<Output = ()>>,
+    service: &LocalNode,
+    saved: PopularityFile,
+) {
     let save = || {
         if let Some((path, known)) = &saved
             && let Err(err) = known.after(service.inference_counts()).write(path)
@@ -142,7 +205,6 @@ async fn wait_and_save(stop: ShutdownSignal, service: &LocalNode, saved: Popular
             tracing::warn!("{}: {err}", path.display());
         }
     };
-    let mut stopped = std::pin::pin!(stop.wait());
     while tokio::time::timeout(SAVE_INTERVAL, &mut stopped).await.is_err() {
         save();
     }
@@ -193,5 +255,30 @@ async fn follow_changes(service: LocalNode, loader: Arc<DiskLoader>, period: Dur
             }
         }
         known = now;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn data_folders_that_overlap_a_repository_are_refused() {
+        let root = tempfile::tempdir().unwrap();
+        let path = |name: &str| root.path().join(name);
+        std::fs::create_dir_all(path("data/models")).unwrap();
+        std::fs::create_dir_all(path("other")).unwrap();
+        std::os::unix::fs::symlink(path("data/models"), path("link")).unwrap();
+        let overlap = |data: &str, repository: &str| {
+            check_overlap(&path(data), &[path("other"), path(repository)])
+        };
+        assert!(overlap("data", "data/models").unwrap_err().contains("--data-dir"));
+        assert!(overlap("data", "data").is_err());
+        assert!(overlap("data", "link").is_err());
+        assert!(overlap("data", "data/models/one.onnx").is_err());
+        assert!(overlap("data/models/new/registry", "data").is_err());
+        assert!(overlap("other/../data", "data/models").is_err());
+        assert!(overlap("data", "database").is_ok());
+        assert!(overlap("new", "data").is_ok());
     }
 }

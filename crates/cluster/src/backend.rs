@@ -13,15 +13,18 @@ use api::InferenceService;
 use api::error::ApiResult;
 use base::Clock;
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 
+use crate::candidate::CandidateRecord;
 use crate::membership::Membership;
 use crate::record::{
-    AssignedModel, Assignment, BackendRecord, BackendState, Keys, LoadState, ModelRecord,
-    ProfileRecord, RecordKind, decode, encode, profile_name,
+    AssignedModel, Assignment, BackendRecord, BackendState, FailedUpdate, Keys, LoadState,
+    ModelRecord, ProfileRecord, RecordKind, decode, encode, profile_name,
 };
 use crate::store::mirror;
 use crate::store::{Store, StoreError};
 
+pub mod candidates;
 pub mod profiling;
 
 /// A call to the node.
@@ -50,6 +53,9 @@ pub trait Host: Send + Sync + 'static {
     /// The model's most expensive steps, which other models may share: see
     /// [`ProfileRecord::marks`].
     fn marks<'a>(&'a self, model: &'a str) -> HostFuture<'a, Vec<(String, f64)>>;
+
+    /// Compiles and loads a candidate, without serving it.
+    fn check<'a>(&'a self, candidate: &'a CandidateRecord) -> HostFuture<'a, ()>;
 
     /// The service that runs requests on this node.
     fn service(&self) -> Arc<dyn InferenceService>;
@@ -119,6 +125,15 @@ impl BackendAgent {
         membership.put(self.keys.one(RecordKind::Backend, &self.name), encode(&self.record));
         let mut local = LocalState { state: BackendState::default(), measured: BTreeSet::new() };
         self.publish(&membership, &local);
+        // Beside the loop: a candidate does not wait for loads, nor they for it.
+        let mut checks = JoinSet::new();
+        checks.spawn(candidates::check_candidates(
+            self.store.clone(),
+            self.keys.clone(),
+            self.name.clone(),
+            self.host.clone(),
+            stop.clone(),
+        ));
         loop {
             self.read_models(&models.borrow_and_update());
             let assignment: Option<Assignment> =
@@ -184,6 +199,7 @@ impl BackendAgent {
             local.state.models.keys().filter(|m| !planned.contains(m.as_str())).cloned().collect();
         for model in others {
             let load_state = local.state.models.remove(&model);
+            local.state.failed.remove(&model);
             // Published first: the scheduler stops routing requests here before the model is
             // unloaded.
             self.publish(membership, local);
@@ -202,21 +218,39 @@ impl BackendAgent {
         membership: &Membership,
     ) -> bool {
         let model = &assigned.model;
-        match local.state.models.get(model) {
-            Some(LoadState::Ready { version }) if *version >= assigned.version => return true,
-            Some(LoadState::Ready { .. }) => {}
+        let version = self.catalog.find(model).map_or(assigned.version, |record| record.version);
+        let serving = match local.state.models.get(model) {
+            // The record is the truth, also where it was set back to an older version.
+            Some(LoadState::Ready { version: served }) if *served == version => {
+                if local.state.failed.remove(model).is_some() {
+                    self.publish(membership, local);
+                }
+                return true;
+            }
+            Some(LoadState::Ready { .. }) => true,
             _ => {
                 local.state.models.insert(model.clone(), LoadState::Loading);
                 self.publish(membership, local);
+                false
+            }
+        };
+        let result = self.host.load(model).await;
+        let loaded = result.is_ok();
+        match result {
+            Ok(()) => {
+                local.state.failed.remove(model);
+                local.state.models.insert(model.clone(), LoadState::Ready { version });
+            }
+            // The version that was in service still is.
+            Err(error) if serving => {
+                let failed = FailedUpdate { version, reason: error.message.to_string() };
+                local.state.failed.insert(model.clone(), failed);
+            }
+            Err(error) => {
+                let failed = LoadState::Failed { version, reason: error.message.to_string() };
+                local.state.models.insert(model.clone(), failed);
             }
         }
-        let version = self.catalog.find(model).map_or(assigned.version, |record| record.version);
-        let load_state = match self.host.load(model).await {
-            Ok(()) => LoadState::Ready { version },
-            Err(error) => LoadState::Failed { version, reason: error.message.to_string() },
-        };
-        let loaded = matches!(load_state, LoadState::Ready { .. });
-        local.state.models.insert(model.clone(), load_state);
         self.publish(membership, local);
         loaded
     }
@@ -224,8 +258,10 @@ impl BackendAgent {
     /// Measures a model that has no profile for this kind of device.
     async fn measure(&self, assigned: &AssignedModel, local: &mut LocalState) {
         let Some(record) = self.catalog.find(&assigned.model) else { return };
-        let ready =
-            matches!(local.state.models.get(&assigned.model), Some(LoadState::Ready { .. }));
+        let ready = matches!(
+            local.state.models.get(&assigned.model),
+            Some(LoadState::Ready { version }) if *version == record.version
+        );
         if !ready || local.measured.contains(&record.digest) {
             return;
         }

@@ -3,6 +3,7 @@
 
 pub mod backend;
 pub mod balance;
+pub mod candidate;
 pub mod election;
 pub mod frontend;
 pub mod lease;

@@ -3,19 +3,24 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use model::ModelConfig;
+use model::{ModelConfig, durable};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 
 use bucket::BucketStore;
 
+use crate::candidate::{self, CandidateError};
 use crate::query::spec::QuerySpec;
 use crate::record::{Keys, ModelRecord, RecordKind, decode, encode};
-use crate::store::{Store, StoreError};
+use crate::store::{Condition, Store, StoreError, Write};
 
 pub mod bucket;
+
+/// Age of a half-written file whose writer is gone for sure.
+const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
 /// Attempts to change a record that other processes change too.
 const ATTEMPTS: usize = 16;
@@ -100,8 +105,11 @@ pub struct FileStore {
 impl FileStore {
     /// Opens `folder`, which is created where it does not exist.
     pub fn open(folder: &Path) -> std::io::Result<FileStore> {
-        std::fs::create_dir_all(folder.join("sha256"))?;
-        Ok(FileStore { folder: folder.join("sha256") })
+        let folder = folder.join("sha256");
+        durable::create_folder(&folder)?;
+        // Other machines may be writing now.
+        durable::remove_abandoned(&folder, ABANDONED)?;
+        Ok(FileStore { folder })
     }
 
     /// The path of the file with this digest.
@@ -110,14 +118,13 @@ impl FileStore {
         (is_digest(digest) && path.is_file()).then_some(path)
     }
 
-    /// Stores a file and returns its digest. The file appears atomically.
+    /// Stores a file and returns its digest. The file appears atomically and is on disk when this
+    /// returns; a damaged one is replaced. After an error nothing of it remains.
     pub fn put(&self, bytes: &[u8]) -> std::io::Result<String> {
         let name = digest(bytes);
         let path = self.folder.join(&name);
-        if !path.is_file() {
-            let part = self.folder.join(format!(".{name}.{}", std::process::id()));
-            std::fs::write(&part, bytes)?;
-            std::fs::rename(&part, &path)?;
+        if !std::fs::read(&path).is_ok_and(|there| there == bytes) {
+            durable::write(&path, bytes)?;
         }
         Ok(name)
     }
@@ -192,6 +199,23 @@ impl ModelRecords {
         self.change(name, change).await.map(|_| ())
     }
 
+    /// The record of a model.
+    pub async fn find(&self, name: &str) -> Result<Option<ModelRecord>, StoreError> {
+        let key = self.keys.one(RecordKind::Model, name);
+        let entry = self.store.get(&key).await?;
+        Ok(entry.and_then(|entry| decode(&key, &entry.value)))
+    }
+
+    /// Has a version checked by a backend before it replaces anything: name, digest and size.
+    pub async fn propose(
+        &self,
+        candidate: (&str, &str, u64),
+        config: &ModelConfig,
+        limit: Duration,
+    ) -> Result<(), CandidateError> {
+        candidate::propose(&self.store, &self.keys, candidate, config, limit).await
+    }
+
     /// Stores a new version of a model and returns its number.
     pub async fn register(
         &self,
@@ -211,6 +235,27 @@ impl ModelRecords {
         };
         let record = self.change(name, change).await?;
         Ok(record.map_or(1, |record| record.version))
+    }
+
+    /// Deletes the record of a model, if it has this version; `false` if there is none.
+    pub async fn delete(&self, name: &str, version: Option<u64>) -> Result<bool, StoreError> {
+        let key = self.keys.one(RecordKind::Model, name);
+        for _ in 0..ATTEMPTS {
+            let Some(entry) = self.store.get(&key).await? else { return Ok(false) };
+            let record: Option<ModelRecord> = decode(&key, &entry.value);
+            let other = |record: ModelRecord| version.is_some_and(|v| v != record.version);
+            if record.is_some_and(other) {
+                return Ok(false);
+            }
+            let condition = Condition { key: key.clone(), revision: entry.revision };
+            let write = Write::delete(key.clone());
+            if self.store.transact(vec![condition], vec![write]).await?.is_some() {
+                return Ok(true);
+            }
+        }
+        Err(StoreError::Unreachable(format!(
+            "the record of '{name}' is changed concurrently too often"
+        )))
     }
 
     /// Enables or disables a model; `None` when it does not exist.
@@ -285,8 +330,37 @@ mod tests {
         let name = files.put(b"model").unwrap();
         assert_eq!(name, digest(b"model"));
         assert_eq!(std::fs::read(files.path(&name).unwrap()).unwrap(), b"model");
+        // A damaged file is replaced when its content is stored again.
+        std::fs::write(files.path(&name).unwrap(), b"mod").unwrap();
+        assert_eq!(files.put(b"model").unwrap(), name);
+        assert_eq!(std::fs::read(files.path(&name).unwrap()).unwrap(), b"model");
         for bad in ["", "../secret", &"0".repeat(64), &"/".repeat(64)] {
             assert_eq!(files.path(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn writers_with_the_same_process_id_do_not_collide() {
+        let folder = tempfile::tempdir().unwrap();
+        // Two containers on one shared folder: both write as process 1.
+        let pods = [0, 1].map(|_| FileStore::open(folder.path()).unwrap());
+        let content: Vec<u8> = (0..1 << 20).map(|byte| byte as u8).collect();
+        let name = digest(&content);
+        std::thread::scope(|scope| {
+            for pod in &pods {
+                scope.spawn(|| {
+                    for _ in 0..10 {
+                        assert_eq!(pod.put(&content).unwrap(), name);
+                        // Whatever the other one does, the file is never seen half written.
+                        if let Some(seen) = pod.path(&name).and_then(|p| std::fs::read(p).ok()) {
+                            assert_eq!(digest(&seen), name);
+                        }
+                        let _ = std::fs::remove_file(folder.path().join("sha256").join(&name));
+                    }
+                });
+            }
+        });
+        let left = std::fs::read_dir(folder.path().join("sha256")).unwrap().count();
+        assert!(left <= 1, "{left} files");
     }
 }

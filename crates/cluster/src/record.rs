@@ -73,6 +73,8 @@ pub enum RecordKind {
     Query,
     /// Budgets of queries' stages ([`SplitRecord`]), by query.
     Split,
+    /// Versions before they replace anything ([`crate::candidate::CandidateRecord`]); leased.
+    Candidate,
 }
 
 impl RecordKind {
@@ -89,6 +91,7 @@ impl RecordKind {
             RecordKind::Route => "routes/",
             RecordKind::Query => "queries/",
             RecordKind::Split => "splits/",
+            RecordKind::Candidate => "candidates/",
         }
     }
 }
@@ -155,6 +158,18 @@ pub enum LoadState {
 pub struct BackendState {
     /// State by model.
     pub models: BTreeMap<String, LoadState>,
+    /// Versions that could not be loaded where an older one serves on.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub failed: BTreeMap<String, FailedUpdate>,
+}
+
+/// A version that could not be loaded.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailedUpdate {
+    /// The version.
+    pub version: u64,
+    /// Why.
+    pub reason: String,
 }
 
 /// A process that receives requests.
@@ -346,6 +361,9 @@ pub struct TargetRecord {
     /// Requests at which a batch starts where it belongs to a backend pool; else 0.
     #[serde(rename = "least", default, skip_serializing_if = "is_zero")]
     pub min_batch: u32,
+    /// The version it serves; 0 when unknown.
+    #[serde(default)]
+    pub version: u64,
 }
 
 /// The route of a model's requests.
@@ -407,6 +425,9 @@ pub struct PlanRecord {
     pub prefix_groups: Vec<Vec<String>>,
     /// Models that every backend failed to load, and the reason.
     pub failed: BTreeMap<String, String>,
+    /// The versions of these.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub failed_versions: BTreeMap<String, u64>,
     /// Milliseconds that planning took.
     pub plan_ms: f64,
 }

@@ -484,6 +484,7 @@ impl Core {
                     batch_ms: time.map_or(0.0, |(_, ms)| *ms),
                     cycle_ms: cycle.map_or(0.0, |cycle| cycle.cycle_ms),
                     min_batch: pools.min_batch(backend, model),
+                    version: version_on(snapshot, backend, model),
                 })
             };
             let targets = targets.iter().filter_map(target).collect();
@@ -499,18 +500,23 @@ impl Core {
         backends: usize,
         demands: &[Demand],
     ) -> PlanRecord {
-        let mut failed = BTreeMap::new();
+        let (mut failed, mut failed_versions) = (BTreeMap::new(), BTreeMap::new());
         for (model, record) in &snapshot.models {
             let load_states =
                 || snapshot.states.values().filter_map(|state| state.models.get(model));
-            let ready =
-                load_states().any(|load_state| matches!(load_state, LoadState::Ready { .. }));
+            let ready = load_states().any(|load_state| {
+                matches!(load_state, LoadState::Ready { version } if *version >= record.version)
+            });
             let reason = load_states().find_map(|load_state| match load_state {
                 LoadState::Failed { version, reason } if *version >= record.version => Some(reason),
                 _ => None,
             });
+            let updates = snapshot.states.values().filter_map(|state| state.failed.get(model));
+            let update = updates.filter(|update| update.version >= record.version).last();
+            let reason = reason.or(update.map(|update| &update.reason));
             if let (false, Some(reason)) = (ready, reason) {
                 failed.insert(model.clone(), reason.clone());
+                failed_versions.insert(model.clone(), record.version);
             }
         }
         let mut prefix_groups: BTreeMap<&str, Vec<String>> = BTreeMap::new();
@@ -527,7 +533,17 @@ impl Core {
         self.plan.scale = if slack.is_finite() { (slack * 100.0).round() / 100.0 } else { 0.0 };
         self.plan.unattainable.clone_from(&self.placement.unattainable);
         self.plan.failed = failed;
+        self.plan.failed_versions = failed_versions;
         self.plan.clone()
+    }
+}
+
+/// The version of `model` that `backend` serves; 0 when it serves none.
+fn version_on(snapshot: &ClusterSnapshot, backend: &str, model: &str) -> u64 {
+    let state = snapshot.states.get(backend).and_then(|state| state.models.get(model));
+    match state {
+        Some(LoadState::Ready { version }) => *version,
+        _ => 0,
     }
 }
 

@@ -4,6 +4,7 @@
 pub mod config;
 pub mod dim;
 pub mod dtype;
+pub mod durable;
 pub mod gpu;
 pub mod host_pool;
 pub mod memory;

@@ -16,14 +16,16 @@ pub fn random_tensor(
 ) -> Result<Tensor, TensorError> {
     let count = element_count(&shape)?;
     macro_rules! whole {
-        ($rust:ty) => {
-            Tensor::from_vec(shape, (0..count).map(|_| random.below(2) as $rust).collect())
-        };
+        ($rust:ty) => {{
+            let values = filled(&shape, count, || random.below(2) as $rust)?;
+            Tensor::from_vec(shape, values)
+        }};
     }
     macro_rules! real {
-        ($convert:expr) => {
-            Tensor::from_vec(shape, (0..count).map(|_| $convert(random.symmetric_f32())).collect())
-        };
+        ($convert:expr) => {{
+            let values = filled(&shape, count, || $convert(random.symmetric_f32()))?;
+            Tensor::from_vec(shape, values)
+        }};
     }
     match dtype {
         DataType::F32 => real!(|x: f32| x),
@@ -39,11 +41,27 @@ pub fn random_tensor(
         DataType::I32 => whole!(i32),
         DataType::I64 => whole!(i64),
         DataType::Bool => {
-            let bytes: Vec<u8> = (0..count).map(|_| random.below(2) as u8).collect();
+            let bytes = filled(&shape, count, || random.below(2) as u8)?;
             Tensor::from_raw(DataType::Bool, shape, bytes.into())
         }
-        DataType::String => Tensor::from_strings(shape, vec![Bytes::from_static(b"text"); count]),
+        DataType::String => {
+            let texts = filled(&shape, count, || Bytes::from_static(b"text"))?;
+            Tensor::from_strings(shape, texts)
+        }
     }
+}
+
+/// `count` values; an error where memory does not suffice.
+fn filled<T>(
+    shape: &[usize],
+    count: usize,
+    mut value: impl FnMut() -> T,
+) -> Result<Vec<T>, TensorError> {
+    let mut values = Vec::new();
+    let too_large = |_| TensorError::TooLarge { shape: shape.to_vec() };
+    values.try_reserve_exact(count).map_err(too_large)?;
+    values.extend((0..count).map(|_| value()));
+    Ok(values)
 }
 
 #[cfg(test)]

@@ -8,8 +8,8 @@ use std::time::Duration;
 use api::error::ApiResult;
 use api::{
     ApiError, Classification, ClassifyRequest, ErrorKind, IndexEntry, InferOptions, InferRequest,
-    InferResponse, InferenceService, ModelMetadata, ModelRef, ModelState, ModelStatistics,
-    RegisterRequest, Registered, RequestContext, ServerMetadata, ServiceFuture, proto,
+    InferResponse, InferenceService, ModelMetadata, ModelRef, ModelStatistics, RegisterRequest,
+    Registered, RequestContext, ServerMetadata, ServiceFuture, proto,
 };
 use base::Nanos;
 use device::DeviceError;
@@ -26,6 +26,7 @@ pub mod image;
 pub mod loader;
 pub mod model_table;
 pub mod prefix_batching;
+mod registration;
 pub mod served_model;
 
 use counters::PendingRequest;
@@ -403,10 +404,13 @@ impl Inner {
                 return;
             };
             let (key, device_group) = (served.key, inner.device_group.clone());
+            let (loader, measured, version) = (inner.loader.clone(), name.clone(), served.version);
             // An unload does not wait for the profiling.
             drop(served);
-            let measured =
-                tokio::task::spawn_blocking(move || device_group.profile(key, PROFILE_LIMIT));
+            let measured = tokio::task::spawn_blocking(move || {
+                let _mark = loader.begin_measuring(&measured, version);
+                device_group.profile(key, PROFILE_LIMIT)
+            });
             match measured.await {
                 Ok(times) if !times.is_empty() => {
                     tracing::info!(model = name, times = profile_text(&times), "model profiled");
@@ -552,15 +556,27 @@ impl InferenceService for LocalNode {
     }
 
     fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered> {
-        let inner = self.inner.clone();
-        Box::pin(run_detached(async move {
-            let name = request.name.clone();
-            let loader = inner.loader.clone();
-            blocking(move || loader.register(request)).await?;
-            let version = inner.clone().load(name.clone()).await?;
-            inner.profile(name.clone());
-            Ok(Registered { name, version: version.to_string(), state: ModelState::Ready })
-        }))
+        Box::pin(async move {
+            self.check_control()?;
+            self.inner.check(&request).await?;
+            run_detached(self.inner.clone().register(request)).await
+        })
+    }
+
+    fn delete_model<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, usize> {
+        Box::pin(async move {
+            self.check_control()?;
+            let (name, version) = (model.name.to_string(), model.version);
+            run_detached(self.inner.clone().delete(name, version)).await
+        })
+    }
+
+    fn roll_back_model<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, Registered> {
+        Box::pin(async move {
+            self.check_control()?;
+            let (name, version) = (model.name.to_string(), model.version);
+            run_detached(self.inner.clone().roll_back(name, version)).await
+        })
     }
 
     fn classify(

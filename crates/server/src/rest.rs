@@ -21,6 +21,7 @@ mod health_api;
 mod infer_api;
 mod model_api;
 mod query_api;
+mod registry_api;
 mod repository_api;
 pub(crate) mod response;
 mod statistics_api;
@@ -89,6 +90,13 @@ fn router(app: Arc<AppState>) -> Router {
         .route("/v2/repository/models/{model}/unload", post(repository_api::unload))
         .route("/register", post(classify_api::register).layer(models))
         .route("/v2/atoll/register", post(classify_api::register).layer(models))
+        .route("/v2/atoll/models/{model}", delete(registry_api::delete))
+        .route("/v2/atoll/models/{model}/versions/{version}", delete(registry_api::delete))
+        .route("/v2/atoll/models/{model}/rollback", post(registry_api::roll_back))
+        .route(
+            "/v2/atoll/models/{model}/versions/{version}/rollback",
+            post(registry_api::roll_back),
+        )
         .route("/classify", post(classify_api::classify).layer(images))
         .route("/v2/atoll/classify", post(classify_api::classify).layer(images))
         .route("/v2/atoll/queries", get(query_api::list))

@@ -325,6 +325,40 @@ fn picture() -> Bytes {
     file.into()
 }
 
+fn registration(name: &str) -> RegisterRequest {
+    RegisterRequest {
+        name: name.into(),
+        onnx: Bytes::from_static(b"onnx"),
+        labels: Vec::new(),
+        preprocessing: None,
+        class: None,
+        slo_ms: None,
+    }
+}
+
+#[tokio::test]
+async fn a_registration_that_cannot_be_loaded_is_removed() {
+    let Fixture { node, .. } = start(INSTANT, &[]).await;
+    assert!(node.register(registration("broken")).await.is_err());
+    let index = node.index(false).await.unwrap();
+    assert!(index.iter().all(|entry| entry.name != "broken" || entry.version.is_empty()));
+    node.register(registration("fine")).await.unwrap();
+    assert_eq!(node.delete_model(ModelRef { name: "fine", version: None }).await.unwrap(), 1);
+    let gone = node.model_ready(ModelRef { name: "fine", version: None }).await;
+    assert_eq!(gone.unwrap_err().kind, ErrorKind::NotFound);
+}
+
+#[tokio::test]
+async fn clients_register_and_delete_nothing_where_models_are_fixed() {
+    let Fixture { node, .. } = start(INSTANT, &[]).await;
+    node.forbid_control();
+    let refused = node.register(registration("image")).await.unwrap_err();
+    assert!(refused.message.contains("--model-control-mode"), "{refused}");
+    let model = ModelRef { name: "image", version: None };
+    assert!(node.delete_model(model).await.is_err());
+    assert!(node.roll_back_model(model).await.is_err());
+}
+
 #[tokio::test]
 async fn registered_models_classify_pictures() {
     let Fixture { node, .. } = start(INSTANT, &[]).await;

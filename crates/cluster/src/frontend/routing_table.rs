@@ -31,6 +31,8 @@ pub struct RouteTarget {
     pub cycle_ms: f64,
     /// Requests at which a batch starts where it belongs to a backend pool; else 0.
     pub min_batch: u32,
+    /// The version it serves; 0 when unknown.
+    pub version: u64,
     /// Requests of this frontend for this model that are in flight there.
     pub outstanding: Arc<OutstandingRequests>,
 }
@@ -146,6 +148,12 @@ impl ModelEntry {
         in_flight == 0 || (cycle_ms > 0.0 && wait_ms < UNDERLOADED * timeout.0 as f64 / 1e6)
     }
 
+    /// Whether a backend serves `version` or a newer one.
+    pub fn serves(&self, version: u64) -> bool {
+        // Schedulers of an older release do not say which version.
+        self.targets.iter().any(|target| target.version >= version || target.version == 0)
+    }
+
     /// State of the model.
     pub fn state(&self) -> (ModelState, String) {
         match (&self.failure, self.record.enabled, self.targets.is_empty()) {
@@ -165,7 +173,6 @@ impl RoutingTable {
         before: &RoutingTable,
         links: &BackendLinks,
     ) -> RoutingTable {
-        let failed = snapshot.plan.as_ref().map(|plan| &plan.failed);
         let entry = |(name, record): (&String, &ModelRecord)| {
             let old = before.models.get(name);
             let route = snapshot.routes.get(name);
@@ -173,7 +180,7 @@ impl RoutingTable {
                 record: record.clone(),
                 targets: route.map(|route| targets(route, old, links)).unwrap_or_default(),
                 rate_max: route.and_then(|route| route.rate_max),
-                failure: failed.and_then(|failed| failed.get(name).cloned()),
+                failure: failure(snapshot, name, record),
                 meter: old.map(|old| old.meter.clone()).unwrap_or_default(),
                 limit: old.map(|old| old.limit.clone()).unwrap_or_default(),
             };
@@ -233,6 +240,13 @@ impl RoutingTable {
     }
 }
 
+/// Why no backend can load this version. A plan from before the version says nothing about it.
+fn failure(snapshot: &ClusterSnapshot, name: &str, record: &ModelRecord) -> Option<String> {
+    let plan = snapshot.plan.as_ref()?;
+    let version = plan.failed_versions.get(name).copied();
+    plan.failed.get(name).filter(|_| version.is_none_or(|v| v >= record.version)).cloned()
+}
+
 fn query_entry(
     name: &str,
     spec: &QuerySpec,
@@ -278,6 +292,7 @@ fn targets(
             batch_ms: record.batch_ms,
             cycle_ms: record.cycle_ms,
             min_batch: record.min_batch,
+            version: record.version,
             outstanding: before.map(|target| target.outstanding.clone()).unwrap_or_default(),
         })
     };

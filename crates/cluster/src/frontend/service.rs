@@ -17,6 +17,7 @@ use model::ModelConfig;
 
 use super::routing_table::{ModelEntry, RoutingTable};
 use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
+use crate::candidate::CandidateError;
 use crate::record::{LoadReport, ModelLoad, ScalingRecord};
 use crate::store::StoreError;
 
@@ -31,6 +32,16 @@ pub(super) fn store_error(error: StoreError) -> ApiError {
             ApiError::internal(format!("the cluster's store refuses: {why}"))
         }
         error => ApiError::unavailable(error.to_string()).retry_after(1),
+    }
+}
+
+fn candidate_error(error: CandidateError) -> ApiError {
+    let text = |why: String| format!("the model is not registered: {why}");
+    match error {
+        CandidateError::Refused(why) => ApiError::invalid(text(why)),
+        CandidateError::Unsupported(why) => ApiError::unsupported(text(why)),
+        CandidateError::Unchecked(why) => ApiError::unavailable(text(why)).retry_after(10),
+        CandidateError::Store(error) => store_error(error),
     }
 }
 
@@ -79,10 +90,10 @@ impl Inner {
                 return Ok(false);
             };
             match &entry.failure {
-                Some(why) if entry.targets.is_empty() => {
+                Some(why) if !entry.serves(version) => {
                     Err(ApiError::unavailable(format!("cannot load model '{name}': {why}")))
                 }
-                _ => Ok(entry.state().0 == ModelState::Ready),
+                _ => Ok(entry.state().0 == ModelState::Ready && entry.serves(version)),
             }
         })
         .await
@@ -104,6 +115,18 @@ impl Inner {
         self.wait_for(name, |entry| Ok(entry.is_none_or(|entry| entry.targets.is_empty()))).await
     }
 
+    /// Deletes a model from the cluster; returns when no backend serves it. Its file stays in the
+    /// model store, where other models may have the same content.
+    async fn delete(&self, model: ModelRef<'_>) -> ApiResult<usize> {
+        let name = model.name;
+        if !self.records.delete(name, model.version).await.map_err(store_error)? {
+            return Err(ApiError::not_found(format!("there is no such version of '{name}'")));
+        }
+        let gone = |entry: Option<&ModelEntry>| entry.is_none_or(|entry| entry.targets.is_empty());
+        self.wait_for(name, |entry| Ok(gone(entry))).await?;
+        Ok(1)
+    }
+
     async fn register(&self, request: RegisterRequest) -> ApiResult<Registered> {
         let files = self.settings.files.clone().ok_or_else(|| {
             ApiError::unavailable("cannot register models: start the frontend with --model-store")
@@ -121,7 +144,10 @@ impl Inner {
             .put(onnx)
             .await
             .map_err(|error| ApiError::unavailable(format!("cannot store the model: {error}")))?;
-        let before = self.table().models.get(&name).map(|entry| entry.record.clone());
+        // Nothing is replaced before a backend has compiled and loaded it.
+        let candidate = (name.as_str(), digest.as_str(), bytes);
+        self.records.propose(candidate, &config, LOAD_TIMEOUT).await.map_err(candidate_error)?;
+        let before = self.records.find(&name).await.map_err(store_error)?;
         let version =
             self.records.register(&name, &digest, bytes, &config).await.map_err(store_error)?;
         if let Err(error) = self.wait_until_ready(&name, version).await {
@@ -388,6 +414,10 @@ impl InferenceService for Frontend {
             let work = tokio::spawn(async move { inner.register(request).await });
             work.await.unwrap_or_else(|_| Err(ApiError::internal("the registration failed")))
         })
+    }
+
+    fn delete_model<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, usize> {
+        Box::pin(self.inner.delete(model))
     }
 
     fn classify(

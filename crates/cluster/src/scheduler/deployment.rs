@@ -67,7 +67,11 @@ impl<'a> DeploymentState<'a> {
     fn is_done(&self, backend: &str, model: &str) -> bool {
         let planned = self.models.get(model).map_or(0, |facts| facts.version);
         match self.load_state(backend, model) {
-            Some(LoadState::Ready { version }) => *version >= planned,
+            Some(LoadState::Ready { version }) => {
+                let state = self.states.get(backend);
+                let failed = state.and_then(|state| state.failed.get(model));
+                *version >= planned || failed.is_some_and(|failed| failed.version >= planned)
+            }
             Some(LoadState::Failed { version, .. }) => *version >= planned,
             _ => false,
         }
@@ -394,7 +398,10 @@ mod tests {
             duty_cycles: [("a".to_string(), cycle(30.0)), ("b".to_string(), cycle(10.0))].into(),
             ..Placement::default()
         };
-        let ready = BackendState { models: [("m".into(), LoadState::Ready { version: 1 })].into() };
+        let ready = BackendState {
+            models: [("m".into(), LoadState::Ready { version: 1 })].into(),
+            ..BackendState::default()
+        };
         let names = ["a", "b", "c"].map(str::to_string);
         let state = DeploymentState {
             placement: &placement,

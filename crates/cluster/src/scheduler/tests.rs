@@ -43,7 +43,7 @@ fn apply(snapshot: &mut ClusterSnapshot, decision: &Decision) {
             (assigned.model.clone(), LoadState::Ready { version: assigned.version })
         };
         let models = assignment.models.iter().map(ready).collect();
-        snapshot.states.insert(backend.clone(), BackendState { models });
+        snapshot.states.insert(backend.clone(), BackendState { models, ..BackendState::default() });
     }
 }
 

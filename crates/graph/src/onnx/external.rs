@@ -13,6 +13,9 @@ pub struct ExternalData {
 }
 
 impl ExternalData {
+    /// What the error says where weights are external and [`ExternalData::none`] is given.
+    pub const NO_FOLDER: &str = "the weights are external, and no folder is given";
+
     /// Refuses models with external weights.
     pub fn none() -> ExternalData {
         ExternalData::default()
@@ -62,8 +65,7 @@ impl ExternalData {
 
     /// The file at `location`, which must be inside the model's folder, also after following links.
     fn resolve(&self, location: &str) -> Result<PathBuf, String> {
-        let folder =
-            self.folder.as_ref().ok_or("the weights are external, and no folder is given")?;
+        let folder = self.folder.as_ref().ok_or(ExternalData::NO_FOLDER)?;
         let relative = Path::new(location);
         let plain = relative
             .components()

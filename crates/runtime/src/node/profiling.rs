@@ -8,7 +8,7 @@ use device::Program;
 use model::config::Class;
 use model::row_independence::batch_symbol;
 use model::sample::random_tensor;
-use model::tensor::TensorError;
+use model::tensor::{TensorError, element_count};
 use model::{Dim, LaunchPlan, Tensor, ValueInfo};
 
 use super::submission::Submission;
@@ -23,6 +23,13 @@ const RUNS: usize = 3;
 /// A model is measured at one size; requests may have others.
 const OPEN_PICTURE: [usize; 5] = [320, 224, 64, 32, 1];
 const OPEN: [usize; 5] = [128, 64, 32, 8, 1];
+
+/// Max bytes of the inputs of a measurement. A model that declares larger ones is not measured:
+/// making them would take the memory and time that requests need.
+const INPUT_BYTES_MAX: usize = 256 << 20;
+
+/// Bytes of one element of text in these inputs.
+const TEXT_BYTES: usize = 32;
 
 /// Rows of a batch and its time.
 pub type BatchTime = (usize, Nanos);
@@ -158,16 +165,22 @@ fn inputs(
     random: &mut Random,
 ) -> Result<Vec<Tensor>, TensorError> {
     let batch = batch_symbol(plan);
-    plan.inputs.iter().map(|id| input(plan.value(*id), batch, rows, size, random)).collect()
+    let mut bytes = 0usize;
+    let mut inputs = Vec::with_capacity(plan.inputs.len());
+    for id in &plan.inputs {
+        let info = plan.value(*id);
+        let shape = input_shape(info, batch, rows, size);
+        let element = info.dtype.size_bytes().unwrap_or(TEXT_BYTES);
+        bytes = bytes.saturating_add(element_count(&shape)?.saturating_mul(element));
+        if bytes > INPUT_BYTES_MAX {
+            return Err(TensorError::TooLarge { shape });
+        }
+        inputs.push(random_tensor(info.dtype, shape, random)?);
+    }
+    Ok(inputs)
 }
 
-fn input(
-    info: &ValueInfo,
-    batch: Option<&str>,
-    rows: usize,
-    size: usize,
-    random: &mut Random,
-) -> Result<Tensor, TensorError> {
+fn input_shape(info: &ValueInfo, batch: Option<&str>, rows: usize, size: usize) -> Vec<usize> {
     let dims = info.shape.as_deref().unwrap_or_default();
     let sizes = if dims.len() == 4 { OPEN_PICTURE } else { OPEN };
     let extent = |dim: &Dim| match dim {
@@ -175,6 +188,38 @@ fn input(
         Dim::Symbol(symbol) if Some(symbol.as_str()) == batch => rows,
         Dim::Symbol(_) | Dim::Expr(_) | Dim::Unknown => sizes[size],
     };
-    let shape = dims.iter().map(extent).collect();
-    random_tensor(info.dtype, shape, random)
+    dims.iter().map(extent).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use model::{DataType, ValueId};
+
+    fn plan(shapes: &[&[Dim]]) -> LaunchPlan {
+        let value = |shape: &&[Dim]| ValueInfo {
+            name: "x".to_string(),
+            dtype: DataType::F32,
+            shape: Some(shape.to_vec()),
+        };
+        LaunchPlan {
+            values: shapes.iter().map(value).collect(),
+            constants: Vec::new(),
+            inputs: (0..shapes.len() as u32).map(ValueId).collect(),
+            outputs: Vec::new(),
+            steps: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn inputs_that_a_model_declares_too_large_are_not_made() {
+        let made = |shapes: &[&[Dim]]| inputs(&plan(shapes), 2, 0, &mut Random::new(1));
+        assert_eq!(made(&[&[Dim::Fixed(3), Dim::Unknown]]).unwrap()[0].shape(), [3, 128]);
+        // 4 TiB: the process would be killed while it fills them.
+        assert!(made(&[&[Dim::Fixed(1 << 40)]]).is_err());
+        assert!(made(&[&[Dim::Fixed(1 << 62), Dim::Fixed(4)]]).is_err());
+        // Each is small enough, all of them are not.
+        let one: &[Dim] = &[Dim::Fixed(40 << 20)];
+        assert!(made(&[one, one]).is_err());
+    }
 }

@@ -1,6 +1,8 @@
 //! Source of a node's models.
 
-use api::{ApiError, RegisterRequest};
+use std::sync::atomic::AtomicBool;
+
+use api::{ApiError, ErrorKind, RegisterRequest};
 use model::config::ModelConfig;
 use runtime::PlacedProgram;
 use thiserror::Error;
@@ -39,6 +41,9 @@ pub enum LoadError {
     /// Not enough memory now.
     #[error("{0}")]
     Unavailable(String),
+    /// The registry is full.
+    #[error("{0}")]
+    Full(String),
     /// Anything else.
     #[error("{0}")]
     Internal(String),
@@ -51,6 +56,7 @@ impl From<LoadError> for ApiError {
             LoadError::Invalid(message) => ApiError::invalid(message),
             LoadError::Unsupported(message) => ApiError::unsupported(message),
             LoadError::Unavailable(message) => ApiError::unavailable(message),
+            LoadError::Full(message) => ApiError::new(ErrorKind::TooLarge, message),
             LoadError::Internal(message) => ApiError::internal(message),
         }
     }
@@ -64,6 +70,33 @@ pub trait ModelLoader: Send + Sync + 'static {
     /// All models and versions.
     fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError>;
 
+    /// Checks a model that is about to be registered, where it can do no harm. Ends early once
+    /// `cancelled` is set.
+    fn check(&self, _request: &RegisterRequest, _cancelled: &AtomicBool) -> Result<(), LoadError> {
+        Ok(())
+    }
+
     /// Stores a new model and returns its version. A model that cannot run is refused.
     fn register(&self, request: RegisterRequest) -> Result<u64, LoadError>;
+
+    /// Deletes a registered version of `name`, or all of them; returns how many there were.
+    fn delete(&self, _name: &str, _version: Option<u64>) -> Result<usize, LoadError> {
+        Err(no_registry())
+    }
+
+    /// Puts an older registered version of `name` in force: the given one, or the one before.
+    /// Returns the version that was in force and the one that is.
+    fn roll_back(&self, _name: &str, _version: Option<u64>) -> Result<(u64, u64), LoadError> {
+        Err(no_registry())
+    }
+
+    /// Notes on disk that the model is being measured, until the result is dropped. If the process
+    /// ends meanwhile, the next one knows.
+    fn begin_measuring(&self, _name: &str, _version: u64) -> Option<Box<dyn Send>> {
+        None
+    }
+}
+
+fn no_registry() -> LoadError {
+    LoadError::Unsupported("this server has no registry of its own".to_string())
 }

@@ -156,6 +156,14 @@ impl ModelTable {
         }
     }
 
+    /// Forgets `name`, which no longer exists, unless it is in service.
+    pub fn forget(&self, name: &str) {
+        let mut entries = self.write();
+        if entries.get(name).is_some_and(|entry| entry.served.is_none()) {
+            entries.remove(name);
+        }
+    }
+
     /// The index: the models of the repository with their states.
     pub fn index(&self, repository: Vec<RepositoryEntry>, only_ready: bool) -> Vec<IndexEntry> {
         let entries = self.read();

@@ -264,4 +264,11 @@ impl ModelLoader for FakeLoader {
         self.add(&request.name, 1, config);
         Ok(1)
     }
+
+    fn delete(&self, name: &str, version: Option<u64>) -> Result<usize, LoadError> {
+        let mut models = self.models.lock().unwrap();
+        let before = models.len();
+        models.retain(|(key, at), _| key != name || version.is_some_and(|v| v != *at));
+        Ok(before - models.len())
+    }
 }
