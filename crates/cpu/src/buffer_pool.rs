@@ -49,7 +49,10 @@ macro_rules! pooled {
                 best_fit(&mut buffers.$list, capacity).map(Buffer::cast)
             }
 
-            fn put_buffer(buffers: &mut PooledBuffers, buffer: Buffer<Self>) -> Option<Buffer<Self>> {
+            fn put_buffer(
+                buffers: &mut PooledBuffers,
+                buffer: Buffer<Self>,
+            ) -> Option<Buffer<Self>> {
                 push(&mut buffers.$list, buffer.cast()).map(Buffer::cast)
             }
         })+

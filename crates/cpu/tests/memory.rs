@@ -132,7 +132,7 @@ fn outputs_stay_reserved_until_they_are_dropped() {
     let outputs = runner.run(inputs(300, 300)).unwrap();
     assert!(memory.used() >= 300 * 300 * 4);
     drop(outputs);
-    // What is kept for the next request is freed when somebody needs it.
+    // What is kept for the next request is freed when another request needs it.
     assert!(memory.reserve((64 << 20) - (1 << 20)).is_ok(), "{}", memory.used());
 }
 

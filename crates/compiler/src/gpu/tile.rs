@@ -15,7 +15,8 @@ pub enum InputAccess {
     Strided,
 }
 
-/// How the partial sums of a split product are added; see `SplitReduction` in `kernels/conv_load.cuh`.
+/// How the partial sums of a split product are added; see `SplitReduction` in
+/// `kernels/conv_load.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SplitReduction {
     /// Not split.

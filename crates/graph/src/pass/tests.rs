@@ -498,7 +498,8 @@ fn shapes_that_depend_on_folded_constants_fold() {
     }
     let mut graph = b.output(x);
     graph.outputs.push(parts);
-    let folded = fold::run(&mut graph, Some(&SumsAndPlaces));
+    let mut budget = fold::FoldBudget::new(&graph);
+    let folded = fold::run(&mut graph, Some(&SumsAndPlaces), &mut budget);
     // Sums, differences and shapes: only reshapes and activations remain.
     assert_eq!((folded, graph.nodes.len()), (36, 24));
     assert_eq!(graph.constant_ints(parts), Some(vec![2, 3, 4]));

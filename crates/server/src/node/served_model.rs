@@ -259,7 +259,7 @@ impl ServedModel {
             let index = self.output_index(&output.name)?;
             match std::mem::replace(&mut seen[index], true) {
                 false => Ok(()),
-                // Each copy would be encoded anew: a short request for a very long reply.
+                // Each copy would be encoded again: a short request for a very long reply.
                 true => {
                     let name = &output.name;
                     Err(ApiError::invalid(format!("output '{name}' is requested twice")))
