@@ -403,7 +403,8 @@ mod tests {
     }
 
     fn loader(folder: &Path) -> DiskLoader {
-        let device = cpu::CpuDevice::new(cpu::CpuOptions { threads: 1, queues: 1 });
+        let device =
+            cpu::CpuDevice::new(cpu::CpuOptions { threads: 1, queues: 1, ..CpuOptions::default() });
         let group = crate::device_group::device_group_on(Arc::new(device), Default::default());
         DiskLoader::new(group.unwrap(), Vec::new(), Ok(Store::open(folder).unwrap()))
     }

@@ -28,12 +28,12 @@ struct RefusingDevice {
 }
 
 fn refusing(refuses: fn(&Op) -> bool) -> Arc<RefusingDevice> {
-    let inner = CpuDevice::new(CpuOptions { threads: 2, queues: 2 });
+    let inner = CpuDevice::new(CpuOptions { threads: 2, queues: 2, ..CpuOptions::default() });
     Arc::new(RefusingDevice { inner, refuses })
 }
 
 fn cpu() -> Arc<CpuDevice> {
-    Arc::new(CpuDevice::new(CpuOptions { threads: 2, queues: 2 }))
+    Arc::new(CpuDevice::new(CpuOptions { threads: 2, queues: 2, ..CpuOptions::default() }))
 }
 
 impl Device for RefusingDevice {

@@ -180,8 +180,7 @@ pub trait Device: Send + Sync {
     fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError>;
 
     /// The steps of `plan` that run on the host because this device has no kernel for them, and
-    /// what
-    /// is copied for them when symbolic dimensions have `sizes`; others count as 1.
+    /// what is copied for them when symbolic dimensions have `sizes`; others count as 1.
     fn host_sections(&self, _plan: &LaunchPlan, _sizes: &[(String, usize)]) -> Vec<HostSection> {
         Vec::new()
     }

@@ -72,11 +72,8 @@ fn check() -> Result<CheckEvent, CheckEvent> {
     let plan = compile_bytes(&onnx).map_err(|err| CheckEvent::from(&err))?;
     drop(onnx);
     report(&CheckEvent::Stage(CheckStage::Load));
-    let device = CpuDevice::new(CpuOptions {
-        threads: THREADS,
-        queues: 1,
-        ..CpuOptions::default()
-    });
+    let device =
+        CpuDevice::new(CpuOptions { threads: THREADS, queues: 1, ..CpuOptions::default() });
     let group = device_group_on(Arc::new(device), NodeOptions::default())
         .map_err(|failure| failed(failure.message()))?;
     run(&group, Arc::new(plan), &order)?;

@@ -115,8 +115,7 @@ fn an_activation_without_a_kernel_is_a_step_of_its_own() {
 }
 
 /// Without measurements: large problems start with a kernel of Hopper's own instructions, small
-/// ones
-/// have none, and no other GPU gets one.
+/// ones have none, and no other GPU gets one.
 #[test]
 fn large_products_use_hoppers_instructions_on_hopper() {
     let plan = kernels::layers();

@@ -132,7 +132,7 @@ fn outputs(completion: Completion) -> Vec<Tensor> {
 }
 
 fn host() -> Arc<CpuDevice> {
-    Arc::new(CpuDevice::new(CpuOptions { threads: 2, queues: 2 }))
+    Arc::new(CpuDevice::new(CpuOptions { threads: 2, queues: 2, ..CpuOptions::default() }))
 }
 
 #[test]
