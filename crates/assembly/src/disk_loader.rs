@@ -403,8 +403,11 @@ mod tests {
     }
 
     fn loader(folder: &Path) -> DiskLoader {
-        let device =
-            cpu::CpuDevice::new(cpu::CpuOptions { threads: 1, queues: 1, ..CpuOptions::default() });
+        let device = cpu::CpuDevice::new(cpu::CpuOptions {
+            threads: 1,
+            queues: 1,
+            ..cpu::CpuOptions::default()
+        });
         let group = crate::device_group::device_group_on(Arc::new(device), Default::default());
         DiskLoader::new(group.unwrap(), Vec::new(), Ok(Store::open(folder).unwrap()))
     }
