@@ -11,6 +11,8 @@ use model::op::{MatMul, Op, Rnn, RnnCell, RnnDirection};
 use crate::bench::{Bench, Layout, Random};
 use crate::tolerance;
 
+const TARGET: GpuTarget =
+    GpuTarget { capability: 90, multiprocessors: 132, precision: Precision::F16 };
 const LSTM: RnnCell = RnnCell::Lstm { input_forget: false };
 const GRU: RnnCell = RnnCell::Gru { linear_before_reset: true };
 const EARLY_GRU: RnnCell = RnnCell::Gru { linear_before_reset: false };
@@ -162,7 +164,7 @@ impl Layer {
         }
         let weight = w.reshaped(&[columns, self.width]).unwrap();
         let spec = MatMul { transpose_b: true, ..MatMul::default() };
-        let work = product::matmul(&spec, (x, &weight), (None, None), &products).unwrap();
+        let work = product::matmul(&TARGET, &spec, (x, &weight), (None, None), &products).unwrap();
         (products, Some(work))
     }
 
