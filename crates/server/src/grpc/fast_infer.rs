@@ -19,7 +19,7 @@ use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
 
-use super::{Service, context_of, infer, with_trace};
+use super::{Service, caller_of, context_of, infer, with_trace};
 use crate::body_buffers::{BodyBuffer, BodyBuffers};
 use crate::server::AppState;
 
@@ -67,7 +67,8 @@ async fn respond(app: &AppState, request: Request<Body>) -> Result<Response<Body
     let message = proto::ModelInferRequest::decode(message)
         .map_err(|error| Status::internal(error.to_string()))?;
     let context = context_of(&head.headers);
-    let message = infer(app, message, context).await?;
+    let caller = caller_of(&head.extensions)?;
+    let message = infer(app, &caller, message, context).await?;
     let length = message.encoded_len();
     let claimed = u32::try_from(length)
         .map_err(|_| Status::resource_exhausted("the response exceeds the maximum gRPC message"))?;

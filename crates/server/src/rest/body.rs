@@ -14,6 +14,7 @@ use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 
 use crate::body_buffers::BodyBuffer;
+use crate::connection::BodyError;
 use crate::server::AppState;
 
 /// Bodies above this size are processed off the threads that serve connections.
@@ -62,7 +63,7 @@ where
     let bytes = gather(app, Limited::new(body, limit), claimed).await.map_err(|error| {
         match error.is::<LengthLimitError>() {
             true => too_large(limit),
-            false => ApiError::new(ErrorKind::Cancelled, "the body ended early"),
+            false => ended_early(&*error),
         }
     })?;
     match request_coding(headers)? {
@@ -106,6 +107,21 @@ pub(crate) async fn heavy<T: Send + 'static>(
         Ok(result) => result,
         Err(_) => Err(ApiError::internal("the server failed on this request")),
     }
+}
+
+/// The error of a body whose client is late or gone, wherever it is in the chain of causes.
+pub(super) fn ended_early(error: &(dyn std::error::Error + 'static)) -> ApiError {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        match error.downcast_ref::<BodyError>() {
+            Some(BodyError::Timeout) => {
+                return ApiError::new(ErrorKind::RequestTimeout, BodyError::Timeout.to_string());
+            }
+            Some(BodyError::Draining) => return ApiError::shutting_down(),
+            _ => cause = error.source(),
+        }
+    }
+    ApiError::new(ErrorKind::Cancelled, "the body ended early")
 }
 
 fn too_large(limit: usize) -> ApiError {

@@ -6,13 +6,14 @@ use api::ApiError;
 use api::codec::{HEADER_LENGTH, OutputEncoding};
 use api::error::ApiResult;
 use axum::body::Body;
-use axum::extract::{Path, State};
+use axum::extract::{Extension, Path, State};
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, StatusCode};
 
 use super::response::{self, HandlerResult};
 use super::{body, infer_api};
+use crate::auth::Caller;
 use crate::server::AppState;
 
 /// Maximum size of a query's text.
@@ -54,6 +55,7 @@ pub(super) async fn delete(
 /// Like an inference of a model; the body may also be a picture.
 pub(super) async fn infer(
     State(app): State<Arc<AppState>>,
+    Extension(caller): Extension<Arc<Caller>>,
     Path(query): Path<String>,
     mut headers: HeaderMap,
     body: Body,
@@ -63,7 +65,7 @@ pub(super) async fn infer(
     if is_picture(&headers) {
         headers.insert(HEADER_LENGTH, HeaderValue::from_static("0"));
     }
-    Ok(run(&app, &query, &headers, body).await?.map(Body::new))
+    Ok(run(&app, &caller, &query, &headers, body).await?.map(Body::new))
 }
 
 fn is_picture(headers: &HeaderMap) -> bool {
@@ -73,19 +75,21 @@ fn is_picture(headers: &HeaderMap) -> bool {
 
 async fn run(
     app: &AppState,
+    caller: &Caller,
     query: &str,
     headers: &HeaderMap,
     body: Bytes,
 ) -> ApiResult<http::Response<response::SegmentedBody>> {
     let decoded = infer_api::decode(headers, body).await?;
-    let (request, mut encoding) = (decoded.request, decoded.encoding);
+    let (mut request, mut encoding) = (decoded.request, decoded.encoding);
+    caller.limit(&mut request.options)?;
     if is_picture(headers) {
         // A client that sends only a picture expects JSON.
         encoding = OutputEncoding::default();
     }
     let context = infer_api::context(headers);
     let span = infer_api::span(query, &request.id, &context);
-    let work = app.service.query_infer(query, request, context);
+    let work = app.limited(app.service.query_infer(query, request, context));
     let response = tracing::Instrument::instrument(work, span).await?;
     infer_api::encode(headers, response, encoding).await
 }
