@@ -17,9 +17,11 @@ mod plan_command;
 mod popularity;
 mod profile_command;
 mod run_command;
+mod security_args;
 mod serve_command;
 mod shutdown_signal;
 mod sim_command;
+mod token_command;
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -85,6 +87,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Plan(args) => plan_command::run(&args),
         Command::Apply(args) => apply_command::run(&args),
         Command::Cluster(args) => cluster_command::run(&args.role),
+        Command::Token(args) => token_command::run(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())

@@ -87,7 +87,9 @@ async fn serve(
         if args.until_input_ends { ShutdownSignal::with_input()? } else { ShutdownSignal::new()? };
     let service = LocalNode::new(device_group.clone(), loader.clone());
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
-    let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
+    let folder = args.data_dir.clone().or_else(user_data_folder);
+    let server =
+        listen(&args.listen, folder.as_deref(), max_body_bytes, Arc::new(service.clone())).await?;
     load_models(args, &service).await?;
     let popularity = preload(args, &service);
     if matches!(args.model_control_mode, Some(ModelControlMode::None | ModelControlMode::Poll)) {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use base::MonotonicClock;
-use cluster::store::etcd::EtcdStore;
+use cluster::store::etcd::{EtcdAccess, EtcdStore};
 use cluster::store::memory::MemoryStore;
 use cluster::store::{Store, conformance, mirror};
 
@@ -72,6 +72,11 @@ fn start_etcd() -> Option<Etcd> {
     }
 }
 
+fn connect(etcd: &Etcd) -> EtcdStore {
+    let address = format!("127.0.0.1:{}", etcd.port);
+    EtcdStore::new(&address, EtcdAccess::default()).unwrap()
+}
+
 async fn reachable(store: &dyn Store) {
     for _ in 0..1200 {
         if store.get("anything").await.is_ok() {
@@ -91,7 +96,7 @@ async fn memory_store_conforms() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn etcd_store_conforms() {
     let Some(etcd) = start_etcd() else { return };
-    let store = Arc::new(EtcdStore::new(&format!("127.0.0.1:{}", etcd.port)).unwrap());
+    let store = Arc::new(connect(&etcd));
     reachable(&*store).await;
     conformance::run(store, "/test/").await.unwrap();
 }
@@ -99,8 +104,7 @@ async fn etcd_store_conforms() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn mirror_survives_a_restart_of_etcd() {
     let Some(mut etcd) = start_etcd() else { return };
-    let store: Arc<dyn Store> =
-        Arc::new(EtcdStore::new(&format!("127.0.0.1:{}", etcd.port)).unwrap());
+    let store: Arc<dyn Store> = Arc::new(connect(&etcd));
     reachable(&*store).await;
     store.put("/m/a", "1", None).await.unwrap();
     let mut entries = mirror::follow(store.clone(), "/m/").await.unwrap();

@@ -461,6 +461,11 @@ impl Node {
         Some(self.shared.lock().model(model)?.preemption_stats.clone())
     }
 
+    /// Why the device no longer runs anything, if so.
+    pub fn fault(&self) -> Option<DeviceError> {
+        self.shared.lock().fault.clone()
+    }
+
     /// The latest preemptions.
     pub fn preemptions(&self) -> PreemptionLog {
         self.shared.lock().record.snapshot()

@@ -156,6 +156,8 @@ pub(crate) struct Access {
     anonymous: Arc<Grant>,
     browser: BrowserRules,
     read_only: bool,
+    /// Whether clients need a certificate. Where they may connect without one, only health is open.
+    certificates: bool,
     pub(crate) audit: AuditLog,
     refused: [AtomicU64; Reason::ALL.len()],
     next_request: AtomicU64,
@@ -171,6 +173,7 @@ impl Access {
     pub(crate) fn open(
         options: &AccessOptions,
         addresses: &[SocketAddr],
+        certificates: bool,
     ) -> Result<Arc<Access>, String> {
         let local = addresses.iter().all(|address| address.ip().to_canonical().is_loopback());
         let tokens = options.tokens.clone().map(|path| Watched::open(path, TokenTable::read));
@@ -190,6 +193,7 @@ impl Access {
             anonymous: Arc::new(Grant::anonymous(classes, options.max_priority)),
             browser: BrowserRules::new(&options.allow_hosts, &options.allow_origins, local)?,
             read_only: options.read_only,
+            certificates,
             audit,
             refused: Default::default(),
             // Two servers do not give the same ids.
@@ -241,9 +245,13 @@ impl Access {
     }
 
     fn check(&self, need: &Need, head: &Parts, caller: &mut Caller) -> Result<(), Refusal> {
-        self.browser.check(head)?;
+        // Health has no secret, and whatever watches it need not know the server's name.
         if need.scopes.is_empty() {
             return Ok(());
+        }
+        self.browser.check(head)?;
+        if self.certificates && caller.subject.is_none() {
+            return Err(Refusal::new(Reason::Certificate, "a client certificate is required"));
         }
         let usage = match self.identify(head)? {
             Some((grant, subject, usage)) => {

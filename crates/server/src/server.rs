@@ -159,7 +159,8 @@ impl Server {
         let bound =
             [bind(options.http).await?, bind(options.grpc).await?, bind(options.metrics).await?];
         let addresses: Vec<SocketAddr> = bound.iter().flatten().map(|bound| bound.1).collect();
-        let access = Access::open(&options.access, &addresses);
+        let certificates = options.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
+        let access = Access::open(&options.access, &addresses, certificates);
         let [http, grpc, metrics] = bound;
         Ok(BoundServer {
             http,
