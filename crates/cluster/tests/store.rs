@@ -131,7 +131,7 @@ async fn mirror_survives_a_restart_of_etcd() {
     etcd.process.wait().unwrap();
     assert!(store.put("/m/b", "2", None).await.is_err());
     assert_eq!(entries.borrow().len(), 1);
-    etcd.process = spawn(etcd.folder.path(), etcd.port, etcd.peer).unwrap();
+    etcd.process = spawn(&etcd.folder.path().join("data"), etcd.port, etcd.peer).unwrap();
     reachable(&*store).await;
     store.put("/m/b", "2", None).await.unwrap();
     let wait = entries.wait_for(|map| map.len() == 2);
