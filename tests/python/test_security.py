@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import json
+import shutil
 import socket
 import ssl
 import subprocess
@@ -23,7 +24,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from tritonclient.utils import InferenceServerException
 
-from support import BINARY, Server, fp32_body, free_ports, infer_url, wait_for
+from cluster import Cluster
+from support import ASSETS, BINARY, Server, fp32_body, free_ports, infer_url, wait_for
 
 MODEL = "identity_fp32"
 VALUES = np.array([[1.5], [-2.25]], np.float32)
@@ -356,3 +358,39 @@ def test_a_self_signed_certificate_serves(repository: Path, tmp_path: Path) -> N
             grpc.channel_ready_future(channel).result(timeout=20)
     finally:
         server.stop()
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_frontends_reach_backends_over_mutual_tls(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    shutil.copy(ASSETS / "digits.onnx", models / "digits.onnx")
+    authority, other = Authority(tmp_path, "ca"), Authority(tmp_path, "other")
+    ca = str(authority.path)
+    backend, frontend, stranger = (
+        authority.sign("backend"),
+        authority.sign("frontend"),
+        other.sign("stranger"),
+    )
+    cluster = Cluster(tmp_path, models)
+    try:
+        cluster.scheduler("scheduler")
+        own = ["--tls-cert", backend[0], "--tls-key", backend[1], "--tls-client-ca", ca]
+        cluster.backend("backend", *own)
+        good = ["--backend-ca", ca, "--backend-cert", frontend[0], "--backend-key", frontend[1]]
+        served = cluster.frontend("frontend", *good, "--backend-tls-name", "localhost")
+        wrong = ["--backend-ca", ca, "--backend-cert", stranger[0], "--backend-key", stranger[1]]
+        refused = cluster.frontend("refused", *wrong)
+        plain = cluster.frontend("plain")
+        cluster.wait_ready()
+        picture = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}
+
+        def post(server: Server) -> int:
+            body = {"inputs": [picture]}
+            return requests.post(infer_url(server, "digits"), json=body).status_code
+
+        assert wait_for(lambda: post(served) == 200), cluster.logs()
+        assert post(refused) == 503
+        assert post(plain) == 503
+    finally:
+        cluster.stop()

@@ -74,7 +74,7 @@ async fn foreign_hosts_and_origins_are_refused() {
         client.call("POST", "/register", &foreign, b"").await.error(403);
         let same = format!("http://{address}");
         let mut own = Client::connect(address).await;
-        assert_eq!(own.call("GET", "/v2", &[("origin", &same)], b"").await.status, 403);
+        assert_eq!(own.call("GET", "/v2", &[("origin", same.as_str())], b"").await.status, 403);
         let local = [("origin", "http://localhost")];
         assert_eq!(own.call("GET", "/v2", &local, b"").await.status, 200);
     }

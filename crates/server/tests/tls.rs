@@ -158,13 +158,14 @@ async fn every_port_speaks_tls_and_nothing_else() {
     let config = client_config(&other, None, &[]);
     assert!(connect(server.http_addr.unwrap(), config).await.is_err());
     // gRPC offers HTTP/2 only, REST both.
-    for (address, offered, chosen) in [
-        (server.grpc_addr.unwrap(), &[&b"h2"[..], b"http/1.1"][..], Some(&b"h2"[..])),
-        (server.http_addr.unwrap(), &[b"h2"], Some(b"h2")),
-        (server.http_addr.unwrap(), &[b"http/1.1"], Some(b"http/1.1")),
-    ] {
+    let cases: [(SocketAddr, &[&[u8]], &[u8]); 3] = [
+        (server.grpc_addr.unwrap(), &[b"h2", b"http/1.1"], b"h2"),
+        (server.http_addr.unwrap(), &[b"h2"], b"h2"),
+        (server.http_addr.unwrap(), &[b"http/1.1"], b"http/1.1"),
+    ];
+    for (address, offered, chosen) in cases {
         let stream = connect(address, client_config(&authority, None, offered)).await.unwrap();
-        assert_eq!(stream.get_ref().1.alpn_protocol(), chosen);
+        assert_eq!(stream.get_ref().1.alpn_protocol(), Some(chosen));
         let version = stream.get_ref().1.protocol_version();
         assert_eq!(version, Some(rustls::ProtocolVersion::TLSv1_3));
     }

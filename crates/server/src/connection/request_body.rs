@@ -111,7 +111,13 @@ impl<B: Body<Data = Bytes, Error = hyper::Error> + Unpin> Body for RequestBody<B
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         match Pin::new(&mut self.inner).poll_frame(context) {
             Poll::Ready(frame) => {
-                self.waiting = None;
+                if self.waiting.take().is_some() && matches!(frame, Some(Ok(_))) {
+                    // A byte now and then is no progress.
+                    let now = Instant::now();
+                    if let Some(error) = self.overdue(now, now) {
+                        return Poll::Ready(Some(Err(error)));
+                    }
+                }
                 if let Some(Ok(frame)) = &frame
                     && let Some(data) = frame.data_ref()
                 {
@@ -140,7 +146,7 @@ mod tests {
     use super::*;
 
     fn rules(whole: bool) -> BodyRules {
-        BodyRules { timeout: Duration::from_secs(10), whole, drain: DrainDeadline::default() }
+        BodyRules { timeout: Duration::from_secs(1), whole, drain: DrainDeadline::default() }
     }
 
     /// A byte every `pause`, for ever.
@@ -160,25 +166,35 @@ mod tests {
         }
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn silent_and_slow_bodies_end() {
-        let start = Instant::now();
-        let silent = RequestBody::new(trickle(Duration::from_secs(3600)), rules(true));
-        assert!(matches!(error_of(silent).await, BodyError::Timeout));
-        assert!(start.elapsed() < Duration::from_secs(11));
-        let slow = RequestBody::new(trickle(Duration::from_secs(2)), rules(true));
-        assert!(matches!(error_of(slow).await, BodyError::Timeout));
-        assert!(start.elapsed() < Duration::from_secs(25), "{:?}", start.elapsed());
+        for pause in [Duration::from_secs(3600), Duration::from_millis(700)] {
+            let start = Instant::now();
+            let body = RequestBody::new(trickle(pause), rules(true));
+            assert!(matches!(error_of(body).await, BodyError::Timeout));
+            let ended = start.elapsed();
+            assert!(ended >= Duration::from_millis(990), "{ended:?}");
+            assert!(ended < Duration::from_secs(3), "{ended:?}");
+        }
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
+    async fn a_byte_now_and_then_is_no_progress() {
+        let start = Instant::now();
+        let body = RequestBody::new(trickle(Duration::from_millis(20)), rules(true));
+        assert!(matches!(error_of(body).await, BodyError::Timeout));
+        assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    }
+
+    #[tokio::test]
     async fn streams_of_messages_may_pause_until_the_server_drains() {
         let rules = rules(false);
         let start = Instant::now();
-        rules.drain.set(start + Duration::from_secs(100));
-        let body = RequestBody::new(trickle(Duration::from_secs(5)), rules);
+        rules.drain.set(start + Duration::from_secs(2));
+        let body = RequestBody::new(trickle(Duration::from_millis(300)), rules);
         assert!(matches!(error_of(body).await, BodyError::Draining));
         let ended = start.elapsed();
-        assert!((99..103).contains(&ended.as_secs()), "{ended:?}");
+        assert!(ended >= Duration::from_secs(2), "{ended:?}");
+        assert!(ended < Duration::from_secs(4), "{ended:?}");
     }
 }
