@@ -463,7 +463,8 @@ impl Node {
 
     /// Why the device no longer runs anything, if so.
     pub fn fault(&self) -> Option<DeviceError> {
-        self.shared.lock().fault.clone()
+        let fault = self.shared.lock().fault.clone();
+        fault.or_else(|| self.shared.device.fault())
     }
 
     /// The latest preemptions.

@@ -1,9 +1,7 @@
 //! Accepts connections and serves them until stopped, whatever their clients do.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
 use std::panic::AssertUnwindSafe;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -328,24 +326,22 @@ fn handle<R: Respond>(
     connection: Arc<Connection>,
     certificate: Option<Arc<str>>,
     request: Request<Incoming>,
-) -> Pin<Box<dyn Future<Output = Result<Response<TrackedBody<ResponseBody>>, Infallible>> + Send>> {
+) -> impl Future<Output = Result<Response<TrackedBody<ResponseBody>>, Infallible>> + Send {
+    // From now on the connection is in use, not when the future is polled.
     let in_flight = connection.begin();
-    Box::pin(async move {
-        let peer = connection.peer;
-        let limits = connection.limits();
-        let work = admit_and_respond(&responder, limits, peer, certificate, request);
+    async move {
+        let work = admit_and_respond(&responder, &connection, certificate, request);
         let response = AssertUnwindSafe(work).catch_unwind().await;
         let response = response.unwrap_or_else(|_| {
             responder.error(ApiError::internal("the server failed on this request"))
         });
         Ok(response.map(|body| TrackedBody::new(body, in_flight)))
-    })
+    }
 }
 
 async fn admit_and_respond<R: Respond>(
     responder: &R,
-    limits: &crate::connection::ConnectionLimits,
-    peer: SocketAddr,
+    connection: &Connection,
     certificate: Option<Arc<str>>,
     request: Request<Incoming>,
 ) -> Response<ResponseBody> {
@@ -359,11 +355,12 @@ async fn admit_and_respond<R: Respond>(
         return preflight(origin.clone());
     }
     let need = responder.need(&head.method, head.uri.path());
-    let caller = match app.access.admit(&need, &head, peer, certificate.as_ref()) {
+    let caller = match app.access.admit(&need, &head, connection.peer, certificate.as_ref()) {
         Ok(caller) => caller,
         Err((error, id)) => return refusal(responder, error, &id),
     };
     let whole = !R::GRPC || head.uri.path().ends_with("/ModelInfer");
+    let limits = connection.limits();
     let timeout = if whole { limits.body_timeout } else { limits.idle_timeout };
     let rules = BodyRules { timeout, whole, drain: app.drain.clone() };
     let path = need.change.map(|_| head.uri.path().to_string());
