@@ -211,10 +211,16 @@ async fn a_client_that_takes_no_response_is_closed() {
     let (server, _echo) = start(limits()).await;
     let mut stream = TcpStream::connect(server.http_addr.unwrap()).await.unwrap();
     let count = 4 << 20;
-    let header = format!(
-        r#"{{"parameters":{{"binary_data_output":true}},"inputs":[{{"name":"INPUT0","shape":[{count}],"datatype":"FP32","parameters":{{"binary_data_size":{}}}}}]}}"#,
-        count * 4
-    );
+    let header = serde_json::json!({
+        "parameters": {"binary_data_output": true},
+        "inputs": [{
+            "name": "INPUT0",
+            "shape": [count],
+            "datatype": "FP32",
+            "parameters": {"binary_data_size": count * 4},
+        }],
+    });
+    let header = header.to_string();
     let head = format!(
         "POST /v2/models/identity/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\
          inference-header-content-length: {}\r\n\r\n{header}",
