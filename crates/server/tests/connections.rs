@@ -72,7 +72,7 @@ async fn idle_connections_make_room_for_new_ones() {
     let mut client = Client::connect(address).await;
     let reply = tokio::time::timeout(Duration::from_secs(5), client.get("/v2/health/live"));
     assert_eq!(reply.await.expect("liveness is blocked").status, 200);
-    assert!(metric(&server, &closed("rest", "evicted")).await >= 41);
+    assert!(metric(&server, &closed("rest", "displaced")).await >= 41);
     assert!(is_closed(&mut held[0]).await);
 }
 

@@ -20,7 +20,7 @@ pub(crate) enum CloseReason {
     /// The client does not take its response.
     Write,
     /// It was idle, and a new connection needed its place.
-    Evicted,
+    Displaced,
     /// The listener is full, and no connection is idle.
     Full,
     /// The client's address has too many connections, and none of them is idle.
@@ -36,7 +36,7 @@ impl CloseReason {
         CloseReason::Head,
         CloseReason::Idle,
         CloseReason::Write,
-        CloseReason::Evicted,
+        CloseReason::Displaced,
         CloseReason::Full,
         CloseReason::Address,
         CloseReason::Handshake,
@@ -48,7 +48,7 @@ impl CloseReason {
             CloseReason::Head => "head_timeout",
             CloseReason::Idle => "idle_timeout",
             CloseReason::Write => "write_timeout",
-            CloseReason::Evicted => "evicted",
+            CloseReason::Displaced => "displaced",
             CloseReason::Full => "full",
             CloseReason::Address => "address_full",
             CloseReason::Handshake => "handshake",
@@ -131,11 +131,11 @@ impl ConnectionTable {
         let mut open = self.open();
         let of_address = open.per_address.get(&address).copied().unwrap_or(0);
         if of_address >= self.limits.max_per_address {
-            self.evict(&mut open, Some(address), 1).ok_or(CloseReason::Address)?;
+            self.displace(&mut open, Some(address), 1).ok_or(CloseReason::Address)?;
         } else if open.connections.len() >= self.limits.max_connections {
             // Several at once: finding them reads the whole table.
             let count = (self.limits.max_connections / 64).max(1);
-            self.evict(&mut open, None, count).ok_or(CloseReason::Full)?;
+            self.displace(&mut open, None, count).ok_or(CloseReason::Full)?;
         }
         let id = open.next;
         open.next += 1;
@@ -159,12 +159,17 @@ impl ConnectionTable {
         Ok(OpenConnection(connection))
     }
 
-    fn evict(&self, open: &mut OpenConnections, only: Option<IpAddr>, count: usize) -> Option<()> {
+    fn displace(
+        &self,
+        open: &mut OpenConnections,
+        only: Option<IpAddr>,
+        count: usize,
+    ) -> Option<()> {
         let victims = open.longest_idle(only, count);
         for id in &victims {
             if let Some(connection) = open.remove(*id) {
                 connection.close.notify_one();
-                self.count(CloseReason::Evicted);
+                self.count(CloseReason::Displaced);
             }
         }
         (!victims.is_empty()).then_some(())
@@ -173,7 +178,7 @@ impl ConnectionTable {
     /// Closes the longest idle connection, to free a file descriptor.
     pub(crate) fn free_descriptor(&self) -> bool {
         self.accept_failures.fetch_add(1, Relaxed);
-        self.evict(&mut self.open(), None, 1).is_some()
+        self.displace(&mut self.open(), None, 1).is_some()
     }
 
     pub(crate) fn count(&self, reason: CloseReason) {
@@ -356,7 +361,7 @@ mod tests {
         let many: Vec<_> = (0..3).filter_map(|_| table.admit(peer("10.0.0.2:1")).ok()).collect();
         let busy = many[0].0.begin();
         let next = table.admit(peer("10.0.0.3:1")).ok().unwrap();
-        assert_eq!((table.len(), table.closed(CloseReason::Evicted)), (4, 1));
+        assert_eq!((table.len(), table.closed(CloseReason::Displaced)), (4, 1));
         assert!(table.open().connections.contains_key(&small.0.id));
         assert!(table.open().connections.contains_key(&many[0].0.id));
         drop((busy, many));
