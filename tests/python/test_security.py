@@ -318,7 +318,7 @@ def test_held_connections_block_nothing(repository: Path, tmp_path: Path) -> Non
         live = f"{server.url}/v2/health/live"
         assert requests.get(live, timeout=10).status_code == 200
         assert requests.post(infer_url(server, MODEL), json=fp32_body(1.5)).status_code == 200
-        assert server.metric("atoll_connections_closed_total", reason="evicted") >= 300
+        assert server.metric("atoll_connections_closed_total", reason="displaced") >= 300
         silent = lambda: server.metric("atoll_connections_closed_total", reason="head_timeout")
         assert wait_for(lambda: silent() >= 100)
         # A body that never ends does not make the exit fail.
