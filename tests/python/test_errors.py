@@ -230,7 +230,8 @@ def test_bytes_that_are_not_http_do_no_harm(server: Server) -> None:
 
 
 def test_an_incomplete_body_does_no_harm(server: Server) -> None:
-    head = "POST /v2/models/identity_fp32/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+    head = "POST /v2/models/identity_fp32/infer HTTP/1.1\r\nHost: localhost\r\n"
+    head += "Content-Length: 1000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.http_port), timeout=60) as link:
         link.sendall(head.encode() + b'{"inputs"')
     server.assert_alive()

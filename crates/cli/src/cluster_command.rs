@@ -36,8 +36,9 @@ use crate::cluster_args::{
     BackendArgs, FrontendArgs, ModelStoreArgs, PlanningArgs, Role, ScalingArgs, SchedulerArgs,
     StatusArgs, StoreArgs, TopArgs,
 };
+use crate::data_folder::user_data_folder;
 use crate::listen::{bind, listen};
-use crate::serve_command::{node_options, user_data_folder};
+use crate::serve_command::node_options;
 use crate::shutdown_signal::ShutdownSignal;
 
 /// Runs the role until a signal stops it.

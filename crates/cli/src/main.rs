@@ -6,6 +6,7 @@ mod check_command;
 mod cluster_args;
 mod cluster_command;
 mod conformance_command;
+mod data_folder;
 mod demo_command;
 mod deprecated_env;
 mod grid;

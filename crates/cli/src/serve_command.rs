@@ -11,6 +11,7 @@ use runtime::{DeviceGroup, NodeOptions};
 use server::LocalNode;
 
 use crate::args::{ModelControlMode, ServeArgs};
+use crate::data_folder::user_data_folder;
 use crate::listen::listen;
 use crate::popularity::Popularity;
 use crate::shutdown_signal::ShutdownSignal;
@@ -66,14 +67,6 @@ fn open_registry(named: Option<&Path>) -> Result<Result<Store, String>, Failure>
         tracing::warn!("{why}");
     }
     Ok(opened)
-}
-
-pub(crate) fn user_data_folder() -> Option<PathBuf> {
-    let absolute =
-        |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
-    let base =
-        absolute("XDG_DATA_HOME").or_else(|| Some(absolute("HOME")?.join(".local/share")))?;
-    Some(base.join("atoll"))
 }
 
 async fn serve(

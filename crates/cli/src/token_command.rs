@@ -7,8 +7,8 @@ use assembly::Failure;
 use clap::{Args, Subcommand};
 use server::auth::{GrantRecord, NewToken, Rate, Scope, TokenFile, TokenRecord};
 
+use crate::data_folder::user_data_folder;
 use crate::security_args::TOKENS;
-use crate::serve_command::user_data_folder;
 
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
