@@ -84,10 +84,11 @@ class Cluster:
         repository = ["--model-repository", str(self.models), "--threads", "1"]
         self.role("backend", name, *repository, *flags, inside=inside)
 
-    def frontend(self, name: str) -> Server:
+    def frontend(self, name: str, *flags: str) -> Server:
         ports = free_ports(3)
-        flags = zip(("--http-port", "--grpc-port", "--metrics-port"), map(str, ports), strict=True)
-        self.role("frontend", name, *self.model_store, *(word for pair in flags for word in pair))
+        given = zip(("--http-port", "--grpc-port", "--metrics-port"), map(str, ports), strict=True)
+        words = [word for pair in given for word in pair]
+        self.role("frontend", name, *self.model_store, *words, *flags)
         self.frontends[name] = Server(ports)
         return self.frontends[name]
 

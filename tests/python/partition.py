@@ -77,7 +77,7 @@ def run(folder: Path) -> str:
         cluster.backend("b1")
         cluster.backend("b2")
         # The other namespace has its own loopback: frontends reach this backend over the pair only.
-        cluster.backend("far", "--host", THERE, inside=inside)
+        cluster.backend("far", "--host", THERE, "--insecure", inside=inside)
         cluster.frontend("f1")
         cluster.frontend("f2")
         cluster.wait_ready()

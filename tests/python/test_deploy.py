@@ -46,6 +46,7 @@ SOURCES = {
     "chart": (),
     "chart-hpa": ("--set", "scaling=hpa"),
     "chart-none": ("--set", "scaling=none"),
+    "chart-tls": ("--set", "tls.secret=atoll-tls"),
     "chart-s3": (
         "--set",
         S3,
@@ -141,6 +142,14 @@ def test_containers_use_existing_flags_and_variables(source: str) -> None:
             assert known or (name.startswith("AWS_") and name in text), f"{role} reads no {name}"
 
 
+@every_source
+def test_pods_that_listen_use_tls_or_say_that_they_do_not(source: str) -> None:
+    for container in containers(source):
+        flags = {word.split("=")[0] for word in container["args"]}
+        if "--host" in flags:
+            assert ("--tls-cert" in flags) != ("--insecure" in flags), container["name"]
+
+
 def config(source: str, name: str) -> dict:
     (found,) = [
         document
@@ -184,7 +193,8 @@ def test_references_between_documents_resolve(source: str) -> None:
         }
         assert mounted == {volume["name"] for volume in spec.get("volumes", [])}
         for volume in spec.get("volumes", []):
-            assert "emptyDir" in volume or volume["persistentVolumeClaim"]["claimName"] in claims
+            if "emptyDir" not in volume and "secret" not in volume:
+                assert volume["persistentVolumeClaim"]["claimName"] in claims
 
 
 def dockerfile(instruction: str) -> list[str]:

@@ -72,7 +72,7 @@ def canceled(server: Server, model: str) -> float:
 def long_requests(server: Server, model: str, count: int) -> Iterator[None]:
     """Requests that take minutes; on exit their clients disconnect, which cancels them."""
     body = json.dumps(fp32_body(*[1.0] * ROWS)).encode()
-    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\n"
+    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
     with ExitStack() as links:
         for _ in range(count):

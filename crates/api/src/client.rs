@@ -114,6 +114,12 @@ pub fn error_of(status: &tonic::Status) -> ApiError {
         tonic::Code::InvalidArgument => ErrorKind::InvalidArgument,
         tonic::Code::NotFound => ErrorKind::NotFound,
         tonic::Code::Unimplemented => ErrorKind::Unsupported,
+        tonic::Code::Unauthenticated => ErrorKind::Unauthenticated,
+        tonic::Code::PermissionDenied => ErrorKind::Forbidden,
+        // With a hint when to retry it is a limit on requests, without one on their size.
+        tonic::Code::ResourceExhausted if status.metadata().contains_key(RETRY_AFTER) => {
+            ErrorKind::TooManyRequests
+        }
         tonic::Code::OutOfRange | tonic::Code::ResourceExhausted => ErrorKind::TooLarge,
         tonic::Code::Cancelled => ErrorKind::Cancelled,
         tonic::Code::Unavailable => ErrorKind::Unavailable,
@@ -221,6 +227,8 @@ mod tests {
     #[test]
     fn errors_keep_their_kind_and_hint() {
         let error = ApiError::unavailable("full").retry_after(3);
+        assert_eq!(error_of(&tonic::Status::from(error.clone())), error);
+        let error = ApiError::new(ErrorKind::TooManyRequests, "rate").retry_after(1);
         assert_eq!(error_of(&tonic::Status::from(error.clone())), error);
         let error = ApiError::not_found("no such model");
         assert_eq!(error_of(&tonic::Status::from(error.clone())), error);

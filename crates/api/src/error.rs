@@ -9,12 +9,20 @@ use thiserror::Error;
 pub enum ErrorKind {
     /// The request contradicts the protocol or the model.
     InvalidArgument,
+    /// The credentials are absent or not valid.
+    Unauthenticated,
+    /// The credentials do not allow this, or nobody may do it.
+    Forbidden,
     /// There is no such model, version or route.
     NotFound,
     /// The route exists, but not with this method.
     MethodNotAllowed,
+    /// The client did not send its request in time.
+    RequestTimeout,
     /// The body, or the memory that the request needs, exceeds the limit of the server.
     TooLarge,
+    /// The caller exceeds its rate or its number of concurrent requests.
+    TooManyRequests,
     /// The server does not support the request.
     Unsupported,
     /// Temporarily unavailable: overloaded, draining, or the model is not ready.
@@ -32,9 +40,13 @@ impl ErrorKind {
     pub const fn http_status(self) -> u16 {
         match self {
             ErrorKind::InvalidArgument => 400,
+            ErrorKind::Unauthenticated => 401,
+            ErrorKind::Forbidden => 403,
             ErrorKind::NotFound => 404,
             ErrorKind::MethodNotAllowed => 405,
+            ErrorKind::RequestTimeout => 408,
             ErrorKind::TooLarge => 413,
+            ErrorKind::TooManyRequests => 429,
             ErrorKind::Cancelled => 499,
             ErrorKind::Internal => 500,
             ErrorKind::Unsupported => 501,
@@ -47,10 +59,13 @@ impl ErrorKind {
     pub const fn grpc_code(self) -> tonic::Code {
         match self {
             ErrorKind::InvalidArgument => tonic::Code::InvalidArgument,
+            ErrorKind::Unauthenticated => tonic::Code::Unauthenticated,
+            ErrorKind::Forbidden => tonic::Code::PermissionDenied,
             ErrorKind::NotFound => tonic::Code::NotFound,
             ErrorKind::MethodNotAllowed | ErrorKind::Unsupported => tonic::Code::Unimplemented,
             ErrorKind::TooLarge => tonic::Code::OutOfRange,
-            ErrorKind::Cancelled => tonic::Code::Cancelled,
+            ErrorKind::TooManyRequests => tonic::Code::ResourceExhausted,
+            ErrorKind::RequestTimeout | ErrorKind::Cancelled => tonic::Code::Cancelled,
             ErrorKind::Internal => tonic::Code::Internal,
             ErrorKind::Unavailable => tonic::Code::Unavailable,
             ErrorKind::DeadlineExceeded => tonic::Code::DeadlineExceeded,

@@ -20,6 +20,7 @@ use cluster::record::{FrontendRecord, Keys};
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
 use cluster::store;
+use cluster::store::etcd::EtcdAccess;
 use runtime::NodeOptions;
 use serde::Serialize;
 use server::{RunningServer, Server, ServerOptions};
@@ -113,7 +114,7 @@ impl LocalCluster {
         // The store spawns tasks, which need a runtime.
         let store = {
             let _inside = backend_threads.enter();
-            store::open("memory", clock()).map_err(Failure::failed)?
+            store::open("memory", EtcdAccess::default(), clock()).map_err(Failure::failed)?
         };
         let (keys, lease) = (Keys::new("bench"), Duration::from_secs(5));
         let (stop, stopped) = watch::channel(false);
@@ -142,6 +143,7 @@ impl LocalCluster {
             checker: None,
         }))?;
         let settings = FrontendSettings {
+            backend_tls: None,
             name: "frontend".to_string(),
             lease,
             metadata: server_metadata(),
@@ -220,7 +222,7 @@ impl RestClient {
             false => String::new(),
         };
         let head = format!(
-            "POST /v2/models/{MODEL}/infer HTTP/1.1\r\nHost: atoll\r\n{header}Content-Length: \
+            "POST /v2/models/{MODEL}/infer HTTP/1.1\r\nHost: localhost\r\n{header}Content-Length: \
              {}\r\n\r\n",
             json.len() + raw.len()
         );

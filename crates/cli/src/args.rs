@@ -1,12 +1,15 @@
 //! The command line: every flag has an environment variable, every command an example.
 
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use assembly::{DeviceArgs, value_parsers};
+use assembly::{DeviceArgs, Failure, value_parsers};
 use base::Bytes;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use server::ServerOptions;
+
+use crate::security_args::{Ports, SecurityArgs};
 
 use crate::registry_args::{ModelCheckArgs, RegistryArgs};
 
@@ -74,6 +77,8 @@ pub(crate) enum Command {
     Apply(ApplyArgs),
     /// Run a role of a cluster: scheduler, frontend or backend
     Cluster(crate::cluster_args::ClusterArgs),
+    /// Create, list and revoke tokens for the clients of a server
+    Token(crate::token_command::TokenArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -96,9 +101,29 @@ pub(crate) struct ListenArgs {
     #[arg(long, env = "ATOLL_GRPC_PORT", default_value_t = 8001)]
     pub(crate) grpc_port: u16,
 
-    /// Port of the metrics; 0 for any free one
-    #[arg(long, env = "ATOLL_METRICS_PORT", default_value_t = 8002)]
+    /// Admin port, with metrics, health and the management of models; 0 for any free one
+    #[arg(long, visible_alias = "admin-port", env = "ATOLL_METRICS_PORT", default_value_t = 8002)]
     pub(crate) metrics_port: u16,
+
+    #[command(flatten)]
+    pub(crate) security: SecurityArgs,
+}
+
+impl ListenArgs {
+    /// The options of a server; `folder` may hold its tokens.
+    pub(crate) fn options(
+        &self,
+        folder: Option<&Path>,
+        max_body_bytes: usize,
+    ) -> Result<ServerOptions, Failure> {
+        let ports = Ports {
+            host: self.host,
+            http: self.http_port,
+            grpc: self.grpc_port,
+            metrics: self.metrics_port,
+        };
+        self.security.options(&ports, folder, max_body_bytes)
+    }
 }
 
 /// When models are loaded.
@@ -613,6 +638,10 @@ pub(crate) struct ApplyArgs {
     /// Address the servers listen on
     #[arg(long, env = "ATOLL_HOST", default_value = "127.0.0.1")]
     pub(crate) host: IpAddr,
+
+    /// Let the servers listen without TLS on an address that other machines can reach
+    #[arg(long, env = "ATOLL_INSECURE")]
+    pub(crate) insecure: bool,
 
     /// REST port of the first server; gRPC and metrics follow, then the next server
     #[arg(long, default_value_t = 9000, value_parser = clap::value_parser!(u16).range(1024..))]

@@ -2,19 +2,22 @@
 
 use std::path::PathBuf;
 
-use assembly::{DeviceArgs, value_parsers};
+use assembly::{DeviceArgs, Failure, value_parsers};
 use base::Bytes;
 use clap::{Args, Subcommand};
 use cluster::scaling::kubernetes::WorkloadName;
 use cluster::scheduler::packing::Packer;
+use cluster::store::etcd::EtcdAccess;
+use cluster::tls::Secret;
 
 use crate::args::ListenArgs;
+use crate::security_args::{BackendTlsArgs, Ports, SecurityArgs, client_tls};
 
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
   atoll cluster scheduler --store etcd://etcd:2379
   atoll cluster backend   --store etcd://etcd:2379 --model-repository models --device cuda:0
-  atoll cluster frontend  --store etcd://etcd:2379 --host 0.0.0.0
+  atoll cluster frontend  --store etcd://etcd:2379 --host 0.0.0.0 --insecure
   atoll cluster status    --store etcd://etcd:2379
   atoll serve --cluster --model-repository models      all of it in one process
 
@@ -61,6 +64,62 @@ pub(crate) struct StoreArgs {
         value_parser = clap::value_parser!(u64).range(2000..=600_000)
     )]
     pub(crate) lease_ms: u64,
+
+    /// Authorities (PEM) that sign etcd's certificate: connect to it over TLS
+    #[arg(long, env = "ATOLL_ETCD_CA", value_name = "FILE", help_heading = "Security")]
+    etcd_ca: Option<PathBuf>,
+
+    /// Certificate (PEM) of this process for etcd
+    #[arg(
+        long,
+        env = "ATOLL_ETCD_CERT",
+        value_name = "FILE",
+        requires = "etcd_key",
+        requires = "etcd_ca",
+        help_heading = "Security"
+    )]
+    etcd_cert: Option<PathBuf>,
+
+    /// Private key (PEM) of that certificate
+    #[arg(
+        long,
+        env = "ATOLL_ETCD_KEY",
+        value_name = "FILE",
+        requires = "etcd_cert",
+        help_heading = "Security"
+    )]
+    etcd_key: Option<PathBuf>,
+
+    /// User of etcd; the password comes from --etcd-password-file or ATOLL_ETCD_PASSWORD
+    #[arg(long, env = "ATOLL_ETCD_USER", help_heading = "Security")]
+    etcd_user: Option<String>,
+
+    /// File with the password of that user
+    #[arg(
+        long,
+        env = "ATOLL_ETCD_PASSWORD_FILE",
+        value_name = "FILE",
+        requires = "etcd_user",
+        help_heading = "Security"
+    )]
+    etcd_password_file: Option<PathBuf>,
+}
+
+impl StoreArgs {
+    /// How to connect to etcd. A password on the command line could be read by every user.
+    pub(crate) fn access(&self) -> Result<EtcdAccess, Failure> {
+        let (certificate, key) = (self.etcd_cert.as_ref(), self.etcd_key.as_ref());
+        let tls = client_tls(self.etcd_ca.as_ref(), certificate, key, None)?;
+        let Some(user) = &self.etcd_user else { return Ok(EtcdAccess { tls, user: None }) };
+        let password = match &self.etcd_password_file {
+            Some(path) => std::fs::read_to_string(path)
+                .map_err(|error| Failure::usage(format!("{}: {error}", path.display())))?,
+            None => std::env::var("ATOLL_ETCD_PASSWORD").map_err(|_| {
+                Failure::usage("--etcd-user needs --etcd-password-file or ATOLL_ETCD_PASSWORD")
+            })?,
+        };
+        Ok(EtcdAccess { tls, user: Some((user.clone(), Secret::new(&password))) })
+    }
 }
 
 /// How plans are made.
@@ -203,7 +262,7 @@ pub(crate) struct SchedulerArgs {
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
   atoll cluster frontend --store etcd://127.0.0.1:2379
-  atoll cluster frontend --store etcd://127.0.0.1:2379 --host 0.0.0.0 --model-store /models
+  atoll cluster frontend --store etcd://127.0.0.1:2379 --model-store /models
   AWS_ENDPOINT_URL=http://minio:9000 \\
     atoll cluster frontend --store etcd://etcd:2379 --model-store s3://models/atoll
   atoll cluster frontend --store etcd://127.0.0.1:2379 --query scenarios/ocr.toml
@@ -216,6 +275,9 @@ docs/CLUSTER.md describes how to write a query.")]
 pub(crate) struct FrontendArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
+
+    #[command(flatten)]
+    pub(crate) backend_tls: BackendTlsArgs,
 
     #[command(flatten)]
     pub(crate) listen: ListenArgs,
@@ -254,7 +316,7 @@ pub(crate) struct FrontendArgs {
 #[command(after_help = "Examples:
   atoll cluster backend --store etcd://127.0.0.1:2379 --model-repository models
   atoll cluster backend --store etcd://etcd:2379 --model-store /models --device cuda:0 \\
-                        --host 0.0.0.0 --advertise 10.0.0.7
+                        --host 0.0.0.0 --insecure --advertise 10.0.0.7
   atoll cluster backend --store etcd://etcd:2379 --model-store s3://models/atoll \\
                         --model-cache /var/cache/atoll
 
@@ -310,9 +372,12 @@ pub(crate) struct BackendArgs {
     #[arg(long, env = "ATOLL_GRPC_PORT", default_value_t = 0)]
     pub(crate) grpc_port: u16,
 
-    /// Port of the metrics; 0 for any free one
-    #[arg(long, env = "ATOLL_METRICS_PORT", default_value_t = 0)]
+    /// Admin port, with metrics and health; 0 for any free one
+    #[arg(long, visible_alias = "admin-port", env = "ATOLL_METRICS_PORT", default_value_t = 0)]
     pub(crate) metrics_port: u16,
+
+    #[command(flatten)]
+    pub(crate) security: SecurityArgs,
 
     /// Max requests in flight
     #[arg(
@@ -388,4 +453,15 @@ pub(crate) struct TopArgs {
     /// Print a line of JSON for each update
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+impl BackendArgs {
+    pub(crate) fn ports(&self) -> Ports {
+        Ports {
+            host: self.host,
+            http: self.http_port,
+            grpc: self.grpc_port,
+            metrics: self.metrics_port,
+        }
+    }
 }

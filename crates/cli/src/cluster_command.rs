@@ -25,6 +25,7 @@ use cluster::scheduler::agent::SchedulerAgent;
 use cluster::scheduler::placement::PlacementSettings;
 use cluster::snapshot::ClusterSnapshot;
 use cluster::status::{Status, render};
+use cluster::store::etcd::EtcdAccess;
 use cluster::store::{self, Store};
 use runtime::{DeviceGroup, NodeOptions};
 use server::ServerOptions;
@@ -35,8 +36,9 @@ use crate::cluster_args::{
     BackendArgs, FrontendArgs, ModelStoreArgs, PlanningArgs, Role, ScalingArgs, SchedulerArgs,
     StatusArgs, StoreArgs, TopArgs,
 };
+use crate::data_folder::user_data_folder;
 use crate::listen::{bind, listen};
-use crate::serve_command::{node_options, user_data_folder};
+use crate::serve_command::node_options;
 use crate::shutdown_signal::ShutdownSignal;
 
 /// Runs the role until a signal stops it.
@@ -60,7 +62,7 @@ fn open_store(args: &StoreArgs) -> Result<Arc<dyn Store>, Failure> {
             "the memory store is for one process: use atoll serve --cluster, or --store etcd://...",
         ));
     }
-    store::open(&args.store, clock()).map_err(Failure::usage)
+    store::open(&args.store, args.access()?, clock()).map_err(Failure::usage)
 }
 
 /// The name of this process in the cluster.
@@ -175,6 +177,7 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
         requests_max: args.max_requests as usize,
         timeout: REQUEST_TIMEOUT,
         files: open_files(&args.models)?,
+        backend_tls: args.backend_tls.tls()?,
     };
     let name = settings.name.clone();
     store_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;
@@ -183,7 +186,7 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
     })
     .await?;
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
-    let server = listen(&args.listen, body, Arc::new(service.clone())).await?;
+    let server = listen(&args.listen, None, body, Arc::new(service.clone())).await?;
     let record = FrontendRecord {
         grpc: address_text(server.grpc_addr),
         http: address_text(server.http_addr),
@@ -234,7 +237,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
     if args.model_repository.is_empty() && args.models.model_store.is_none() {
         return Err(Failure::usage("name a --model-repository or a --model-store"));
     }
-    let address = |port| Some(SocketAddr::new(args.host, port));
+    let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let options = NodeOptions {
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
@@ -249,13 +252,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         repositories: &args.model_repository,
         files: open_files(&args.models)?,
         device_group: device_group::open_device_group(&args.device, args.gpu_memory, &options)?,
-        listen: ServerOptions {
-            http: address(args.http_port),
-            grpc: address(args.grpc_port),
-            metrics: address(args.metrics_port),
-            max_body_bytes: usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX),
-            ..ServerOptions::default()
-        },
+        listen: args.security.backend_options(&args.ports(), body)?,
         advertise: args.advertise.clone(),
         kind: args.device_kind.clone(),
         memory_mib: args.memory_mib,
@@ -289,8 +286,8 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
     let stop = ShutdownSignal::new()?;
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     // First, because the backend takes any free port, which must not be one of these.
-    let bound = bind(&args.listen, body).await?;
-    let store = store::open("memory", clock()).map_err(Failure::failed)?;
+    let bound = bind(&args.listen, args.data_dir.as_deref(), body).await?;
+    let store = store::open("memory", EtcdAccess::default(), clock()).map_err(Failure::failed)?;
     let (keys, lease) = (Keys::new("default"), Duration::from_secs(5));
     let files = args.data_dir.as_deref().map(open_folder).transpose()?;
     let settings = SchedulerSettings::default();
@@ -335,6 +332,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         requests_max: args.max_requests as usize,
         timeout: REQUEST_TIMEOUT,
         files,
+        backend_tls: None,
     };
     let service = Frontend::start(store.clone(), keys.clone(), clock(), settings).await;
     let service = service.map_err(Failure::failed)?;

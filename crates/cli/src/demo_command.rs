@@ -87,7 +87,7 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
     let device_group = device_group_on(device, NodeOptions::default())?;
     let loader = Arc::new(BuiltInLoader { device_group: device_group.clone() });
     let service = LocalNode::new(device_group, loader);
-    let server = listen(&args.listen, 64 << 20, Arc::new(service.clone())).await?;
+    let server = listen(&args.listen, None, 64 << 20, Arc::new(service.clone())).await?;
     service.load_model(MODEL).await.map_err(Failure::failed)?;
     service.set_started();
     let grpc = server.grpc_addr.ok_or_else(|| Failure::failed("gRPC does not listen"))?;

@@ -6,6 +6,7 @@ mod check_command;
 mod cluster_args;
 mod cluster_command;
 mod conformance_command;
+mod data_folder;
 mod demo_command;
 mod deprecated_env;
 mod grid;
@@ -20,9 +21,11 @@ mod profile_command;
 mod registry_args;
 mod registry_command;
 mod run_command;
+mod security_args;
 mod serve_command;
 mod shutdown_signal;
 mod sim_command;
+mod token_command;
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -102,6 +105,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Plan(args) => plan_command::run(&args),
         Command::Apply(args) => apply_command::run(&args),
         Command::Cluster(args) => cluster_command::run(&args.role),
+        Command::Token(args) => token_command::run(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())

@@ -7,8 +7,8 @@ use base::Bytes;
 use model::store::{self, LoadMarkers, Store};
 use serde::Serialize;
 
+use crate::data_folder::user_data_folder;
 use crate::registry_args::{RegistryAction, RegistryCommandArgs};
-use crate::serve_command::user_data_folder;
 
 /// Runs the command.
 pub(crate) fn run(args: &RegistryCommandArgs) -> Result<(), Failure> {

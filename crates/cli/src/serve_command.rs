@@ -12,6 +12,7 @@ use runtime::{DeviceGroup, NodeOptions};
 use server::LocalNode;
 
 use crate::args::{ModelControlMode, ServeArgs};
+use crate::data_folder::user_data_folder;
 use crate::listen::listen;
 use crate::popularity::Popularity;
 use crate::shutdown_signal::ShutdownSignal;
@@ -116,14 +117,6 @@ fn resolve(path: &Path) -> PathBuf {
     absolute
 }
 
-pub(crate) fn user_data_folder() -> Option<PathBuf> {
-    let absolute =
-        |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
-    let base =
-        absolute("XDG_DATA_HOME").or_else(|| Some(absolute("HOME")?.join(".local/share")))?;
-    Some(base.join("atoll"))
-}
-
 async fn serve(
     args: &ServeArgs,
     device_group: Arc<DeviceGroup>,
@@ -139,7 +132,9 @@ async fn serve(
         service.forbid_control();
     }
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
-    let server = listen(&args.listen, max_body_bytes, Arc::new(service.clone())).await?;
+    let folder = args.data_dir.clone().or_else(user_data_folder);
+    let server =
+        listen(&args.listen, folder.as_deref(), max_body_bytes, Arc::new(service.clone())).await?;
     let exit_timeout = Duration::from_secs(args.exit_timeout_secs);
     tokio::select! {
         loaded = load_models(args, &service) => loaded?,

@@ -25,6 +25,7 @@ use crate::record::{FrontendRecord, Keys, LoadReport, RecordKind, encode};
 use crate::snapshot::ClusterSnapshot;
 use crate::store::mirror::{self, KeyValues};
 use crate::store::{Store, StoreError};
+use crate::tls::ClientTls;
 
 pub mod backend_link;
 mod classify;
@@ -63,6 +64,8 @@ pub struct FrontendSettings {
     pub timeout: Duration,
     /// Where registered models are kept; without it, none can be registered.
     pub files: Option<ModelStore>,
+    /// TLS of connections to backends.
+    pub backend_tls: Option<ClientTls>,
 }
 
 /// A frontend, as a service. Cloning shares it.
@@ -132,7 +135,7 @@ impl Frontend {
             records: ModelRecords::new(store, keys),
             table: RwLock::default(),
             table_changed: watch::Sender::new(0),
-            links: BackendLinks::default(),
+            links: BackendLinks::new(settings.backend_tls.clone()),
             random: Mutex::new(Random::new(clock.now().0 ^ u64::from(std::process::id()))),
             in_flight: AtomicUsize::new(0),
             draining: AtomicBool::new(false),

@@ -16,4 +16,4 @@ pub mod scheduler;
 pub mod snapshot;
 pub mod status;
 pub mod store;
-mod tls;
+pub mod tls;

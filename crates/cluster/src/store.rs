@@ -208,12 +208,16 @@ impl dyn Store {
 }
 
 /// Opens the store of this name: `memory`, or `etcd://HOST:PORT[,HOST:PORT...]`.
-pub fn open(name: &str, clock: Arc<dyn Clock>) -> Result<Arc<dyn Store>, StoreError> {
+pub fn open(
+    name: &str,
+    access: etcd::EtcdAccess,
+    clock: Arc<dyn Clock>,
+) -> Result<Arc<dyn Store>, StoreError> {
     if name == "memory" {
         return Ok(memory::MemoryStore::start(clock));
     }
     match name.strip_prefix("etcd://") {
-        Some(endpoints) => Ok(Arc::new(etcd::EtcdStore::new(endpoints)?)),
+        Some(endpoints) => Ok(Arc::new(etcd::EtcdStore::new(endpoints, access)?)),
         None => Err(StoreError::Refused(format!(
             "'{name}' is not a store; use memory or etcd://HOST:PORT[,HOST:PORT...]"
         ))),

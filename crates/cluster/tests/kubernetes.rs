@@ -18,6 +18,7 @@ use cluster::scaling::scaler::ScalingSettings;
 use cluster::scaling::target::{ScaleError, ScaleTarget};
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
+use cluster::store::etcd::EtcdAccess;
 use cluster::store::{self, Store};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
@@ -424,7 +425,8 @@ async fn record(store: &Arc<dyn Store>, keys: &Keys) -> Option<ScalingRecord> {
 
 #[tokio::test]
 async fn only_the_leader_scales() {
-    let store = store::open("memory", Arc::new(MonotonicClock::new())).unwrap();
+    let store =
+        store::open("memory", EtcdAccess::default(), Arc::new(MonotonicClock::new())).unwrap();
     let keys = Keys::new("test");
     // A machine serves 720 requests per second within the SLO: 5 are needed with the headroom, and
     // 3 are requested.
@@ -467,7 +469,8 @@ async fn only_the_leader_scales() {
 
 #[tokio::test]
 async fn reports_denied_access_and_keeps_planning() {
-    let store = store::open("memory", Arc::new(MonotonicClock::new())).unwrap();
+    let store =
+        store::open("memory", EtcdAccess::default(), Arc::new(MonotonicClock::new())).unwrap();
     let keys = Keys::new("test");
     cluster(&store, &keys, 2800.0).await;
     let server = Replay::start(Replies::ByPath(|method, path| match method {
@@ -491,7 +494,8 @@ async fn reports_denied_access_and_keeps_planning() {
 
 #[tokio::test]
 async fn planning_continues_while_the_api_server_hangs() {
-    let store = store::open("memory", Arc::new(MonotonicClock::new())).unwrap();
+    let store =
+        store::open("memory", EtcdAccess::default(), Arc::new(MonotonicClock::new())).unwrap();
     let keys = Keys::new("test");
     cluster(&store, &keys, 10.0).await;
     let server = Replay::start(Replies::Never).await;

@@ -246,6 +246,10 @@ impl Device for CudaDevice {
         unsupported_steps(&self.services, plan)
     }
 
+    fn fault(&self) -> Option<DeviceError> {
+        self.services.device.check_healthy().err()
+    }
+
     fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
         self.load_with(plan, &|_, _| {})
     }

@@ -195,6 +195,11 @@ pub trait Device: Send + Sync {
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
 
+    /// Why it can run nothing any more, if so; only a new process can use it again.
+    fn fault(&self) -> Option<DeviceError> {
+        None
+    }
+
     /// SMs of the partition that queues can be confined to, if there is one.
     fn best_effort_sms(&self) -> Option<u32> {
         None

@@ -89,6 +89,10 @@ impl Device for PagedDevice {
         self.inner.info()
     }
 
+    fn fault(&self) -> Option<DeviceError> {
+        self.inner.fault()
+    }
+
     fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError> {
         self.inner.unsupported_steps(plan)
     }

@@ -461,6 +461,12 @@ impl Node {
         Some(self.shared.lock().model(model)?.preemption_stats.clone())
     }
 
+    /// Why the device no longer runs anything, if so.
+    pub fn fault(&self) -> Option<DeviceError> {
+        let fault = self.shared.lock().fault.clone();
+        fault.or_else(|| self.shared.device.fault())
+    }
+
     /// The latest preemptions.
     pub fn preemptions(&self) -> PreemptionLog {
         self.shared.lock().record.snapshot()

@@ -1,35 +1,33 @@
 //! gRPC: the same service over protobuf, with health and reflection.
 
-use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use api::grpc::{decode_infer, encode_infer};
 use api::proto::grpc_inference_service_server::{GrpcInferenceService, GrpcInferenceServiceServer};
 use api::trace::TRACEPARENT;
-use api::{ApiError, ModelRef, RequestContext, TraceContext, proto};
+use api::{ApiError, ErrorKind, ModelRef, RequestContext, TraceContext, proto};
 use futures_util::{FutureExt, Stream};
 use http::HeaderMap;
-use tokio::net::TcpListener;
-use tokio::sync::watch;
 use tonic::codec::CompressionEncoding;
-use tonic::transport::server::TcpIncoming;
+use tonic::service::Routes;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::HealthReporter;
+use tower::Service as _;
 use tracing::Instrument;
 
 mod fast_infer;
 
 use self::fast_infer::FastInfer;
-use crate::listener;
+use crate::auth::Caller;
+use crate::auth::routes::{self, Need};
+use crate::connection::RequestBody;
+use crate::listener::Respond;
+use crate::rest::response::ResponseBody;
 use crate::rest::{check_load_parameters, infer_span};
 use crate::server::{AppState, ServerError};
-
-/// Flow-control window of a connection, large enough for many requests at once.
-const CONNECTION_WINDOW: u32 = 16 << 20;
-/// Maximum frame size: an image in one frame is not copied after it is read from the socket.
-const FRAME_BYTES: u32 = 1 << 20;
 
 /// Maximum message of calls other than inferences, after decompression.
 const MAX_CONTROL_BYTES: usize = 1 << 20;
@@ -47,12 +45,8 @@ impl GrpcHealth {
     }
 }
 
-/// Prepares the server on `socket`; the returned future runs it until `stop` turns true.
-pub(crate) async fn serve(
-    socket: TcpListener,
-    app: Arc<AppState>,
-    mut stop: watch::Receiver<bool>,
-) -> Result<(GrpcHealth, impl Future<Output = ()> + Send), ServerError> {
+/// The handler of gRPC requests, and the state of its health service.
+pub(crate) async fn handler(app: Arc<AppState>) -> Result<(GrpcHealth, GrpcHandler), ServerError> {
     let (reporter, health) = tonic_health::server::health_reporter();
     reporter.set_serving::<Service>().await;
     let broken = |error: tonic_reflection::server::Error| ServerError::Grpc(error.to_string());
@@ -66,22 +60,78 @@ pub(crate) async fn serve(
         .max_encoding_message_size(usize::MAX)
         .accept_compressed(CompressionEncoding::Gzip)
         .accept_compressed(CompressionEncoding::Deflate);
-    let router = tonic::transport::Server::builder()
-        .initial_stream_window_size(1 << 20)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .max_frame_size(FRAME_BYTES)
-        .add_service(FastInfer { app, others: service })
+    let routes = Routes::new(FastInfer { app: app.clone(), others: service })
         .add_service(health)
         .add_service(reflection().build_v1().map_err(broken)?)
-        .add_service(reflection().build_v1alpha().map_err(broken)?);
-    let incoming = TcpIncoming::from(socket).with_nodelay(Some(true));
-    let task = async move {
-        let stopped = async move { listener::stopped(&mut stop).await };
-        if let Err(error) = router.serve_with_incoming_shutdown(incoming, stopped).await {
-            tracing::error!(%error, "gRPC server failed");
+        .add_service(reflection().build_v1alpha().map_err(broken)?)
+        .prepare();
+    Ok((GrpcHealth(reporter), GrpcHandler { app, routes }))
+}
+
+/// Handles gRPC requests.
+#[derive(Clone)]
+pub(crate) struct GrpcHandler {
+    app: Arc<AppState>,
+    routes: Routes,
+}
+
+impl Respond for GrpcHandler {
+    const GRPC: bool = true;
+
+    fn app(&self) -> &Arc<AppState> {
+        &self.app
+    }
+
+    fn need(&self, _: &http::Method, path: &str) -> Need {
+        routes::grpc(path)
+    }
+
+    fn error(&self, error: ApiError) -> http::Response<ResponseBody> {
+        Status::from(error).into_http::<tonic::body::Body>().map(ResponseBody::Grpc)
+    }
+
+    async fn respond(
+        &self,
+        mut request: http::Request<RequestBody>,
+        caller: Arc<Caller>,
+    ) -> http::Response<ResponseBody> {
+        let timeout = timeout_of(request.headers());
+        request.extensions_mut().insert(caller);
+        let call = self.routes.clone().call(request);
+        let result = match timeout {
+            None => call.await,
+            Some(timeout) => match tokio::time::timeout(timeout, call).await {
+                Ok(result) => result,
+                Err(_) => {
+                    let late = "the client's timeout has passed";
+                    return self.error(ApiError::new(ErrorKind::DeadlineExceeded, late));
+                }
+            },
+        };
+        match result {
+            Ok(response) => response.map(ResponseBody::Grpc),
+            Err(never) => match never {},
         }
-    };
-    Ok((GrpcHealth(reporter), task))
+    }
+}
+
+/// The client's time limit; an invalid one is ignored.
+fn timeout_of(headers: &HeaderMap) -> Option<Duration> {
+    let text = headers.get("grpc-timeout")?.to_str().ok()?;
+    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    let number: u64 = digits.parse().ok()?;
+    Some(match unit {
+        "H" => Duration::from_secs(number * 3600),
+        "M" => Duration::from_secs(number * 60),
+        "S" => Duration::from_secs(number),
+        "m" => Duration::from_millis(number),
+        "u" => Duration::from_micros(number),
+        "n" => Duration::from_nanos(number),
+        _ => return None,
+    })
 }
 
 /// Inferences never reach tonic's handler.
@@ -94,15 +144,17 @@ pub(crate) struct Handler {
 /// Handles one inference. A panic becomes an error response, not a broken stream.
 async fn infer(
     app: &AppState,
+    caller: &Caller,
     message: proto::ModelInferRequest,
     context: RequestContext,
 ) -> Result<proto::ModelInferResponse, ApiError> {
-    let reply = AssertUnwindSafe(try_infer(app, message, context)).catch_unwind().await;
+    let reply = AssertUnwindSafe(try_infer(app, caller, message, context)).catch_unwind().await;
     reply.unwrap_or_else(|_| Err(ApiError::internal("the server failed on this request")))
 }
 
 async fn try_infer(
     app: &AppState,
+    caller: &Caller,
     message: proto::ModelInferRequest,
     context: RequestContext,
 ) -> Result<proto::ModelInferResponse, ApiError> {
@@ -111,9 +163,12 @@ async fn try_infer(
     let name = std::mem::take(&mut message.model_name);
     let version = std::mem::take(&mut message.model_version);
     let model = ModelRef::parse(&name, &version)?;
-    let request = decode_infer(message)?;
+    caller.check_model(model.name)?;
+    let mut request = decode_infer(message)?;
+    caller.limit(&mut request.options)?;
     let span = infer_span(model.name, &request.id, &context);
-    let response = app.service.infer(model, request, context).instrument(span).await?;
+    let work = app.limited(app.service.infer(model, request, context));
+    let response = work.instrument(span).await?;
     Ok(encode_infer(response))
 }
 
@@ -128,6 +183,12 @@ fn with_trace(headers: &mut HeaderMap, context: RequestContext) {
     {
         headers.insert(TRACEPARENT, value);
     }
+}
+
+/// Who sent a request; the listener adds it to every one.
+fn caller_of(extensions: &http::Extensions) -> Result<Arc<Caller>, ApiError> {
+    let caller = extensions.get::<Arc<Caller>>().cloned();
+    caller.ok_or_else(|| ApiError::internal("the request has no caller"))
 }
 
 fn stream_response(
@@ -177,8 +238,10 @@ impl GrpcInferenceService for Handler {
         &self,
         request: Request<proto::ModelReadyRequest>,
     ) -> RpcResult<proto::ModelReadyResponse> {
+        let caller = caller_of(request.extensions())?;
         let request = request.into_inner();
         let model = ModelRef::parse(&request.name, &request.version)?;
+        caller.check_model(model.name)?;
         let ready = match self.app.service.model_ready(model).await {
             Ok(ready) => ready && !self.app.requests.is_closed(),
             Err(error) if error.kind == api::ErrorKind::NotFound => false,
@@ -198,8 +261,10 @@ impl GrpcInferenceService for Handler {
         &self,
         request: Request<proto::ModelMetadataRequest>,
     ) -> RpcResult<proto::ModelMetadataResponse> {
+        let caller = caller_of(request.extensions())?;
         let request = request.into_inner();
         let model = ModelRef::parse(&request.name, &request.version)?;
+        caller.check_model(model.name)?;
         Ok(Response::new(self.app.service.model_metadata(model).await?.into()))
     }
 
@@ -221,8 +286,10 @@ impl GrpcInferenceService for Handler {
         &self,
         request: Request<proto::ModelConfigRequest>,
     ) -> RpcResult<proto::ModelConfigResponse> {
+        let caller = caller_of(request.extensions())?;
         let request = request.into_inner();
         let model = ModelRef::parse(&request.name, &request.version)?;
+        caller.check_model(model.name)?;
         let config = self.app.service.model_config(model).await?;
         Ok(Response::new(proto::ModelConfigResponse { config: Some(config) }))
     }
@@ -231,11 +298,16 @@ impl GrpcInferenceService for Handler {
         &self,
         request: Request<proto::ModelStatisticsRequest>,
     ) -> RpcResult<proto::ModelStatisticsResponse> {
+        let caller = caller_of(request.extensions())?;
         let request = request.into_inner();
         let model = match request.name.as_str() {
             "" => None,
             name => Some(ModelRef::parse(name, &request.version)?),
         };
+        match model {
+            None => caller.check_scope(routes::OVERVIEW)?,
+            Some(model) => caller.check_model(model.name)?,
+        }
         let stats = self.app.service.statistics(model).await?;
         let model_stats = stats.into_iter().map(Into::into).collect();
         Ok(Response::new(proto::ModelStatisticsResponse { model_stats }))
@@ -254,7 +326,9 @@ impl GrpcInferenceService for Handler {
         &self,
         request: Request<proto::RepositoryModelLoadRequest>,
     ) -> RpcResult<proto::RepositoryModelLoadResponse> {
+        let caller = caller_of(request.extensions())?;
         let request = request.into_inner();
+        caller.check_model(&request.model_name)?;
         check_load_parameters(request.parameters.keys().map(String::as_str))?;
         let _guard = self.app.requests.admit()?;
         self.app.service.load(&request.model_name).await?;
@@ -265,7 +339,10 @@ impl GrpcInferenceService for Handler {
         &self,
         request: Request<proto::RepositoryModelUnloadRequest>,
     ) -> RpcResult<proto::RepositoryModelUnloadResponse> {
-        self.app.service.unload(&request.into_inner().model_name).await?;
+        let caller = caller_of(request.extensions())?;
+        let model = request.into_inner().model_name;
+        caller.check_model(&model)?;
+        self.app.service.unload(&model).await?;
         Ok(Response::new(proto::RepositoryModelUnloadResponse {}))
     }
 

@@ -3,7 +3,11 @@
 //! Handlers only translate: `api` decodes and validates, an [`api::InferenceService`] does the
 //! work. REST routes are in `rest.rs`.
 
+mod admin;
+pub mod auth;
 mod body_buffers;
+pub mod connection;
+mod descriptors;
 mod grpc;
 mod listener;
 pub mod metrics;
@@ -11,7 +15,11 @@ pub mod node;
 pub mod request_tracker;
 mod rest;
 pub mod server;
+pub mod tls;
 
+pub use auth::{AccessOptions, JwtOptions};
+pub use connection::ConnectionLimits;
 pub use node::LocalNode;
 pub use node::loader::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 pub use server::{BoundServer, RunningServer, Server, ServerError, ServerOptions};
+pub use tls::{TlsIdentity, TlsOptions};

@@ -1,131 +1,405 @@
-//! Accepts HTTP connections and serves them until stopped.
+//! Accepts connections and serves them until stopped, whatever their clients do.
 
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::ApiError;
-use axum::Router;
-use axum::body::Body;
+use api::{ApiError, ErrorKind};
 use futures_util::FutureExt;
-use http::{Request, Response};
+use http::header::{
+    ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
+    HeaderValue, VARY, WWW_AUTHENTICATE,
+};
+use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tower::Service;
+use tokio::time::Instant;
 
-use crate::rest::response::{self, ResponseBody};
+use crate::auth::Caller;
+use crate::auth::routes::{Need, REQUEST_ID};
+use crate::connection::{
+    BodyRules, CloseReason, Connection, ConnectionTable, GuardedIo, RequestBody, TrackedBody,
+};
+use crate::rest::response::ResponseBody;
+use crate::server::AppState;
+use crate::tls::{Tls, TlsUse, fingerprint};
 
-/// Timeout for a complete request head.
-const IDLE_LIMIT: Duration = Duration::from_secs(600);
+/// Until when connections may finish after a stop; `None` before it.
+pub(crate) type Stop = watch::Receiver<Option<Instant>>;
 
-/// Serves `responder` on `listener` until `stop` turns true, then lets connections finish their
-/// requests. Dropping the future closes them immediately.
-pub(crate) async fn serve(
-    listener: TcpListener,
-    responder: impl Respond,
-    max_connections: usize,
-    mut stop: watch::Receiver<bool>,
-) {
-    let permits = Arc::new(Semaphore::new(max_connections));
-    let mut connections = JoinSet::new();
-    loop {
-        let accepted = tokio::select! {
-            biased;
-            () = stopped(&mut stop) => break,
-            accepted = accept(&listener, &permits) => accepted,
-            Some(_) = connections.join_next() => continue,
-        };
-        if let Some((stream, permit)) = accepted {
-            let (responder, stop) = (responder.clone(), stop.clone());
-            connections.spawn(async move {
-                serve_connection(stream, responder, stop).await;
-                drop(permit);
-            });
-        }
-    }
-    drop(listener);
-    while connections.join_next().await.is_some() {}
+/// Time for connections without a request to close after a stop.
+const CLOSE_TIME: Duration = Duration::from_millis(500);
+/// Shortest and longest pause after a failure to accept.
+const PAUSE_MIN: Duration = Duration::from_millis(10);
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// How often such failures are logged.
+const WARN_INTERVAL: Duration = Duration::from_secs(10);
+/// Flow-control window of an HTTP/2 connection, large enough for many requests at once.
+const CONNECTION_WINDOW: u32 = 16 << 20;
+const STREAM_WINDOW: u32 = 1 << 20;
+/// Maximum frame size: an image in one frame is not copied after it is read from the socket.
+const FRAME_BYTES: u32 = 1 << 20;
+/// Maximum size of the headers of a request over HTTP/2.
+const HEADERS_MAX: u32 = 64 << 10;
+
+/// A listener and how it serves.
+pub(crate) struct Listener<R> {
+    pub(crate) socket: TcpListener,
+    pub(crate) responder: R,
+    pub(crate) table: Arc<ConnectionTable>,
+    pub(crate) tls: Option<(Arc<Tls>, TlsUse)>,
 }
 
-/// Returns when `stop` turns true or its sender is dropped.
-pub(crate) async fn stopped(stop: &mut watch::Receiver<bool>) {
-    let _ = stop.wait_for(|stop| *stop).await;
-}
-
-async fn accept(
-    listener: &TcpListener,
-    permits: &Arc<Semaphore>,
-) -> Option<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
-    let permit = permits.clone().acquire_owned().await.ok()?;
-    match listener.accept().await {
-        Ok((stream, _)) => {
-            // Without this a response can wait for the client's delayed acknowledgement.
-            let _ = stream.set_nodelay(true);
-            Some((stream, permit))
-        }
-        Err(error) => {
-            // Usually out of file descriptors: wait until others are closed.
-            tracing::warn!(%error, "cannot accept connection");
-            tokio::time::sleep(Duration::from_millis(50)).await;
-            None
-        }
-    }
-}
-
-async fn serve_connection(
-    stream: TcpStream,
-    responder: impl Respond,
-    mut stop: watch::Receiver<bool>,
-) {
-    let service = service_fn(move |request: Request<Incoming>| respond(responder.clone(), request));
-    let mut builder = Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(IDLE_LIMIT);
-    builder.http2().timer(TokioTimer::new()).max_concurrent_streams(1024);
-    let connection = builder.serve_connection(TokioIo::new(stream), service);
-    let mut connection = std::pin::pin!(connection);
-    let result = tokio::select! {
-        result = connection.as_mut() => result,
-        () = stopped(&mut stop) => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
-        }
-    };
-    if let Err(error) = result {
-        tracing::debug!(%error, "connection closed early");
-    }
+/// What the connections of a listener share.
+struct Shared<R> {
+    responder: R,
+    table: Arc<ConnectionTable>,
+    tls: Option<(Arc<Tls>, TlsUse)>,
 }
 
 /// Responds to the requests of a connection.
 pub(crate) trait Respond: Clone + Send + Sync + 'static {
+    /// Whether only HTTP/2 is spoken, and bodies are messages that may come late.
+    const GRPC: bool;
+
+    fn app(&self) -> &Arc<AppState>;
+
+    /// What a request needs.
+    fn need(&self, method: &Method, path: &str) -> Need;
+
+    /// The response that reports an error.
+    fn error(&self, error: ApiError) -> Response<ResponseBody>;
+
     fn respond(
         &self,
-        request: Request<Incoming>,
+        request: Request<RequestBody>,
+        caller: Arc<Caller>,
     ) -> impl Future<Output = Response<ResponseBody>> + Send;
 }
 
-impl Respond for Router {
-    async fn respond(&self, request: Request<Incoming>) -> Response<ResponseBody> {
-        match self.clone().call(request.map(Body::new)).await {
-            Ok(response) => response.map(ResponseBody::Routed),
-            Err(never) => match never {},
+/// Returns the deadline of `stop` when it is set; at once if its sender is dropped.
+pub(crate) async fn stopped(stop: &mut Stop) -> Instant {
+    let deadline = stop.wait_for(Option::is_some).await;
+    deadline.ok().and_then(|deadline| *deadline).unwrap_or_else(Instant::now)
+}
+
+impl<R: Respond> Listener<R> {
+    /// Serves until `stop`, then lets connections finish their requests until its deadline.
+    /// Dropping the future closes them immediately.
+    pub(crate) async fn serve(self, mut stop: Stop) {
+        let (socket, table) = (self.socket, self.table.clone());
+        let shared =
+            Arc::new(Shared { responder: self.responder, table: self.table, tls: self.tls });
+        let mut connections = JoinSet::new();
+        let mut failures = AcceptFailures::default();
+        let deadline = loop {
+            let accepted = tokio::select! {
+                biased;
+                deadline = stopped(&mut stop) => break deadline,
+                Some(_) = connections.join_next() => continue,
+                accepted = socket.accept() => accepted,
+            };
+            match accepted {
+                Ok((stream, peer)) => {
+                    failures.pause = PAUSE_MIN;
+                    match table.admit(peer) {
+                        Ok(open) => {
+                            let (shared, stop) = (shared.clone(), stop.clone());
+                            connections.spawn(async move {
+                                serve_stream(stream, &open.0, &shared, stop).await;
+                            });
+                        }
+                        Err(reason) => refuse(&shared, &stream, reason),
+                    }
+                }
+                Err(error) => {
+                    tokio::select! {
+                        deadline = stopped(&mut stop) => break deadline,
+                        () = failures.wait(&error, &table) => {}
+                    }
+                }
+            }
+        };
+        drop(socket);
+        let finished = async { while connections.join_next().await.is_some() {} };
+        if tokio::time::timeout_at(deadline, finished).await.is_err() {
+            for _ in 0..connections.len() {
+                table.count(CloseReason::Stopped);
+            }
+            connections.shutdown().await;
+        }
+    }
+}
+
+/// Failures to accept, usually for lack of file descriptors.
+struct AcceptFailures {
+    pause: Duration,
+    warned: Option<Instant>,
+}
+
+impl Default for AcceptFailures {
+    fn default() -> Self {
+        AcceptFailures { pause: PAUSE_MIN, warned: None }
+    }
+}
+
+impl AcceptFailures {
+    /// Makes room if connections are idle, and pauses: a connection that cannot be accepted stays
+    /// in the queue, and accepting again at once would fail again at once.
+    async fn wait(&mut self, error: &std::io::Error, table: &ConnectionTable) {
+        let exhausted = matches!(
+            error.raw_os_error().map(rustix::io::Errno::from_raw_os_error),
+            Some(
+                rustix::io::Errno::MFILE
+                    | rustix::io::Errno::NFILE
+                    | rustix::io::Errno::NOBUFS
+                    | rustix::io::Errno::NOMEM
+            )
+        );
+        if !exhausted {
+            // The client is gone.
+            return tokio::task::yield_now().await;
+        }
+        let freed = table.free_descriptor();
+        if self.warned.is_none_or(|warned| warned.elapsed() >= WARN_INTERVAL) {
+            self.warned = Some(Instant::now());
+            let (listener, open) = (table.listener, table.len());
+            tracing::warn!(listener, open, %error, "cannot accept connections");
+        }
+        tokio::time::sleep(if freed { PAUSE_MIN } else { self.pause }).await;
+        self.pause = (self.pause * 2).min(PAUSE_MAX);
+    }
+}
+
+/// Closes a connection that has no place. Where that can be told in HTTP/1, it is.
+fn refuse<R: Respond>(shared: &Shared<R>, stream: &TcpStream, reason: CloseReason) {
+    shared.table.count(reason);
+    if shared.tls.is_none() && !R::GRPC {
+        let reply = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\n\
+                      connection: close\r\n\r\n";
+        let _ = stream.try_write(reply);
+    }
+}
+
+async fn serve_stream<R: Respond>(
+    stream: TcpStream,
+    connection: &Arc<Connection>,
+    shared: &Shared<R>,
+    stop: Stop,
+) {
+    // Without this a response can wait for the client's delayed acknowledgement.
+    let _ = stream.set_nodelay(true);
+    let Some((tls, usage)) = &shared.tls else {
+        return serve_connection(stream, None, connection, shared, stop).await;
+    };
+    let limit = shared.table.limits.head_timeout;
+    let handshake = tokio::time::timeout(limit, tls.acceptor(*usage).accept(stream));
+    let result = tokio::select! {
+        result = handshake => result,
+        () = connection.close.notified() => return,
+    };
+    let stream = match result {
+        Ok(Ok(stream)) => stream,
+        Ok(Err(error)) => {
+            shared.table.count(CloseReason::Handshake);
+            if is_certificate_error(&error) {
+                let access = &shared.responder.app().access;
+                access.refuse_certificate(connection.peer, &error.to_string());
+            }
+            tracing::debug!(peer = %connection.peer, %error, "TLS handshake failed");
+            return;
+        }
+        Err(_) => return shared.table.count(CloseReason::Head),
+    };
+    let certificate = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
+    let certificate = certificate.map(|certificate| {
+        let name = fingerprint(certificate);
+        Arc::from(format!("certificate:{}", &name[..32]))
+    });
+    serve_connection(stream, certificate, connection, shared, stop).await;
+}
+
+/// Whether a handshake failed because of the client's certificate.
+fn is_certificate_error(error: &std::io::Error) -> bool {
+    let error = error.get_ref().and_then(|error| error.downcast_ref::<rustls::Error>());
+    matches!(
+        error,
+        Some(rustls::Error::InvalidCertificate(_) | rustls::Error::NoCertificatesPresented)
+    )
+}
+
+async fn serve_connection<R: Respond, S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+    stream: S,
+    certificate: Option<Arc<str>>,
+    connection: &Arc<Connection>,
+    shared: &Shared<R>,
+    mut stop: Stop,
+) {
+    let limits = connection.limits();
+    let mut builder = Builder::new(TokioExecutor::new());
+    // The head's timeout of hyper would also end idle connections; those are checked below.
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(None);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_frame_size(FRAME_BYTES)
+        .max_header_list_size(HEADERS_MAX)
+        .max_concurrent_streams(limits.max_streams)
+        .keep_alive_interval(limits.ping_interval)
+        .keep_alive_timeout(limits.ping_interval);
+    if R::GRPC {
+        builder = builder.http2_only();
+    }
+    let service = service_fn(|request: Request<Incoming>| {
+        let (responder, certificate) = (shared.responder.clone(), certificate.clone());
+        handle(responder, connection.clone(), certificate, request)
+    });
+    let io = TokioIo::new(GuardedIo::new(stream, connection.clone()));
+    let mut served = std::pin::pin!(builder.serve_connection(io, service));
+    let mut checks = tokio::time::interval(limits.check_interval());
+    checks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    // When the connection ends even if it does not close by itself.
+    let mut end: Option<Instant> = None;
+    let mut stopping = false;
+    let result = loop {
+        tokio::select! {
+            result = served.as_mut() => break result,
+            () = connection.close.notified() => return,
+            _ = stopped(&mut stop), if !stopping => {
+                stopping = true;
+                served.as_mut().graceful_shutdown();
+                checks = tokio::time::interval(CLOSE_TIME);
+                checks.tick().await;
+            }
+            _ = checks.tick() => {
+                if end.is_some_and(|end| end <= Instant::now())
+                    || (stopping && connection.is_idle())
+                {
+                    return;
+                }
+                match connection.overdue() {
+                    None => {}
+                    Some(CloseReason::Idle) if end.is_none() && connection.is_http2() => {
+                        // The client of HTTP/2 is told which of its requests were not begun.
+                        shared.table.count(CloseReason::Idle);
+                        served.as_mut().graceful_shutdown();
+                        end = Some(Instant::now() + CLOSE_TIME);
+                    }
+                    Some(CloseReason::Idle) if end.is_some() => {}
+                    Some(reason) => return shared.table.count(reason),
+                }
+            }
+        }
+    };
+    if let Err(error) = result {
+        if is_timeout(&*error) {
+            shared.table.count(CloseReason::Write);
+        }
+        tracing::debug!(peer = %connection.peer, %error, "connection closed early");
+    }
+}
+
+fn is_timeout(mut error: &(dyn std::error::Error + 'static)) -> bool {
+    loop {
+        if let Some(io) = error.downcast_ref::<std::io::Error>() {
+            return io.kind() == std::io::ErrorKind::TimedOut;
+        }
+        match error.source() {
+            Some(source) => error = source,
+            None => return false,
         }
     }
 }
 
 /// Handles one request. A panic becomes an error response, not a closed connection.
-async fn respond(
-    responder: impl Respond,
+fn handle<R: Respond>(
+    responder: R,
+    connection: Arc<Connection>,
+    certificate: Option<Arc<str>>,
     request: Request<Incoming>,
-) -> Result<Response<ResponseBody>, Infallible> {
-    let response = AssertUnwindSafe(responder.respond(request)).catch_unwind().await;
-    Ok(response.unwrap_or_else(|_| {
-        response::error(&ApiError::internal("the server failed on this request"))
-            .map(ResponseBody::Routed)
-    }))
+) -> impl Future<Output = Result<Response<TrackedBody<ResponseBody>>, Infallible>> + Send {
+    // From now on the connection is in use, not when the future is polled.
+    let in_flight = connection.begin();
+    async move {
+        let work = admit_and_respond(&responder, &connection, certificate, request);
+        let response = AssertUnwindSafe(work).catch_unwind().await;
+        let response = response.unwrap_or_else(|_| {
+            responder.error(ApiError::internal("the server failed on this request"))
+        });
+        Ok(response.map(|body| TrackedBody::new(body, in_flight)))
+    }
+}
+
+async fn admit_and_respond<R: Respond>(
+    responder: &R,
+    connection: &Connection,
+    certificate: Option<Arc<str>>,
+    request: Request<Incoming>,
+) -> Response<ResponseBody> {
+    let app = responder.app();
+    let (head, body) = request.into_parts();
+    let origin = app.access.allowed_origin(&head.headers);
+    if let Some(origin) = &origin
+        && head.method == Method::OPTIONS
+    {
+        // Browsers ask without credentials.
+        return preflight(origin.clone());
+    }
+    let need = responder.need(&head.method, head.uri.path());
+    let caller = match app.access.admit(&need, &head, connection.peer, certificate.as_ref()) {
+        Ok(caller) => caller,
+        Err((error, id)) => return refusal(responder, error, &id),
+    };
+    let whole = !R::GRPC || head.uri.path().ends_with("/ModelInfer");
+    let limits = connection.limits();
+    let timeout = if whole { limits.body_timeout } else { limits.idle_timeout };
+    let rules = BodyRules { timeout, whole, drain: app.drain.clone() };
+    let path = need.change.map(|_| head.uri.path().to_string());
+    let request = Request::from_parts(head, RequestBody::new(body, rules));
+    let mut response = responder.respond(request, caller.clone()).await;
+    if let (Some(change), Some(path)) = (need.change, path) {
+        caller.changed(change, &path, response.status().as_u16());
+    }
+    if let Some(origin) = origin {
+        response.headers_mut().insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+        response.headers_mut().append(VARY, HeaderValue::from_static("origin"));
+    }
+    response
+}
+
+fn refusal<R: Respond>(responder: &R, error: ApiError, id: &str) -> Response<ResponseBody> {
+    let absent = error.kind == ErrorKind::Unauthenticated;
+    let mut response = responder.error(error);
+    let headers = response.headers_mut();
+    if absent && !R::GRPC {
+        headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
+    if let Ok(id) = HeaderValue::from_str(id) {
+        headers.insert(REQUEST_ID, id);
+    }
+    response
+}
+
+/// The response to a browser that asks whether a page of `origin` may send a request.
+fn preflight(origin: HeaderValue) -> Response<ResponseBody> {
+    let mut response = Response::new(ResponseBody::Routed(axum::body::Body::empty()));
+    *response.status_mut() = StatusCode::NO_CONTENT;
+    let headers = response.headers_mut();
+    headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+    let methods = HeaderValue::from_static("GET, POST, PUT, DELETE");
+    headers.insert(ACCESS_CONTROL_ALLOW_METHODS, methods);
+    let names = "authorization, content-type, content-encoding, inference-header-content-length, \
+                 traceparent, x-request-id";
+    headers.insert(ACCESS_CONTROL_ALLOW_HEADERS, HeaderValue::from_static(names));
+    headers.insert(VARY, HeaderValue::from_static("origin"));
+    response
 }

@@ -12,6 +12,9 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use http::header::CONTENT_TYPE;
 
+use crate::auth::Reason;
+use crate::connection::CloseReason;
+use crate::descriptors;
 use crate::rest::response;
 use crate::server::AppState;
 
@@ -70,12 +73,8 @@ impl<'a> Exposition<'a> {
     }
 }
 
-pub(crate) fn router(app: Arc<AppState>) -> Router {
-    Router::new()
-        .route("/metrics", get(page))
-        .fallback(response::no_route)
-        .method_not_allowed_fallback(response::wrong_method)
-        .with_state(app)
+pub(crate) fn with_metrics(router: Router<Arc<AppState>>) -> Router<Arc<AppState>> {
+    router.route("/metrics", get(page)).method_not_allowed_fallback(response::wrong_method)
 }
 
 async fn page(State(app): State<Arc<AppState>>) -> impl IntoResponse {
@@ -99,8 +98,49 @@ async fn page(State(app): State<Arc<AppState>>) -> impl IntoResponse {
     let name = "atoll_host_memory_refused_total";
     exposition.family(name, MetricKind::Counter, "Reservations of host memory that were refused");
     exposition.sample(name, &[], memory.refused());
+    write_refusals(&mut exposition, &app);
+    write_connections(&mut exposition, &app);
     app.service.write_metrics(&mut text);
     ([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
+}
+
+fn write_refusals(exposition: &mut Exposition<'_>, app: &AppState) {
+    let name = "atoll_requests_refused_total";
+    exposition.family(name, MetricKind::Counter, "Requests refused for lack of permission");
+    for reason in Reason::ALL {
+        let labels = [("reason", reason.as_str())];
+        exposition.sample(name, &labels, app.access.refused(reason));
+    }
+}
+
+fn write_connections(exposition: &mut Exposition<'_>, app: &AppState) {
+    let name = "atoll_connections";
+    exposition.family(name, MetricKind::Gauge, "Open connections");
+    for table in &app.tables {
+        exposition.sample(name, &[("listener", table.listener)], table.len());
+    }
+    let name = "atoll_connections_closed_total";
+    exposition.family(name, MetricKind::Counter, "Connections closed or refused by the server");
+    for table in &app.tables {
+        for reason in CloseReason::ALL {
+            let labels = [("listener", table.listener), ("reason", reason.as_str())];
+            exposition.sample(name, &labels, table.closed(reason));
+        }
+    }
+    let name = "atoll_accept_failures_total";
+    let help = "Connections that could not be accepted for lack of file descriptors or memory";
+    exposition.family(name, MetricKind::Counter, help);
+    for table in &app.tables {
+        exposition.sample(name, &[("listener", table.listener)], table.accept_failures());
+    }
+    let name = "atoll_file_descriptors";
+    exposition.family(name, MetricKind::Gauge, "Open file descriptors");
+    if let Some(open) = descriptors::open() {
+        exposition.sample(name, &[], open);
+    }
+    let name = "atoll_file_descriptors_limit";
+    exposition.family(name, MetricKind::Gauge, "Limit on open file descriptors");
+    exposition.sample(name, &[], descriptors::limit());
 }
 
 #[cfg(test)]

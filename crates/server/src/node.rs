@@ -499,7 +499,11 @@ impl InferenceService for LocalNode {
     }
 
     fn ready(&self) -> bool {
-        self.inner.started.load(Ordering::SeqCst) && !self.inner.draining.load(Ordering::SeqCst)
+        // Models of a faulted device cannot be served, and only a restart repairs it.
+        let faulted = self.inner.device_group.nodes().iter().any(|node| node.fault().is_some());
+        self.inner.started.load(Ordering::SeqCst)
+            && !self.inner.draining.load(Ordering::SeqCst)
+            && !faulted
     }
 
     fn model_ready<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, bool> {

@@ -13,9 +13,20 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use crate::admin::{AdminHandler, AdminRuntime};
+use crate::auth::{Access, AccessOptions};
 use crate::body_buffers::BodyBuffers;
+use crate::connection::{ConnectionLimits, ConnectionTable, DrainDeadline};
+use crate::listener::{Listener, Respond, Stop};
 use crate::request_tracker::RequestTracker;
-use crate::{grpc, listener, metrics, rest};
+use crate::tls::{Tls, TlsOptions, TlsUse};
+use crate::{admin, descriptors, grpc, rest};
+
+/// How often files of credentials and certificates are checked for changes.
+const RELOAD_INTERVAL: Duration = Duration::from_secs(1);
+/// How long a server that stops waits for request bodies that are still arriving; at most half of
+/// the time it has.
+const BODY_DRAIN_TIME: Duration = Duration::from_secs(10);
 
 /// A decoded request may take this many times the maximum size of its body: arrays of short numbers
 /// take 13 times their JSON.
@@ -28,16 +39,24 @@ pub struct ServerOptions {
     pub http: Option<SocketAddr>,
     /// gRPC.
     pub grpc: Option<SocketAddr>,
-    /// Metrics.
+    /// Metrics, health and the routes that manage models: the admin port.
     pub metrics: Option<SocketAddr>,
     /// Maximum size of an inference request after decompression.
     pub max_body_bytes: usize,
     /// Maximum size of a model to register.
     pub max_model_bytes: usize,
-    /// Maximum number of connections per protocol.
-    pub max_connections: usize,
     /// The budget of bodies, decoded requests and encoded responses.
     pub memory: &'static HostMemory,
+    /// Limits on connections, for each of REST and gRPC.
+    pub connections: ConnectionLimits,
+    /// Who may do what.
+    pub access: AccessOptions,
+    /// TLS, for all addresses.
+    pub tls: Option<TlsOptions>,
+    /// Listen on addresses other than loopback without TLS.
+    pub insecure: bool,
+    /// Maximum time of one execution, whatever its deadline.
+    pub max_execution: Option<Duration>,
 }
 
 impl Default for ServerOptions {
@@ -49,8 +68,12 @@ impl Default for ServerOptions {
             metrics: address(8002),
             max_body_bytes: 64 << 20,
             max_model_bytes: 2 << 30,
-            max_connections: 10_000,
             memory: HostMemory::process(),
+            connections: ConnectionLimits::default(),
+            access: AccessOptions::default(),
+            tls: None,
+            insecure: false,
+            max_execution: Some(Duration::from_secs(300)),
         }
     }
 }
@@ -66,6 +89,21 @@ pub enum ServerError {
         /// Why.
         source: std::io::Error,
     },
+    /// Other machines could reach the address, and nothing would protect what they send.
+    #[error(
+        "{address} can be reached from other machines: use --tls-cert and --tls-key, or --insecure \
+         where the network is trusted"
+    )]
+    Insecure {
+        /// The address.
+        address: SocketAddr,
+    },
+    /// A file of credentials or certificates cannot be used.
+    #[error("{0}")]
+    Credentials(String),
+    /// The thread of the admin port does not start.
+    #[error("cannot start the admin port: {0}")]
+    Admin(std::io::Error),
     /// The gRPC descriptors are broken.
     #[error("cannot start gRPC: {0}")]
     Grpc(String),
@@ -77,6 +115,10 @@ pub(crate) struct AppState {
     pub(crate) requests: RequestTracker,
     pub(crate) max_model_bytes: usize,
     pub(crate) bodies: BodyLimits,
+    pub(crate) access: Arc<Access>,
+    pub(crate) drain: DrainDeadline,
+    pub(crate) tables: Vec<Arc<ConnectionTable>>,
+    max_execution: Option<Duration>,
 }
 
 /// Where request bodies are read to, and how much memory they may take.
@@ -105,6 +147,20 @@ impl AppState {
     pub(crate) fn ready(&self) -> bool {
         !self.requests.is_closed() && self.service.ready()
     }
+
+    /// Runs `work` for at most the maximum time of an execution; giving it up cancels it.
+    pub(crate) async fn limited<T>(
+        &self,
+        work: impl Future<Output = ApiResult<T>>,
+    ) -> ApiResult<T> {
+        let Some(limit) = self.max_execution else { return work.await };
+        tokio::time::timeout(limit, work).await.unwrap_or_else(|_| {
+            Err(ApiError::new(
+                ErrorKind::DeadlineExceeded,
+                format!("the execution exceeds the server's limit of {} s", limit.as_secs_f64()),
+            ))
+        })
+    }
 }
 
 /// Starts servers.
@@ -121,10 +177,26 @@ impl Server {
 
     /// Binds the addresses of `options` before the service exists: connections wait.
     pub async fn bind(options: ServerOptions) -> Result<BoundServer, ServerError> {
+        let addresses = [options.http, options.grpc, options.metrics];
+        for address in addresses.into_iter().flatten() {
+            let local = address.ip().to_canonical().is_loopback();
+            if !local && options.tls.is_none() && !options.insecure {
+                return Err(ServerError::Insecure { address });
+            }
+        }
+        let tls = options.tls.clone().map(Tls::open).transpose();
+        let bound =
+            [bind(options.http).await?, bind(options.grpc).await?, bind(options.metrics).await?];
+        let addresses: Vec<SocketAddr> = bound.iter().flatten().map(|bound| bound.1).collect();
+        let certificates = options.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
+        let access = Access::open(&options.access, &addresses, certificates);
+        let [http, grpc, metrics] = bound;
         Ok(BoundServer {
-            http: bind(options.http).await?,
-            metrics: bind(options.metrics).await?,
-            grpc: bind(options.grpc).await?,
+            http,
+            metrics,
+            grpc,
+            access: access.map_err(ServerError::Credentials)?,
+            tls: tls.map_err(ServerError::Credentials)?,
             options,
         })
     }
@@ -135,7 +207,26 @@ pub struct BoundServer {
     http: Option<Bound>,
     metrics: Option<Bound>,
     grpc: Option<Bound>,
+    access: Arc<Access>,
+    tls: Option<Arc<Tls>>,
     options: ServerOptions,
+}
+
+/// The limits of each of REST and gRPC: as configured, within the descriptors there are.
+fn connection_limits(options: &ServerOptions) -> ConnectionLimits {
+    let wanted = &options.connections;
+    let descriptors = descriptors::raise();
+    let max_connections = wanted.max_connections.min(descriptors::share(descriptors, 2));
+    if max_connections < wanted.max_connections {
+        tracing::warn!(
+            wanted = wanted.max_connections,
+            max_connections,
+            descriptors,
+            "fewer connections than configured: raise the limit on open files (ulimit -n)"
+        );
+    }
+    let max_per_address = wanted.max_per_address.min(max_connections);
+    ConnectionLimits { max_connections, max_per_address, ..wanted.clone() }
 }
 
 impl BoundServer {
@@ -144,6 +235,12 @@ impl BoundServer {
         self,
         service: Arc<dyn InferenceService>,
     ) -> Result<RunningServer, ServerError> {
+        let limits = connection_limits(&self.options);
+        let [http, grpc, admin] = [
+            ConnectionTable::new("rest", limits.clone()),
+            ConnectionTable::new("grpc", limits.clone()),
+            ConnectionTable::new("admin", admin::limits(&limits)),
+        ];
         let app = Arc::new(AppState {
             bodies: BodyLimits {
                 max_bytes: self.options.max_body_bytes,
@@ -153,39 +250,70 @@ impl BoundServer {
             service,
             requests: RequestTracker::default(),
             max_model_bytes: self.options.max_model_bytes,
+            access: self.access.clone(),
+            drain: DrainDeadline::default(),
+            tables: vec![http.clone(), grpc.clone(), admin.clone()],
+            max_execution: self.options.max_execution,
         });
         let cache: Weak<BodyBuffers> = Arc::downgrade(&app.bodies.buffers);
         app.bodies.memory.add_cache(cache);
-        let (stop, stopped) = watch::channel(false);
+        let (stop, stopped) = watch::channel(None);
+        let reload = tokio::spawn(reload(self.access.clone(), self.tls.clone()));
         let mut server = RunningServer {
-            http_addr: None,
-            grpc_addr: None,
-            metrics_addr: None,
+            http_addr: self.http.as_ref().map(|bound| bound.1),
+            grpc_addr: self.grpc.as_ref().map(|bound| bound.1),
+            metrics_addr: self.metrics.as_ref().map(|bound| bound.1),
             app: app.clone(),
             health: None,
             stop,
             tasks: Vec::new(),
+            reload,
+            admin: None,
         };
-        let connections = self.options.max_connections;
-        if let Some((listener, address)) = self.http {
-            server.http_addr = Some(address);
-            let rest = rest::RestHandler::new(app.clone());
-            let task = listener::serve(listener, rest, connections, stopped.clone());
-            server.tasks.push(tokio::spawn(task));
+        let tls = |usage| self.tls.clone().map(|tls| (tls, usage));
+        if let Some((socket, _)) = self.http {
+            let responder = rest::RestHandler::new(app.clone());
+            server.spawn(
+                Listener { socket, responder, table: http, tls: tls(TlsUse::Rest) },
+                &stopped,
+            );
         }
-        if let Some((listener, address)) = self.metrics {
-            server.metrics_addr = Some(address);
-            let router = metrics::router(app.clone());
-            let task = listener::serve(listener, router, connections, stopped.clone());
-            server.tasks.push(tokio::spawn(task));
-        }
-        if let Some((listener, address)) = self.grpc {
-            server.grpc_addr = Some(address);
-            let (health, task) = grpc::serve(listener, app, stopped).await?;
+        if let Some((socket, _)) = self.grpc {
+            let (health, responder) = grpc::handler(app.clone()).await?;
             server.health = Some(health);
-            server.tasks.push(tokio::spawn(task));
+            server.spawn(
+                Listener { socket, responder, table: grpc, tls: tls(TlsUse::Grpc) },
+                &stopped,
+            );
+        }
+        if let Some((socket, _)) = self.metrics {
+            let responder = AdminHandler::new(app, tokio::runtime::Handle::current());
+            let tls = tls(TlsUse::Admin);
+            server.serve_admin(socket, responder, admin, tls, stopped)?;
         }
         Ok(server)
+    }
+}
+
+/// Reads files of credentials and certificates again when they change.
+async fn reload(access: Arc<Access>, tls: Option<Arc<Tls>>) {
+    loop {
+        tokio::time::sleep(RELOAD_INTERVAL).await;
+        let (access, tls) = (access.clone(), tls.clone());
+        let work = move || {
+            access.reload();
+            match tls.as_ref().and_then(|tls| tls.reload()) {
+                None => {}
+                Some(Ok(())) => {
+                    access.audit.reloaded("certificates");
+                    tracing::info!("certificates read again");
+                }
+                Some(Err(why)) => {
+                    tracing::error!("{why}; the previous certificates stay in use");
+                }
+            }
+        };
+        let _ = tokio::task::spawn_blocking(work).await;
     }
 }
 
@@ -209,20 +337,56 @@ pub struct RunningServer {
     pub metrics_addr: Option<SocketAddr>,
     app: Arc<AppState>,
     health: Option<grpc::GrpcHealth>,
-    stop: watch::Sender<bool>,
+    stop: watch::Sender<Option<Instant>>,
     tasks: Vec<JoinHandle<()>>,
+    reload: JoinHandle<()>,
+    admin: Option<AdminRuntime>,
+}
+
+impl Drop for RunningServer {
+    fn drop(&mut self) {
+        self.reload.abort();
+    }
 }
 
 impl RunningServer {
+    fn spawn(&mut self, listener: Listener<impl Respond>, stop: &Stop) {
+        self.tasks.push(tokio::spawn(listener.serve(stop.clone())));
+    }
+
+    /// Serves the admin port on a thread of its own.
+    fn serve_admin(
+        &mut self,
+        socket: TcpListener,
+        responder: AdminHandler,
+        table: Arc<ConnectionTable>,
+        tls: Option<(Arc<Tls>, TlsUse)>,
+        stop: Stop,
+    ) -> Result<(), ServerError> {
+        let runtime = AdminRuntime::start().map_err(ServerError::Admin)?;
+        if let Some(handle) = runtime.handle() {
+            let socket = socket.into_std().map_err(ServerError::Admin)?;
+            let entered = handle.enter();
+            let socket = TcpListener::from_std(socket).map_err(ServerError::Admin)?;
+            drop(entered);
+            let listener = Listener { socket, responder, table, tls };
+            self.tasks.push(handle.spawn(listener.serve(stop)));
+        }
+        self.admin = Some(runtime);
+        Ok(())
+    }
+
     /// Number of requests in flight.
     pub fn in_flight(&self) -> usize {
         self.app.requests.in_flight()
     }
 
     /// Reports not ready, refuses new requests, waits for requests in flight and closes the
-    /// listeners. `false` if requests were still running after `limit` and were dropped.
+    /// listeners. `false` if requests were still running after `limit` and were dropped. Clients
+    /// that do not finish sending a request, or do not take a response, only lose their own.
     pub async fn shutdown(mut self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
+        self.app.drain.set(Instant::now() + BODY_DRAIN_TIME.min(limit / 2));
         self.app.requests.close();
         if let Some(health) = self.health.take() {
             health.not_serving().await;
@@ -230,16 +394,16 @@ impl RunningServer {
         let idle = tokio::time::timeout_at(deadline, self.app.requests.wait_idle()).await.is_ok();
         let remaining = deadline.saturating_duration_since(Instant::now());
         let drained = self.app.service.drain(remaining).await;
-        let _ = self.stop.send(true);
         // Finished responses still have to be written, even after the deadline.
         let written = deadline.max(Instant::now() + Duration::from_millis(500));
-        let mut closed = true;
-        for mut task in self.tasks {
-            if tokio::time::timeout_at(written, &mut task).await.is_err() {
+        let _ = self.stop.send(Some(written));
+        for task in &mut self.tasks {
+            // Listeners close their connections at the deadline themselves.
+            let late = written + Duration::from_secs(1);
+            if tokio::time::timeout_at(late, &mut *task).await.is_err() {
                 task.abort();
-                closed = false;
             }
         }
-        idle && drained && closed
+        idle && drained
     }
 }

@@ -90,6 +90,14 @@ async fn state(node: &LocalNode, name: &str) -> (Option<ModelState>, String) {
 }
 
 #[tokio::test]
+async fn a_node_with_a_faulted_device_is_not_ready() {
+    let fixture = start(Duration::ZERO, &["m"]).await;
+    assert!(fixture.node.ready());
+    fixture.device.faulted.store(true, std::sync::atomic::Ordering::SeqCst);
+    assert!(!fixture.node.ready());
+}
+
+#[tokio::test]
 async fn requests_are_matched_with_the_model() {
     let Fixture { node, .. } = start(INSTANT, &["m"]).await;
     let reply = infer(&node, "m", request(floats(&[1.0, 2.0]))).await.unwrap();

@@ -150,7 +150,7 @@ fn wait_until_ready(lines: &Receiver<String>, limit: Duration) -> Result<Value, 
 fn fetch(address: SocketAddr) -> std::io::Result<String> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_read_timeout(Some(METRICS_TIMEOUT))?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: atoll\r\nConnection: close\r\n\r\n")?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
     let mut text = String::new();
     stream.read_to_string(&mut text)?;
     Ok(text)

@@ -101,7 +101,8 @@ impl TestModel {
         let json = serde_json::json!({ "inputs": described, "parameters": parameters }).to_string();
         let raw: Vec<&Bytes> = inputs.iter().filter_map(Tensor::raw).collect();
         let head = format!(
-            "POST /v2/models/{}/infer HTTP/1.1\r\nHost: atoll\r\nInference-Header-Content-Length: \
+            "POST /v2/models/{}/infer HTTP/1.1\r\nHost: localhost\r\n\
+             Inference-Header-Content-Length: \
              {}\r\nContent-Length: {}\r\n\r\n",
             self.name,
             json.len(),

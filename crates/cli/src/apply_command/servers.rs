@@ -67,6 +67,9 @@ pub(crate) fn arguments(
     add("http-port", port.to_string());
     add("grpc-port", port.saturating_add(1).to_string());
     add("metrics-port", port.saturating_add(2).to_string());
+    if args.insecure {
+        list.push("--insecure".to_string());
+    }
     list
 }
 
@@ -129,8 +132,9 @@ fn is_ready(host: IpAddr, port: u16) -> bool {
     let check = || -> std::io::Result<bool> {
         let mut stream = TcpStream::connect_timeout(&SocketAddr::new(host, port), wait)?;
         stream.set_read_timeout(Some(wait))?;
-        stream
-            .write_all(b"GET /v2/health/ready HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")?;
+        stream.write_all(
+            b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        )?;
         let mut reply = [0; 12];
         stream.read_exact(&mut reply)?;
         Ok(reply.ends_with(b" 200"))

@@ -9,6 +9,7 @@ use base::Nanos;
 use http::Uri;
 
 use super::http2::Http2Connection;
+use crate::tls::ClientTls;
 
 /// How long a backend that failed is avoided.
 const PAUSE: Nanos = Nanos::from_millis(500);
@@ -28,14 +29,17 @@ pub struct BackendLink {
 }
 
 impl BackendLink {
-    fn new(address: &str) -> Result<BackendLink, String> {
-        let origin: Uri = format!("http://{address}")
+    fn new(address: &str, tls: Option<&ClientTls>) -> Result<BackendLink, String> {
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let origin: Uri = format!("{scheme}://{address}")
             .parse()
             .map_err(|error| format!("backend address '{address}': {error}"))?;
         Ok(BackendLink {
             address: address.to_string(),
             origin,
-            connections: (0..CONNECTIONS).map(|_| Http2Connection::new(address)).collect(),
+            connections: (0..CONNECTIONS)
+                .map(|_| Http2Connection::new(address, tls.cloned()))
+                .collect(),
             next: AtomicUsize::new(0),
             down_until: AtomicU64::new(0),
             outstanding: AtomicUsize::new(0),
@@ -71,17 +75,23 @@ impl BackendLink {
 /// Backends by address.
 #[derive(Default)]
 pub struct BackendLinks {
+    tls: Option<ClientTls>,
     links: Mutex<HashMap<String, Arc<BackendLink>>>,
 }
 
 impl BackendLinks {
+    /// No backends yet; connections will use `tls`.
+    pub fn new(tls: Option<ClientTls>) -> BackendLinks {
+        BackendLinks { tls, links: Mutex::default() }
+    }
+
     /// The backend at `address`; connections are opened on demand.
     pub fn get(&self, address: &str) -> Result<Arc<BackendLink>, String> {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(link) = links.get(address) {
             return Ok(link.clone());
         }
-        let link = Arc::new(BackendLink::new(address)?);
+        let link = Arc::new(BackendLink::new(address, self.tls.as_ref())?);
         links.insert(address.to_string(), link.clone());
         Ok(link)
     }

@@ -8,7 +8,10 @@ use hyper::Request;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
+
+use crate::tls::ClientTls;
 
 /// Maximum size of a reply in bytes.
 const REPLY_MAX: usize = 1 << 20;
@@ -36,11 +39,29 @@ fn form(request: &ClassifyRequest) -> Bytes {
 
 /// Sends an image to the backend whose REST server is at `address`. A backend that does not reply
 /// is `Unavailable`.
-pub(super) async fn send(address: &str, request: &ClassifyRequest) -> ApiResult<Classification> {
-    let lost = |error: &dyn std::fmt::Display| {
-        ApiError::unavailable(format!("its backend was lost: {error}")).retry_after(1)
-    };
+pub(super) async fn send(
+    address: &str,
+    tls: Option<&ClientTls>,
+    request: &ClassifyRequest,
+) -> ApiResult<Classification> {
     let stream = TcpStream::connect(address).await.map_err(|error| lost(&error))?;
+    let Some(tls) = tls else { return send_over(stream, address, request).await };
+    let stream = tls.connect(stream, address, b"http/1.1").await.map_err(|error| lost(&error))?;
+    send_over(stream, address, request).await
+}
+
+fn lost(error: &dyn std::fmt::Display) -> ApiError {
+    ApiError::unavailable(format!("its backend was lost: {error}")).retry_after(1)
+}
+
+async fn send_over<S>(
+    stream: S,
+    address: &str,
+    request: &ClassifyRequest,
+) -> ApiResult<Classification>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
     let (mut sender, connection) =
         http1::handshake(TokioIo::new(stream)).await.map_err(|error| lost(&error))?;
     let connection = tokio::spawn(connection);

@@ -14,8 +14,11 @@ use http::{Request, Response};
 use http_body_util::BodyExt;
 use hyper::body::{Body, Frame, SizeHint};
 use thiserror::Error;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tower::Service;
+
+use crate::tls::ClientTls;
 
 /// Time limit of a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
@@ -52,6 +55,7 @@ pub struct Http2Connection {
 
 struct ConnectionState {
     address: String,
+    tls: Option<ClientTls>,
     open: Mutex<Option<SendRequest<Bytes>>>,
     /// Serialises connection attempts.
     connecting: tokio::sync::Mutex<()>,
@@ -59,11 +63,10 @@ struct ConnectionState {
 
 impl Http2Connection {
     /// A connection to `address`, `HOST:PORT`.
-    pub fn new(address: &str) -> Http2Connection {
+    pub fn new(address: &str, tls: Option<ClientTls>) -> Http2Connection {
         let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());
-        Http2Connection {
-            state: Arc::new(ConnectionState { address: address.to_string(), open, connecting }),
-        }
+        let address = address.to_string();
+        Http2Connection { state: Arc::new(ConnectionState { address, tls, open, connecting }) }
     }
 }
 
@@ -98,27 +101,38 @@ impl ConnectionState {
             let stream =
                 TcpStream::connect(&self.address).await.map_err(|e| fail(e.to_string()))?;
             stream.set_nodelay(true).map_err(|error| fail(error.to_string()))?;
-            let mut builder = h2::client::Builder::new();
-            builder
-                .initial_window_size(STREAM_WINDOW)
-                .initial_connection_window_size(CONNECTION_WINDOW)
-                .enable_push(false);
-            builder.handshake(stream).await.map_err(|error| fail(error.to_string()))
+            let Some(tls) = &self.tls else {
+                return handshake(stream).await.map_err(|error| fail(error.to_string()));
+            };
+            let stream = tls.connect(stream, &self.address, b"h2").await.map_err(fail)?;
+            handshake(stream).await.map_err(|error| fail(error.to_string()))
         };
         let late = |_| fail("it takes too long".to_string());
-        let (sender, mut connection) =
-            tokio::time::timeout(CONNECT_TIMEOUT, connect).await.map_err(late)??;
-        let pings = connection.ping_pong();
-        tokio::spawn(async move {
-            // The first to end closes the connection and fails every request on it. The next
-            // request connects again.
-            tokio::select! {
-                _ = connection => {}
-                () = watch_pings(pings) => {}
-            }
-        });
-        Ok(sender)
+        tokio::time::timeout(CONNECT_TIMEOUT, connect).await.map_err(late)?
     }
+}
+
+/// Begins HTTP/2 on a stream, which a task then reads.
+async fn handshake<S>(stream: S) -> Result<SendRequest<Bytes>, h2::Error>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
+    let mut builder = h2::client::Builder::new();
+    builder
+        .initial_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .enable_push(false);
+    let (sender, mut connection) = builder.handshake(stream).await?;
+    let pings = connection.ping_pong();
+    tokio::spawn(async move {
+        // The first to end closes the connection and fails every request on it. The next request
+        // connects again.
+        tokio::select! {
+            _ = connection => {}
+            () = watch_pings(pings) => {}
+        }
+    });
+    Ok(sender)
 }
 
 /// Returns when a ping gets no reply in time.
@@ -260,7 +274,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(echo(listener, 1));
-        let connection = Http2Connection::new(&address);
+        let connection = Http2Connection::new(&address, None);
         for size in [0, 5, 3 << 20] {
             // Every connection ends after one request: the next request connects again.
             let text = Bytes::from(vec![7u8; size]);
@@ -283,7 +297,7 @@ mod tests {
         let address = listener.local_addr().unwrap().to_string();
         drop(listener);
         let error =
-            send(&Http2Connection::new(&address), &address, Bytes::new()).await.unwrap_err();
+            send(&Http2Connection::new(&address, None), &address, Bytes::new()).await.unwrap_err();
         assert!(matches!(error, ConnectionError::Connect { .. }), "{error}");
     }
 
@@ -297,8 +311,9 @@ mod tests {
             // The socket is never read again.
             std::future::pending::<()>().await;
         });
-        let error =
-            send(&Http2Connection::new(&address), &address, Bytes::from("x")).await.unwrap_err();
+        let error = send(&Http2Connection::new(&address, None), &address, Bytes::from("x"))
+            .await
+            .unwrap_err();
         assert!(matches!(error, ConnectionError::Broken(_)), "{error}");
     }
 }

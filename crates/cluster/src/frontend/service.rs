@@ -169,7 +169,7 @@ impl Inner {
         for _ in 0..2 {
             let Some(chosen) = self.choose(entry, tried.as_deref()) else { break };
             let target = &entry.targets[chosen];
-            let reply = classify::send(&target.http, &request);
+            let reply = classify::send(&target.http, self.settings.backend_tls.as_ref(), &request);
             match tokio::time::timeout(self.settings.timeout, reply).await {
                 Ok(Ok(reply)) => {
                     entry.meter.answer(self.clock.now() - arrived, None, 1);

@@ -1,23 +1,32 @@
 //! The store of a cluster: etcd's v3 API over gRPC.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::Uri;
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
 use tokio::sync::mpsc;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Status};
+use tonic::{Code, Request, Status};
 
 use super::{
     Change, Condition, Entry, LeaseId, Listing, OPERATIONS_MAX, Revision, Store, StoreError,
     StoreFuture, Watch, Write,
 };
+use crate::tls::{ClientTls, Secret};
 
 mod proto {
     #![allow(missing_docs, clippy::all, clippy::pedantic)]
     tonic::include_proto!("etcdserverpb");
 }
 
+use proto::auth_client::AuthClient;
 use proto::kv_client::KvClient;
 use proto::lease_client::LeaseClient;
 use proto::watch_client::WatchClient;
@@ -35,46 +44,101 @@ const REPLY_MAX: usize = 64 << 20;
 /// Batches of changes buffered for a watcher.
 const WATCH_BUFFER: usize = 64;
 
+/// How to connect to etcd.
+#[derive(Clone, Debug, Default)]
+pub struct EtcdAccess {
+    /// TLS; without it the connection is not encrypted.
+    pub tls: Option<ClientTls>,
+    /// User and password, where etcd requires them.
+    pub user: Option<(String, Secret)>,
+}
+
+/// The token that etcd gave this client; every call carries it.
+#[derive(Clone, Default)]
+struct AuthToken(Arc<RwLock<Option<MetadataValue<Ascii>>>>);
+
+impl AuthToken {
+    fn get(&self) -> Option<MetadataValue<Ascii>> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set(&self, token: Option<MetadataValue<Ascii>>) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = token;
+    }
+}
+
+impl Interceptor for AuthToken {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(token) = self.get() {
+            request.metadata_mut().insert("token", token);
+        }
+        Ok(request)
+    }
+}
+
+type Member = InterceptedService<Channel, AuthToken>;
+
 /// A client of an etcd cluster.
 pub struct EtcdStore {
-    channels: Vec<Channel>,
+    members: Vec<Channel>,
     /// Index of the member that replied last.
     current: AtomicUsize,
+    user: Option<(String, Secret)>,
+    token: AuthToken,
+}
+
+/// A channel to a member, which connects on demand.
+fn channel(member: &str, tls: Option<&ClientTls>) -> Result<Channel, StoreError> {
+    let bad = |why: String| StoreError::Refused(format!("etcd member '{member}': {why}"));
+    if member.is_empty() || member.contains('/') {
+        return Err(bad("give it as HOST:PORT".to_string()));
+    }
+    let endpoint = Endpoint::from_shared(format!("http://{member}"))
+        .map_err(|error| bad(error.to_string()))?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(PING)
+        .keep_alive_timeout(PING)
+        .keep_alive_while_idle(true)
+        .tcp_nodelay(true);
+    let Some(tls) = tls else { return Ok(endpoint.connect_lazy()) };
+    tls.check().map_err(bad)?;
+    let (tls, member) = (tls.clone(), member.to_string());
+    let connect = move |_: Uri| {
+        let (tls, member) = (tls.clone(), member.clone());
+        async move {
+            let stream = TcpStream::connect(&member).await?;
+            stream.set_nodelay(true)?;
+            let stream = tls.connect(stream, &member, b"h2").await;
+            stream.map(TokioIo::new).map_err(std::io::Error::other)
+        }
+    };
+    Ok(endpoint.connect_with_connector_lazy(tower::service_fn(connect)))
 }
 
 impl EtcdStore {
     /// Creates a client of the members `HOST:PORT[,HOST:PORT...]`; it connects on demand.
-    pub fn new(endpoints: &str) -> Result<EtcdStore, StoreError> {
-        let channel = |member: &str| {
-            let bad = |why: String| StoreError::Refused(format!("etcd member '{member}': {why}"));
-            if member.is_empty() || member.contains('/') {
-                return Err(bad("give it as HOST:PORT".to_string()));
-            }
-            let endpoint = Endpoint::from_shared(format!("http://{member}"))
-                .map_err(|error| bad(error.to_string()))?
-                .connect_timeout(CONNECT_TIMEOUT)
-                .http2_keep_alive_interval(PING)
-                .keep_alive_timeout(PING)
-                .keep_alive_while_idle(true)
-                .tcp_nodelay(true);
-            Ok(endpoint.connect_lazy())
-        };
-        let channels = endpoints.split(',').map(channel).collect::<Result<Vec<_>, _>>()?;
-        Ok(EtcdStore { channels, current: AtomicUsize::new(0) })
+    pub fn new(endpoints: &str, access: EtcdAccess) -> Result<EtcdStore, StoreError> {
+        let channel = |member: &str| channel(member, access.tls.as_ref());
+        let members = endpoints.split(',').map(channel).collect::<Result<Vec<_>, _>>()?;
+        Ok(EtcdStore {
+            members,
+            current: AtomicUsize::new(0),
+            user: access.user,
+            token: AuthToken::default(),
+        })
     }
 
     /// Calls a member; where it is unreachable, each of the others once.
-    async fn call<T, F>(&self, call: impl Fn(Channel) -> F) -> Result<T, StoreError>
+    async fn call<T, F>(&self, call: impl Fn(Member) -> F) -> Result<T, StoreError>
     where
         F: Future<Output = Result<T, Status>>,
     {
         let first = self.current.load(Ordering::Relaxed);
         let mut last = StoreError::Unreachable("there are no members".to_string());
-        for attempt in 0..self.channels.len() {
-            let member = (first + attempt) % self.channels.len();
-            let reply =
-                tokio::time::timeout(CALL_TIMEOUT, call(self.channels[member].clone())).await;
-            last = match reply {
+        for attempt in 0..self.members.len() {
+            let member = (first + attempt) % self.members.len();
+            let work = self.call_member(&self.members[member], &call);
+            last = match tokio::time::timeout(CALL_TIMEOUT, work).await {
                 Ok(Ok(reply)) => {
                     self.current.store(member, Ordering::Relaxed);
                     return Ok(reply);
@@ -88,6 +152,56 @@ impl EtcdStore {
         }
         Err(last)
     }
+
+    /// Calls one member, with a new token if etcd does not accept the present one.
+    async fn call_member<T, F>(
+        &self,
+        member: &Channel,
+        call: &impl Fn(Member) -> F,
+    ) -> Result<T, Status>
+    where
+        F: Future<Output = Result<T, Status>>,
+    {
+        let Some((name, password)) = &self.user else {
+            return call(InterceptedService::new(member.clone(), AuthToken::default())).await;
+        };
+        for _ in 0..2 {
+            if self.token.get().is_none() {
+                self.token.set(Some(authenticate(member, name, password).await?));
+            }
+            match call(InterceptedService::new(member.clone(), self.token.clone())).await {
+                // Tokens expire, and a change of users makes them old.
+                Err(status) if is_old_token(&status) => self.token.set(None),
+                reply => return reply,
+            }
+        }
+        Err(Status::unauthenticated("etcd does not accept the token that it gave"))
+    }
+}
+
+fn is_old_token(status: &Status) -> bool {
+    status.code() == Code::Unauthenticated || status.message().contains("auth store is old")
+}
+
+async fn authenticate(
+    member: &Channel,
+    name: &str,
+    password: &Secret,
+) -> Result<MetadataValue<Ascii>, Status> {
+    let request = proto::AuthenticateRequest {
+        name: name.to_string(),
+        password: password.reveal().to_string(),
+    };
+    let reply = AuthClient::new(member.clone()).authenticate(request).await;
+    let reply = reply.map_err(|status| match status.code() {
+        // Not a token that expired: asking again does not help.
+        Code::Unauthenticated => Status::permission_denied(status.message()),
+        _ => status,
+    })?;
+    let token = reply.into_inner().token.parse::<MetadataValue<Ascii>>();
+    let mut token = token.map_err(|_| Status::internal("etcd's token is not text"))?;
+    token.set_sensitive(true);
+    Ok(token)
 }
 
 fn failure(status: &Status) -> StoreError {
@@ -105,7 +219,7 @@ fn failure(status: &Status) -> StoreError {
     }
 }
 
-fn kv(channel: Channel) -> KvClient<Channel> {
+fn kv(channel: Member) -> KvClient<Member> {
     KvClient::new(channel).max_decoding_message_size(REPLY_MAX)
 }
 
@@ -385,7 +499,7 @@ mod tests {
 
     #[test]
     fn rejects_bad_endpoints() {
-        assert!(EtcdStore::new("").is_err());
-        assert!(EtcdStore::new("http://a:1").is_err());
+        assert!(EtcdStore::new("", EtcdAccess::default()).is_err());
+        assert!(EtcdStore::new("http://a:1", EtcdAccess::default()).is_err());
     }
 }

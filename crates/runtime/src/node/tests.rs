@@ -529,7 +529,9 @@ fn a_device_that_needs_a_reset_refuses_requests() {
     let bench = Bench::new(PreemptionLevel::InsideTile, 3);
     let shared = &bench.node.shared;
     let (mut events, mut due) = (VecDeque::new(), Vec::new());
+    assert!(bench.node.fault().is_none());
     shared.act(&mut shared.lock(), Nanos::ZERO, Action::ResetDevice, &mut events, &mut due);
+    assert!(bench.node.fault().is_some());
     let reply = bench.submit(Class::RealTime).try_recv().unwrap();
     assert!(matches!(reply.result, Err(Rejection::Device(DeviceError::Faulted { .. }))));
 }

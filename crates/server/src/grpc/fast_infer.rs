@@ -22,7 +22,8 @@ use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
 
-use super::{Service, context_of, infer, stream_response, with_trace};
+use super::{Service, caller_of, context_of, infer, stream_response, with_trace};
+use crate::auth::Caller;
 use crate::rest::{Coding, decompress, reserve_received};
 use crate::server::{AppState, BodyLimits};
 
@@ -85,7 +86,8 @@ async fn respond(app: &AppState, request: Request<Body>) -> Result<Response<Body
     let mut reader = MessageReader::new(body, coding_of(&head.headers)?);
     let (message, _memory) = reader.only(&app.bodies).await?;
     let context = context_of(&head.headers);
-    let message = infer(app, message, context).await?;
+    let caller = caller_of(&head.extensions)?;
+    let message = infer(app, &caller, message, context).await?;
     let (framed, memory) = frame(app, &message)?;
     let body = Body::new(UnaryBody { message: Some(framed), ended: false, _memory: memory });
     Ok(response(body, context))
@@ -119,12 +121,13 @@ fn refused(error: MemoryError) -> Status {
 fn respond_to_stream(app: Arc<AppState>, request: Request<Body>) -> Result<Response<Body>, Status> {
     let (head, body) = request.into_parts();
     let context = context_of(&head.headers);
+    let caller = caller_of(&head.extensions)?;
     let reader = MessageReader::new(body, coding_of(&head.headers)?);
-    let frames = stream::unfold(Some((app, reader)), move |state| async move {
-        let (app, mut reader) = state?;
-        match next_reply(&app, &mut reader, context).await {
+    let frames = stream::unfold(Some((app, caller, reader)), move |state| async move {
+        let (app, caller, mut reader) = state?;
+        match next_reply(&app, &caller, &mut reader, context).await {
             Ok(Some(framed)) => {
-                Some((Ok::<_, Infallible>(Frame::data(framed)), Some((app, reader))))
+                Some((Ok::<_, Infallible>(Frame::data(framed)), Some((app, caller, reader))))
             }
             Ok(None) => Some((Ok(Frame::trailers(trailers(&Status::ok("")))), None)),
             Err(status) => Some((Ok(Frame::trailers(trailers(&status))), None)),
@@ -136,12 +139,13 @@ fn respond_to_stream(app: Arc<AppState>, request: Request<Body>) -> Result<Respo
 /// The reply to the next message of a stream.
 async fn next_reply(
     app: &AppState,
+    caller: &Caller,
     reader: &mut MessageReader,
     context: RequestContext,
 ) -> Result<Option<Bytes>, Status> {
     let Some((message, memory)) = reader.next(&app.bodies).await? else { return Ok(None) };
     let id = message.id.clone();
-    let reply = stream_response(id, infer(app, message, context).await);
+    let reply = stream_response(id, infer(app, caller, message, context).await);
     drop(memory);
     // Counted while it is made; afterwards flow control allows only a few of them.
     let (framed, _memory) = frame(app, &reply)?;

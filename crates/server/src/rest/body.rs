@@ -15,6 +15,7 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use model::{MemoryError, Reservation};
 
 use crate::body_buffers::BodyBuffer;
+use crate::connection::BodyError;
 use crate::server::AppState;
 
 /// Bodies above this size are processed off the threads that serve connections.
@@ -74,7 +75,7 @@ where
             }
             match error.downcast_ref::<MemoryError>() {
                 Some(refused) => ApiError::from(*refused),
-                None => ApiError::new(ErrorKind::Cancelled, "the body ended early"),
+                None => ended_early(&*error),
             }
         })?;
     match request_coding(headers)? {
@@ -143,6 +144,21 @@ pub(crate) async fn heavy<T: Send + 'static>(
         Ok(result) => result,
         Err(_) => Err(ApiError::internal("the server failed on this request")),
     }
+}
+
+/// The error of a body whose client is late or gone, wherever it is in the chain of causes.
+pub(super) fn ended_early(error: &(dyn std::error::Error + 'static)) -> ApiError {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        match error.downcast_ref::<BodyError>() {
+            Some(BodyError::Timeout) => {
+                return ApiError::new(ErrorKind::RequestTimeout, BodyError::Timeout.to_string());
+            }
+            Some(BodyError::Draining) => return ApiError::shutting_down(),
+            _ => cause = error.source(),
+        }
+    }
+    ApiError::new(ErrorKind::Cancelled, "the body ended early")
 }
 
 fn too_large(limit: usize) -> ApiError {

@@ -7,14 +7,16 @@ use api::{
     ApiError, ClassifyRequest, ErrorKind, RegisterRequest, RequestContext, check_model_name,
 };
 use axum::extract::multipart::{Field, MultipartError, MultipartRejection};
-use axum::extract::{Multipart, State};
+use axum::extract::{Extension, Multipart, State};
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use model::Reservation;
 use model::config::{Class, Preprocessing};
 
+use super::body;
 use super::infer_api::trace_context;
 use super::response::{self, HandlerResult};
+use crate::auth::Caller;
 use crate::server::AppState;
 
 /// Maximum number of classes in a response.
@@ -26,10 +28,16 @@ const MAX_LABELS: usize = 1 << 20;
 
 type Form = Result<Multipart, MultipartRejection>;
 
-pub(super) async fn register(State(app): State<Arc<AppState>>, form: Form) -> HandlerResult {
+pub(super) async fn register(
+    State(app): State<Arc<AppState>>,
+    Extension(caller): Extension<Arc<Caller>>,
+    form: Form,
+) -> HandlerResult {
     let _guard = app.requests.admit()?;
     let mut memory = app.bodies.memory.empty();
     let request = read_registration(form_of(form)?, &mut memory).await?;
+    caller.check_model(&request.name)?;
+    caller.check_class(request.class)?;
     let registered = app.service.register(request).await?;
     let body = serde_json::to_vec(&registered)
         .map_err(|error| ApiError::internal(format!("cannot write the response: {error}")))?;
@@ -38,14 +46,16 @@ pub(super) async fn register(State(app): State<Arc<AppState>>, form: Form) -> Ha
 
 pub(super) async fn classify(
     State(app): State<Arc<AppState>>,
+    Extension(caller): Extension<Arc<Caller>>,
     headers: HeaderMap,
     form: Form,
 ) -> HandlerResult {
     let _guard = app.requests.admit()?;
     let mut memory = app.bodies.memory.empty();
     let request = read_image(form_of(form)?, &mut memory).await?;
+    caller.check_model(&request.model)?;
     let context = RequestContext { trace: trace_context(&headers) };
-    response::json(&app.service.classify(request, context).await?)
+    response::json(&app.limited(app.service.classify(request, context)).await?)
 }
 
 fn form_of(form: Form) -> ApiResult<Multipart> {
@@ -53,6 +63,10 @@ fn form_of(form: Form) -> ApiResult<Multipart> {
 }
 
 fn form_error(error: MultipartError) -> ApiError {
+    let late = body::ended_early(&error);
+    if late.kind != ErrorKind::Cancelled {
+        return late;
+    }
     let kind = match error.status() {
         StatusCode::PAYLOAD_TOO_LARGE => ErrorKind::TooLarge,
         _ => ErrorKind::InvalidArgument,

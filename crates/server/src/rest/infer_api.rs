@@ -10,7 +10,7 @@ use api::{
 };
 use axum::BoxError;
 use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{Extension, State};
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
 use http::{HeaderMap, HeaderName, Response};
@@ -20,6 +20,7 @@ use tracing::Instrument;
 use super::body::{self, Coding};
 use super::model_api::ModelPath;
 use super::response::{HandlerResult, SegmentedBody};
+use crate::auth::Caller;
 use crate::server::AppState;
 
 const HEADER_LENGTH_NAME: HeaderName = HeaderName::from_static(HEADER_LENGTH);
@@ -32,11 +33,12 @@ const COMPRESS_BYTES: usize = 1024;
 /// The route, for names that need decoding; others use [`fast_path`].
 pub(super) async fn route(
     State(app): State<Arc<AppState>>,
+    Extension(caller): Extension<Arc<Caller>>,
     path: ModelPath,
     headers: HeaderMap,
     body: Body,
 ) -> HandlerResult {
-    Ok(infer(&app, path.model()?, &headers, body).await?.map(Body::new))
+    Ok(infer(&app, &caller, path.model()?, &headers, body).await?.map(Body::new))
 }
 
 /// Model and version of an inference path without escapes. Most requests are inferences, and the
@@ -55,6 +57,7 @@ pub(crate) fn fast_path(path: &str) -> Option<(&str, &str)> {
 /// Handles one inference request.
 pub(crate) async fn infer<B>(
     app: &AppState,
+    caller: &Caller,
     model: ModelRef<'_>,
     headers: &HeaderMap,
     body: B,
@@ -66,10 +69,12 @@ where
     let _guard = app.requests.admit()?;
     let (body, memory) = body::read(app, headers, body, app.bodies.max_bytes).await?;
     let (decoded, _memory) = decode(app, headers, body, memory).await?;
-    let Decoded { request, encoding } = decoded;
+    let Decoded { mut request, encoding } = decoded;
+    caller.limit(&mut request.options)?;
     let context = context(headers);
     let span = span(model.name, &request.id, &context);
-    let response = app.service.infer(model, request, context).instrument(span).await?;
+    let work = app.limited(app.service.infer(model, request, context));
+    let response = work.instrument(span).await?;
     let mut reply = encode(app, headers, response, encoding).await?;
     if context.trace.is_some()
         && let Some(trace) = headers.get(TRACEPARENT)

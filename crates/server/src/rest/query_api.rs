@@ -6,7 +6,7 @@ use api::ApiError;
 use api::codec::{HEADER_LENGTH, OutputEncoding};
 use api::error::ApiResult;
 use axum::body::Body;
-use axum::extract::{Path, State};
+use axum::extract::{Extension, Path, State};
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, StatusCode};
@@ -14,6 +14,7 @@ use model::Reservation;
 
 use super::response::{self, HandlerResult};
 use super::{body, infer_api};
+use crate::auth::Caller;
 use crate::server::AppState;
 
 /// Maximum size of a query's text.
@@ -55,6 +56,7 @@ pub(super) async fn delete(
 /// Like an inference of a model; the body may also be a picture.
 pub(super) async fn infer(
     State(app): State<Arc<AppState>>,
+    Extension(caller): Extension<Arc<Caller>>,
     Path(query): Path<String>,
     mut headers: HeaderMap,
     body: Body,
@@ -64,7 +66,7 @@ pub(super) async fn infer(
     if is_picture(&headers) {
         headers.insert(HEADER_LENGTH, HeaderValue::from_static("0"));
     }
-    Ok(run(&app, &query, &headers, body, memory).await?.map(Body::new))
+    Ok(run(&app, &caller, &query, &headers, body, memory).await?.map(Body::new))
 }
 
 fn is_picture(headers: &HeaderMap) -> bool {
@@ -74,20 +76,22 @@ fn is_picture(headers: &HeaderMap) -> bool {
 
 async fn run(
     app: &AppState,
+    caller: &Caller,
     query: &str,
     headers: &HeaderMap,
     body: Bytes,
     memory: Reservation,
 ) -> ApiResult<http::Response<response::SegmentedBody>> {
     let (decoded, _memory) = infer_api::decode(app, headers, body, memory).await?;
-    let (request, mut encoding) = (decoded.request, decoded.encoding);
+    let (mut request, mut encoding) = (decoded.request, decoded.encoding);
+    caller.limit(&mut request.options)?;
     if is_picture(headers) {
         // A client that sends only a picture expects JSON.
         encoding = OutputEncoding::default();
     }
     let context = infer_api::context(headers);
     let span = infer_api::span(query, &request.id, &context);
-    let work = app.service.query_infer(query, request, context);
+    let work = app.limited(app.service.query_infer(query, request, context));
     let response = tracing::Instrument::instrument(work, span).await?;
     infer_api::encode(app, headers, response, encoding).await
 }

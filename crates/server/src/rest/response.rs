@@ -124,10 +124,11 @@ impl hyper::body::Body for SegmentedBody {
     }
 }
 
-/// A response body: of the fast path for inference, or of a route.
+/// A response body: of the fast path for inference, of a route, or of a gRPC call.
 pub(crate) enum ResponseBody {
     SegmentedBody(SegmentedBody),
     Routed(Body),
+    Grpc(tonic::body::Body),
 }
 
 impl hyper::body::Body for ResponseBody {
@@ -143,6 +144,9 @@ impl hyper::body::Body for ResponseBody {
                 Pin::new(parts).poll_frame(context).map_err(|never| match never {})
             }
             ResponseBody::Routed(body) => Pin::new(body).poll_frame(context),
+            ResponseBody::Grpc(body) => {
+                Pin::new(body).poll_frame(context).map_err(axum::Error::new)
+            }
         }
     }
 
@@ -150,6 +154,7 @@ impl hyper::body::Body for ResponseBody {
         match self {
             ResponseBody::SegmentedBody(parts) => parts.is_end_stream(),
             ResponseBody::Routed(body) => body.is_end_stream(),
+            ResponseBody::Grpc(body) => body.is_end_stream(),
         }
     }
 
@@ -157,6 +162,7 @@ impl hyper::body::Body for ResponseBody {
         match self {
             ResponseBody::SegmentedBody(parts) => parts.size_hint(),
             ResponseBody::Routed(body) => body.size_hint(),
+            ResponseBody::Grpc(body) => body.size_hint(),
         }
     }
 }

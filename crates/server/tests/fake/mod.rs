@@ -23,6 +23,8 @@ pub struct FakeDevice {
     delay: Duration,
     /// Whether segments may finish.
     open: Arc<AtomicBool>,
+    /// Whether it is faulted.
+    pub faulted: AtomicBool,
 }
 
 impl FakeDevice {
@@ -35,7 +37,8 @@ impl FakeDevice {
             queues: 2,
             rounding: 0.0,
         };
-        Arc::new(FakeDevice { info, delay, open: Arc::new(AtomicBool::new(true)) })
+        let open = Arc::new(AtomicBool::new(true));
+        Arc::new(FakeDevice { info, delay, open, faulted: AtomicBool::new(false) })
     }
 
     /// A device on which segments finish only if preempted, until [`FakeDevice::open`] is called.
@@ -54,6 +57,12 @@ impl FakeDevice {
 impl Device for FakeDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    fn fault(&self) -> Option<DeviceError> {
+        let (device, reason) = ("fake".to_string(), "broken".to_string());
+        let faulted = self.faulted.load(Ordering::SeqCst);
+        faulted.then_some(DeviceError::Faulted { device, reason })
     }
 
     fn unsupported_steps(&self, _: &LaunchPlan) -> Vec<DeviceError> {

@@ -49,7 +49,7 @@ impl Client {
     }
 
     pub async fn send(&mut self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) {
-        let mut head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\n");
+        let mut head = format!("{method} {path} HTTP/1.1\r\nhost: localhost\r\n");
         if !headers.iter().any(|(name, _)| *name == "content-length") {
             head += &format!("content-length: {}\r\n", body.len());
         }

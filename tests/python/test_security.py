@@ -1,0 +1,396 @@
+"""Who may do what, over the whole binary: TLS, certificates, tokens, hosts, origins, limits."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import requests
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from tritonclient.utils import InferenceServerException
+
+from cluster import Cluster
+from support import ASSETS, BINARY, Server, fp32_body, free_ports, infer_url, wait_for
+
+MODEL = "identity_fp32"
+VALUES = np.array([[1.5], [-2.25]], np.float32)
+
+
+class Authority:
+    """A certificate authority that writes what it signs as PEM files."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        now = datetime.datetime.now(datetime.UTC)
+        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(subject)
+        builder = builder.public_key(self.key.public_key()).serial_number(1)
+        builder = builder.not_valid_before(now - datetime.timedelta(days=1))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=1))
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        self.certificate = builder.sign(self.key, hashes.SHA256())
+        self.path = folder / f"{name}.pem"
+        self.path.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
+
+    def sign(self, name: str, days: int = 1) -> tuple[str, str]:
+        """A certificate for localhost with its key, valid for so many days from now on."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        now = datetime.datetime.now(datetime.UTC)
+        names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        builder = x509.CertificateBuilder().subject_name(subject)
+        builder = builder.issuer_name(self.certificate.subject).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(days=10))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=days))
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), False)
+        certificate = builder.sign(self.key, hashes.SHA256())
+        paths = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        paths[1].write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        return str(paths[0]), str(paths[1])
+
+
+class SecureServer(Server):
+    """A server over TLS; its health is read from the admin port."""
+
+    ca: str
+
+    @property
+    def url(self) -> str:
+        return f"https://localhost:{self.http_port}"
+
+    @property
+    def admin(self) -> str:
+        return f"https://localhost:{self.metrics_port}"
+
+    def is_ready(self) -> bool:
+        try:
+            reply = requests.get(f"{self.admin}/v2/health/ready", timeout=2, verify=self.ca)
+            return reply.status_code == 200
+        except requests.RequestException:
+            return False
+
+
+def start(folder: Path, log: Path, *flags: str, ca: str = "") -> Server:
+    ports = free_ports(3)
+    command = [str(BINARY), "serve", "--model-repository", str(folder)]
+    for flag, port in zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True):
+        command += [flag, str(port)]
+    server = (SecureServer if ca else Server)(ports, [*command, *flags], log)
+    if isinstance(server, SecureServer):
+        server.ca = ca
+    return server.start()
+
+
+def tensor(api) -> object:
+    result = api.InferInput("INPUT0", list(VALUES.shape), "FP32")
+    result.set_data_from_numpy(VALUES)
+    return result
+
+
+def over_grpc(server: Server, ca: str, pair: tuple[str, str] | None = None) -> None:
+    """One inference with tritonclient over TLS."""
+    flags = {"ssl": True, "root_certificates": ca}
+    if pair:
+        flags |= {"certificate_chain": pair[0], "private_key": pair[1]}
+    client = triton_grpc.InferenceServerClient(f"localhost:{server.grpc_port}", **flags)
+    reply = client.infer(MODEL, [tensor(triton_grpc)], client_timeout=20)
+    assert (reply.as_numpy("OUTPUT0") == VALUES).all()
+    client.close()
+
+
+def token(folder: Path, *flags: str) -> str:
+    command = [str(BINARY), "token", "create", "--data-dir", str(folder), *flags]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_clients_speak_tls(repository: Path, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ca")
+    certificate, key = authority.sign("server")
+    ca = str(authority.path)
+    flags = ["--tls-cert", certificate, "--tls-key", key]
+    server = start(repository, tmp_path / "log", *flags, ca=ca)
+    try:
+        body = fp32_body(1.5)
+        assert requests.post(infer_url(server, MODEL), json=body, verify=ca).status_code == 200
+        curl = ["curl", "-sS", "--fail", "--cacert", ca, f"{server.url}/v2/health/ready"]
+        subprocess.run(curl, check=True)
+        client = triton_http.InferenceServerClient(
+            f"localhost:{server.http_port}", ssl=True, ssl_options={"ca_certs": ca}
+        )
+        reply = client.infer(MODEL, [tensor(triton_http)])
+        assert (reply.as_numpy("OUTPUT0") == VALUES).all()
+        over_grpc(server, ca)
+        with pytest.raises(requests.exceptions.SSLError):
+            requests.get(f"{server.url}/v2", verify=True)
+        with pytest.raises(requests.RequestException):
+            requests.get(f"http://localhost:{server.http_port}/v2", timeout=5)
+        # Versions before TLS 1.2 are refused.
+        context = ssl.create_default_context(cafile=ca)
+        context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+        context.maximum_version = ssl.TLSVersion.TLSv1_1
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        with socket.create_connection(("127.0.0.1", server.http_port)) as stream:
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                context.wrap_socket(stream, server_hostname="localhost")
+    finally:
+        server.stop()
+
+
+def test_a_rotated_certificate_fails_no_request(repository: Path, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ca")
+    certificate, key = authority.sign("server")
+    ca = str(authority.path)
+    flags = ["--tls-cert", certificate, "--tls-key", key]
+    server = start(repository, tmp_path / "log", *flags, ca=ca)
+    try:
+
+        def serial() -> int:
+            pem = ssl.get_server_certificate(("localhost", server.http_port))
+            return x509.load_pem_x509_certificate(pem.encode()).serial_number
+
+        first, deadline = serial(), time.monotonic() + 20
+        session = requests.Session()
+        # Variables of the environment would name other authorities.
+        session.trust_env, session.verify = False, ca
+        authority.sign("server")
+        while serial() == first:
+            assert time.monotonic() < deadline, "the certificate is not read again"
+            reply = session.post(infer_url(server, MODEL), json=fp32_body(1.5))
+            assert reply.status_code == 200
+            assert requests.get(f"{server.url}/v2", verify=ca).status_code == 200
+        assert session.post(infer_url(server, MODEL), json=fp32_body(1.5)).status_code == 200
+    finally:
+        server.stop()
+
+
+def test_client_certificates_are_checked(repository: Path, tmp_path: Path) -> None:
+    authority, clients = Authority(tmp_path, "ca"), Authority(tmp_path, "clients")
+    certificate, key = authority.sign("server")
+    ca = str(authority.path)
+    flags = ["--tls-cert", certificate, "--tls-key", key, "--tls-client-ca", str(clients.path)]
+    server = start(repository, tmp_path / "log", *flags, ca=ca)
+    try:
+        good, expired = clients.sign("good"), clients.sign("expired", days=-1)
+        foreign = authority.sign("foreign")
+        reply = requests.get(f"{server.url}/v2", verify=ca, cert=good)
+        assert reply.status_code == 200
+        over_grpc(server, ca, good)
+        for pair in (None, expired, foreign):
+            with pytest.raises(requests.RequestException):
+                requests.get(f"{server.url}/v2", verify=ca, cert=pair, timeout=10)
+            with pytest.raises(InferenceServerException):
+                over_grpc(server, ca, pair)
+        page = requests.get(f"{server.admin}/metrics", verify=ca, cert=good).text
+        line = next(x for x in page.splitlines() if 'reason="certificate"' in x)
+        assert int(line.split()[-1]) >= 6
+        assert requests.get(f"{server.admin}/metrics", verify=ca).status_code == 401
+    finally:
+        server.stop()
+
+
+def test_tokens_decide_who_may_do_what(repository: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    infer = token(data, "--scope", "infer", "--models", "identity_*", "--name", "camera")
+    expired = token(data, "--scope", "admin", "--expires", "0s")
+    admin = token(data, "--scope", "admin")
+    audit = tmp_path / "audit.jsonl"
+    flags = ["--audit-log", str(audit), "--data-dir", str(data)]
+    server = start(repository, tmp_path / "log", *flags)
+    try:
+
+        def post(path: str, key: str | None, **extra: object) -> requests.Response:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            headers["x-request-id"] = "test-7"
+            return requests.post(f"{server.url}{path}", headers=headers, **extra)
+
+        path = f"/v2/models/{MODEL}/infer"
+        body = {"json": fp32_body(1.5)}
+        assert post(path, infer, **body).status_code == 200
+        assert post(path, None, **body).status_code == 401
+        assert post(path, expired, **body).status_code == 401
+        assert post(path, infer[:-2] + "xx", **body).status_code == 401
+        assert post("/v2/models/add_sub/infer", infer, **body).status_code == 403
+        urgent = {"json": fp32_body(1.5, parameters={"priority": 1})}
+        assert post(path, infer, **urgent).status_code == 403
+        load = f"/v2/repository/models/{MODEL}/load"
+        assert post(load, infer).status_code == 403
+        assert post(load, admin).status_code == 200
+        assert post("/register", infer).status_code == 403
+        client = triton_grpc.InferenceServerClient(server.grpc)
+        for headers, code in (
+            ({}, "UNAUTHENTICATED"),
+            ({"authorization": "Bearer atoll_a_b"}, "UNAUTHENTICATED"),
+        ):
+            with pytest.raises(InferenceServerException) as refused:
+                client.infer(MODEL, [tensor(triton_grpc)], headers=headers)
+            assert code in str(refused.value.status())
+        headers = {"authorization": f"Bearer {infer}"}
+        client.infer(MODEL, [tensor(triton_grpc)], headers=headers)
+        with pytest.raises(InferenceServerException) as refused:
+            client.unload_model(MODEL, headers=headers)
+        assert "PERMISSION_DENIED" in str(refused.value.status())
+        # Revoked without a restart.
+        identifier = infer.split("_")[1]
+        revoke = [str(BINARY), "token", "revoke", identifier, "--data-dir", str(data)]
+        subprocess.run(revoke, check=True)
+        assert wait_for(lambda: post(path, infer, **body).status_code == 401)
+        listed = [str(BINARY), "token", "list", "--json", "--data-dir", str(data)]
+        shown = subprocess.run(listed, check=True, capture_output=True, text=True).stdout
+        states = {item["id"]: item["state"] for item in json.loads(shown)}
+        assert states[identifier] == "revoked"
+        assert sorted(states.values()) == ["expired", "revoked", "valid"]
+        lines = [json.loads(line) for line in audit.read_text().splitlines()]
+        reasons = {line.get("reason") for line in lines if line["event"] == "refusal"}
+        assert reasons >= {"no_token", "wrong_token", "expired_token", "scope", "model", "class"}
+        assert any(line.get("change") == "load" and line["status"] == 200 for line in lines)
+        assert {line.get("request_id") for line in lines} >= {"test-7"}
+        written = audit.read_text() + server.log_text() + shown
+        for key in (infer, expired, admin):
+            assert key.split("_", 2)[2] not in written, "a secret was written"
+        server.assert_alive()
+    finally:
+        server.stop()
+
+
+def test_other_hosts_and_origins_are_refused(repository: Path, tmp_path: Path) -> None:
+    server = start(repository, tmp_path / "log")
+    try:
+        for headers, status in (
+            ({"host": "evil.example"}, 403),
+            ({"origin": "https://evil.example"}, 403),
+            ({"origin": "null"}, 403),
+            ({"host": "localhost"}, 200),
+        ):
+            reply = requests.get(f"{server.url}/v2", headers=headers)
+            assert reply.status_code == status, headers
+    finally:
+        server.stop()
+
+
+def test_other_addresses_need_tls_or_consent(repository: Path, tmp_path: Path) -> None:
+    command = [str(BINARY), "serve", "--model-repository", str(repository), "--host", "0.0.0.0"]
+    command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    command += ["--data-dir", str(tmp_path / "data")]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode != 0
+    assert "--insecure" in refused.stderr
+    server = start(repository, tmp_path / "log", "--host", "0.0.0.0", "--insecure")
+    try:
+        body = fp32_body(1.5, parameters={"atoll_class": "rt"})
+        reply = requests.post(infer_url(server, MODEL), json=body)
+        assert reply.status_code == 403, "strangers choose real time"
+        assert requests.post(infer_url(server, MODEL), json=fp32_body(1.5)).status_code == 200
+    finally:
+        server.stop()
+
+
+def test_held_connections_block_nothing(repository: Path, tmp_path: Path) -> None:
+    flags = ["--max-connections", "200", "--head-timeout-secs", "2"]
+    server = start(repository, tmp_path / "log", *flags)
+    held = []
+    try:
+        for _ in range(500):
+            held.append(socket.create_connection(("127.0.0.1", server.http_port)))
+        live = f"{server.url}/v2/health/live"
+        assert requests.get(live, timeout=10).status_code == 200
+        assert requests.post(infer_url(server, MODEL), json=fp32_body(1.5)).status_code == 200
+        assert server.metric("atoll_connections_closed_total", reason="displaced") >= 300
+        silent = lambda: server.metric("atoll_connections_closed_total", reason="head_timeout")
+        assert wait_for(lambda: silent() >= 100)
+        # A body that never ends does not make the exit fail.
+        stalled = socket.create_connection(("127.0.0.1", server.http_port))
+        head = f"POST /v2/models/{MODEL}/infer HTTP/1.1\r\nHost: localhost\r\n"
+        stalled.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        assert wait_for(lambda: server.metric("atoll_requests_in_flight") == 1)
+        server.terminate()
+        assert server.wait(45) == 0, server.log_tail()
+    finally:
+        for stream in held:
+            stream.close()
+        server.stop()
+
+
+def test_a_self_signed_certificate_serves(repository: Path, tmp_path: Path) -> None:
+    ports = free_ports(3)
+    command = [str(BINARY), "serve", "--model-repository", str(repository), "--tls-self-signed"]
+    for flag, port in zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True):
+        command += [flag, str(port)]
+    server = Server(ports, command, tmp_path / "log")
+    pem = tmp_path / "self.pem"
+
+    def ready() -> bool:
+        try:
+            pem.write_text(ssl.get_server_certificate(("127.0.0.1", ports[0])))
+            url = f"https://localhost:{ports[0]}/v2/health/ready"
+            return requests.get(url, verify=str(pem), timeout=2).status_code == 200
+        except (OSError, requests.RequestException):
+            return False
+
+    server.is_ready = ready  # type: ignore[method-assign]
+    server.start()
+    try:
+        credentials = grpc.ssl_channel_credentials(pem.read_bytes())
+        with grpc.secure_channel(f"localhost:{ports[1]}", credentials) as channel:
+            grpc.channel_ready_future(channel).result(timeout=20)
+    finally:
+        server.stop()
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_frontends_reach_backends_over_mutual_tls(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    shutil.copy(ASSETS / "digits.onnx", models / "digits.onnx")
+    authority, other = Authority(tmp_path, "ca"), Authority(tmp_path, "other")
+    ca = str(authority.path)
+    backend, frontend, stranger = (
+        authority.sign("backend"),
+        authority.sign("frontend"),
+        other.sign("stranger"),
+    )
+    cluster = Cluster(tmp_path, models)
+    try:
+        cluster.scheduler("scheduler")
+        own = ["--tls-cert", backend[0], "--tls-key", backend[1], "--tls-client-ca", ca]
+        cluster.backend("backend", *own)
+        good = ["--backend-ca", ca, "--backend-cert", frontend[0], "--backend-key", frontend[1]]
+        served = cluster.frontend("frontend", *good, "--backend-tls-name", "localhost")
+        wrong = ["--backend-ca", ca, "--backend-cert", stranger[0], "--backend-key", stranger[1]]
+        refused = cluster.frontend("refused", *wrong)
+        plain = cluster.frontend("plain")
+        cluster.wait_ready()
+        picture = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}
+
+        def post(server: Server) -> int:
+            body = {"inputs": [picture]}
+            return requests.post(infer_url(server, "digits"), json=body).status_code
+
+        assert wait_for(lambda: post(served) == 200), cluster.logs()
+        assert post(refused) == 503
+        assert post(plain) == 503
+    finally:
+        cluster.stop()
