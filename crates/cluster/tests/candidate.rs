@@ -65,7 +65,8 @@ struct Cluster {
 
 impl Cluster {
     fn start() -> Cluster {
-        let store = store::open("memory", Arc::new(MonotonicClock::new())).unwrap();
+        let clock = Arc::new(MonotonicClock::new());
+        let store = store::open("memory", store::EtcdAccess::default(), clock).unwrap();
         let (_stop, stopped) = watch::channel(false);
         Cluster { store, keys: Keys::new("test"), _stop, stopped }
     }
@@ -186,6 +187,7 @@ async fn frontend(cluster: &Cluster, folder: &std::path::Path) -> Frontend {
         requests_max: 10,
         timeout: Duration::from_secs(5),
         files: Some(ModelStore::Folder(FileStore::open(folder).unwrap())),
+        backend_tls: None,
     };
     let clock = Arc::new(MonotonicClock::new());
     Frontend::start(cluster.store.clone(), cluster.keys.clone(), clock, settings).await.unwrap()
