@@ -66,7 +66,7 @@ struct Cluster {
 impl Cluster {
     fn start() -> Cluster {
         let clock = Arc::new(MonotonicClock::new());
-        let store = store::open("memory", store::EtcdAccess::default(), clock).unwrap();
+        let store = store::open("memory", store::etcd::EtcdAccess::default(), clock).unwrap();
         let (_stop, stopped) = watch::channel(false);
         Cluster { store, keys: Keys::new("test"), _stop, stopped }
     }
