@@ -358,6 +358,25 @@ struct Recurrent {
         else multiply_plain<From, To>(a, p, copy, pass);
     }
 
+    // Adds the products of one chunk of the depth.
+    template <int Count>
+    static __device__ __forceinline__ void add_chunk(
+        float (&acc)[Count][RowTiles][4], const T* state, int chunk, const uint4 (&r)[Count][2])
+    {
+        if (Chunks % Split != 0 && chunk >= Chunks) return;
+        uint4 h[RowTiles];
+#pragma unroll
+        for (int n = 0; n < RowTiles; ++n)
+            h[n] = *(const uint4*)(state + n * 8 * kStride + chunk * 32);
+#pragma unroll
+        for (int g = 0; g < Count; ++g)
+#pragma unroll
+            for (int n = 0; n < RowTiles; ++n) {
+                recurrent_product<T>(acc[g][n], r[g][0], h[n].x, h[n].y);
+                recurrent_product<T>(acc[g][n], r[g][1], h[n].z, h[n].w);
+            }
+    }
+
     template <int From, int To>
     static __device__ __forceinline__ void multiply_tensor(
         const Args& a, const Place& p, const Weights& w, int copy, int pass)
@@ -365,33 +384,31 @@ struct Recurrent {
         int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
         int group = pass * kPart + warp / Split;
         const T* state = p.state(copy) + lane / 4 * kStride + lane % 4 * 8;
-        float acc[To - From][RowTiles][4] = {};
-        auto add = [&](int i, const auto& weights) {
-            int chunk = warp % Split + i * Split;
-            if (Chunks % Split != 0 && chunk >= Chunks) return;
-            uint4 h[RowTiles];
+        constexpr int kCount = To - From;
+        float acc[kCount][RowTiles][4] = {};
+        uint4 r[kCount][2];
 #pragma unroll
-            for (int n = 0; n < RowTiles; ++n)
-                h[n] = *(const uint4*)(state + n * 8 * kStride + chunk * 32);
+        for (int i = 0; i < Held; ++i) {
 #pragma unroll
-            for (int g = From; g < To; ++g)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    uint4 r = weights(chunk, g, j);
-#pragma unroll
-                    for (int n = 0; n < RowTiles; ++n)
-                        recurrent_product<T>(
-                            acc[g - From][n], r, j ? h[n].z : h[n].x, j ? h[n].w : h[n].y);
-                }
-        };
-#pragma unroll
-        for (int i = 0; i < Held; ++i) add(i, [&](int, int g, int j) { return w.held[i][g][j]; });
+            for (int g = 0; g < kCount * 2; ++g) r[g / 2][g % 2] = w.held[i][From + g / 2][g % 2];
+            add_chunk(acc, state, warp % Split + i * Split, r);
+        }
 #pragma unroll 4
-        for (int i = Held; i < Held + Kept; ++i)
-            add(i, [&](int, int g, int j) { return kept(p, g, i - Held, j); });
+        for (int i = Held; i < Held + Kept; ++i) {
+#pragma unroll
+            for (int g = 0; g < kCount * 2; ++g)
+                r[g / 2][g % 2] = kept(p, From + g / 2, i - Held, g % 2);
+            add_chunk(acc, state, warp % Split + i * Split, r);
+        }
 #pragma unroll 2
-        for (int i = Held + Kept; i < kWarpChunks; ++i)
-            add(i, [&](int chunk, int g, int j) { return packed(a, p, group, g, chunk, j); });
+        for (int i = Held + Kept; i < kWarpChunks; ++i) {
+            int chunk = warp % Split + i * Split;
+            if (chunk >= Chunks) break;
+#pragma unroll
+            for (int g = 0; g < kCount * 2; ++g)
+                r[g / 2][g % 2] = packed(a, p, group, From + g / 2, chunk, g % 2);
+            add_chunk(acc, state, chunk, r);
+        }
         int unit = warp / Split * 16 + lane / 4, item = lane % 4 * 2;
 #pragma unroll
         for (int g = From; g < To; ++g)
