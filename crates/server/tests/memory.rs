@@ -80,7 +80,7 @@ fn json_of(element: &str, datatype: &str, count: usize) -> String {
     let data = format!("{element},").repeat(count);
     let data = data.trim_end_matches(',');
     let head = format!(r#""name":"INPUT0","shape":[{count}],"datatype":"{datatype}""#);
-    format!(r#"{{"inputs":[{{{head}","data":[{data}]}}]}}"#)
+    format!(r#"{{"inputs":[{{{head},"data":[{data}]}}]}}"#)
 }
 
 #[tokio::test]

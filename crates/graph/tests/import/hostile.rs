@@ -159,17 +159,20 @@ fn limits_are_enforced() {
     assert!(message.contains("nodes, at most 3"), "{message}");
 }
 
-/// Computes nothing, and counts the bytes that it was asked for.
+/// Computes zeros, and counts the bytes that it was asked for.
 #[derive(Default)]
 struct CountingEvaluator(std::cell::Cell<usize>);
 
 impl graph::Evaluator for CountingEvaluator {
     fn evaluate(
         &self,
-        _: &model::op::Op,
+        op: &model::op::Op,
         inputs: &[Option<model::Tensor>],
         _: usize,
     ) -> Option<Vec<model::Tensor>> {
+        if matches!(op, model::op::Op::Reduce(_)) {
+            return None;
+        }
         let shape: Vec<usize> = match inputs.first()?.as_ref()?.to_vec::<i64>() {
             Some(shape) => shape.iter().map(|&dim| dim as usize).collect(),
             None => inputs.first()?.as_ref()?.shape().to_vec(),
