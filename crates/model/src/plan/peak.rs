@@ -52,6 +52,9 @@ impl LaunchPlan {
             for id in step.outputs.iter().flatten() {
                 live = live.saturating_add(size(*id));
             }
+            if live == usize::MAX {
+                return live;
+            }
             for id in &step.last_uses {
                 live = live.saturating_sub(size(*id));
             }
