@@ -512,7 +512,7 @@ impl Core {
                 _ => None,
             });
             let updates = snapshot.states.values().filter_map(|state| state.failed.get(model));
-            let update = updates.filter(|update| update.version >= record.version).last();
+            let update = updates.rfind(|update| update.version >= record.version);
             let reason = reason.or(update.map(|update| &update.reason));
             if let (false, Some(reason)) = (ready, reason) {
                 failed.insert(model.clone(), reason.clone());

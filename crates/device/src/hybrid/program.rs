@@ -392,7 +392,7 @@ impl HybridTask {
     pub(super) fn put_back(&mut self, side: Side, task: Box<dyn Task>, busy: Nanos) {
         self.running = Some((side, task));
         if let Some(times) = &mut self.step_times {
-            times.unfinished = times.unfinished + busy;
+            times.unfinished += busy;
         }
     }
 

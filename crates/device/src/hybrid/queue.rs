@@ -249,7 +249,7 @@ impl Shared {
                 }
                 Launched::Failed(err) => return (Outcome::Failed(err), busy),
             };
-            busy = busy + completion.busy;
+            busy += completion.busy;
             match completion.outcome {
                 Outcome::Done => {
                     if let Err(err) = task.finish_section(completion.task, completion.busy) {
@@ -293,7 +293,7 @@ impl Shared {
         let queue: &dyn Queue = match side {
             Side::Accelerator => &*self.accelerator,
             Side::Host => match self.host() {
-                Ok(host) => &**host,
+                Ok(host) => host,
                 Err(err) => return Launched::Failed(err.clone()),
             },
         };
@@ -313,12 +313,12 @@ impl Shared {
     }
 
     /// The host's queue, opened with the first section that needs it.
-    fn host(&self) -> Result<&Box<dyn Queue>, &DeviceError> {
+    fn host(&self) -> Result<&dyn Queue, &DeviceError> {
         let open = || {
             let sink = Arc::new(DriverSink(self.ended.clone()));
             self.host_device.open_queue(QueueOptions { capacity: 1, ..self.options }, sink)
         };
-        self.host.get_or_init(open).as_ref()
+        self.host.get_or_init(open).as_ref().map(|queue| &**queue)
     }
 
     fn closed(&self) -> DeviceError {
