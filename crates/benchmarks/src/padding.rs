@@ -112,7 +112,7 @@ pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
         pairs: Vec::new(),
     };
     let turn = Duration::from_secs_f64(args.seconds / TURNS as f64);
-    let options = PaddingOptions { methods: methods, turns: TURNS, turn };
+    let options = PaddingOptions { methods, turns: TURNS, turn };
     for (number, pair) in pairs.iter().enumerate() {
         let measured = table.measure(pair, &options)?;
         print_pair(number + 1, pairs.len(), &measured);
@@ -330,7 +330,7 @@ mod tests {
             p99_us: median_us,
         };
         let method = |method, median_us, best_effort_runs| MethodTiming {
-            method: method,
+            method,
             multiprocessors: None,
             real_time: timing(median_us),
             best_effort_runs,
@@ -341,8 +341,7 @@ mod tests {
         };
         let methods =
             vec![method(CoRunMethod::Alone, 400.0, 0.0), method(CoRunMethod::Free, 500.0, 50.0)];
-        let reports =
-            method_reports(&PairTiming { best_effort_alone: timing(2000.0), methods: methods });
+        let reports = method_reports(&PairTiming { best_effort_alone: timing(2000.0), methods });
         assert_eq!((reports[0].ratio.median, reports[0].best_effort_share), (1.0, 0.0));
         assert_eq!(reports[1].ratio.median, 1.25);
         // Fifty runs of two milliseconds in half a second.

@@ -32,7 +32,7 @@ pub(crate) enum Role {
     /// Plan: take part in the leader election, and while leading assign models to backends
     Scheduler(SchedulerArgs),
     /// Accept requests and route them: REST, gRPC and metrics as of a single server
-    Frontend(FrontendArgs),
+    Frontend(Box<FrontendArgs>),
     /// Serve the models that the plan assigns to this machine's device
     Backend(Box<BackendArgs>),
     /// Print plan, backends, routes, load and misses

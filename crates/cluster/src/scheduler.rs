@@ -511,7 +511,7 @@ impl Core {
                 LoadState::Failed { version, reason } if *version >= record.version => Some(reason),
                 _ => None,
             });
-            let updates = snapshot.states.values().filter_map(|state| state.failed.get(model));
+            let mut updates = snapshot.states.values().filter_map(|state| state.failed.get(model));
             let update = updates.rfind(|update| update.version >= record.version);
             let reason = reason.or(update.map(|update| &update.reason));
             if let (false, Some(reason)) = (ready, reason) {

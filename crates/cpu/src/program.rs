@@ -317,7 +317,7 @@ impl Task for CpuTask {
 }
 
 impl CpuTask {
-    fn outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
+    fn outputs(self) -> Result<Vec<Tensor>, DeviceError> {
         if self.next_step < self.step_count() {
             return Err(DeviceError::BadPlan(
                 "outputs requested before the last step ended".to_string(),

@@ -124,7 +124,8 @@ async fn every_refused_reservation_of_a_request_is_an_error() {
     let memory = HostMemory::leaked_with_faults(usize::MAX);
     let fixture = Fixture::start(memory).await;
     let body = json_of("1.5", "FP32", 60_000);
-    let requests: [(&[(&str, &str)], Vec<u8>); 2] = [
+    type Headers = &'static [(&'static str, &'static str)];
+    let requests: [(Headers, Vec<u8>); 2] = [
         (&[], body.clone().into_bytes()),
         (&[("content-encoding", "gzip")], gzipped(body.as_bytes())),
     ];

@@ -158,7 +158,8 @@ async fn every_port_speaks_tls_and_nothing_else() {
     let config = client_config(&other, None, &[]);
     assert!(connect(server.http_addr.unwrap(), config).await.is_err());
     // gRPC offers HTTP/2 only, REST both.
-    let cases: [(SocketAddr, &[&[u8]], &[u8]); 3] = [
+    type Protocols<'a> = &'a [&'a [u8]];
+    let cases: [(SocketAddr, Protocols, &[u8]); 3] = [
         (server.grpc_addr.unwrap(), &[b"h2", b"http/1.1"], b"h2"),
         (server.http_addr.unwrap(), &[b"h2"], b"h2"),
         (server.http_addr.unwrap(), &[b"http/1.1"], b"http/1.1"),

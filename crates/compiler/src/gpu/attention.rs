@@ -97,8 +97,8 @@ impl Problem {
         let contiguous = value_width == 1 || y.strides[y.strides.len() - 1] == 1;
         let fits = wide.iter().chain(&bias).all(|view| view.extent().end <= i32::MAX as usize);
         let ready = half && sizes && known && contiguous && fits && queries > 0 && keys > 0;
-        if !ready || !wide[..3].iter().all(has_aligned_rows) || !(scale > 0.0 && scale.is_finite())
-        {
+        let usable_scale = scale > 0.0 && scale.is_finite();
+        if !ready || !usable_scale || !wide[..3].iter().all(has_aligned_rows) {
             return None;
         }
         let rank = batch.len();

@@ -279,7 +279,8 @@ impl Dress {
 fn condition(net: &mut Net, shape: &[usize]) -> Tensor {
     let keys = shape[shape.len() - 1];
     let len = shape.iter().product();
-    let keep = |n: usize, random: &mut Random| u8::from(n % keys == 0 || random.below(2) == 0);
+    let keep =
+        |n: usize, random: &mut Random| u8::from(n.is_multiple_of(keys) || random.below(2) == 0);
     let bytes: Vec<u8> = (0..len).map(|n| keep(n, &mut net.random)).collect();
     Tensor::from_raw(DataType::Bool, shape.to_vec(), bytes.into()).unwrap()
 }

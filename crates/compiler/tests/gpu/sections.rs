@@ -81,7 +81,10 @@ fn chosen_rows() -> LaunchPlan {
     b.finish(&[z, y])
 }
 
-fn cases() -> Vec<(&'static str, Arc<LaunchPlan>, Vec<Vec<usize>>)> {
+/// A name, a plan and shapes of its input.
+type Case = (&'static str, Arc<LaunchPlan>, Vec<Vec<usize>>);
+
+fn cases() -> Vec<Case> {
     let lengths = [[1, 1, 16], [7, 2, 16], [30, 5, 16], [2, 33, 16]].map(Vec::from).to_vec();
     let rows = [[1, 16], [9, 16], [200, 16], [64, 16]].map(Vec::from).to_vec();
     vec![

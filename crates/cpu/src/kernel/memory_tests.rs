@@ -135,7 +135,7 @@ fn cases() -> Vec<(Op, Vec<Option<Tensor>>)> {
     };
     let conv = Conv { window, groups: 1, activation: Activation::None };
     vec![
-        (Op::Unary(Unary::Exp), of(&[x.clone()])),
+        (Op::Unary(Unary::Exp), of(std::slice::from_ref(&x))),
         (Op::Binary(Binary::Mul), of(&[x.clone(), random(&[50])])),
         (Op::MatMul(MatMul::default()), of(&[x.clone(), random(&[50, 60])])),
         (Op::MatMul(MatMul::default()), of(&[random(&[3, 20, 50]), random(&[3, 50, 60])])),
@@ -145,16 +145,16 @@ fn cases() -> Vec<(Op, Vec<Option<Tensor>>)> {
         ),
         (Op::Einsum { equation: "ab,cb->ca".to_string() }, of(&[x.clone(), random(&[30, 50])])),
         (Op::Conv(conv), of(&[image.clone(), random(&[8, 4, 3, 3])])),
-        (Op::Transpose { perm: None }, of(&[x.clone()])),
+        (Op::Transpose { perm: None }, of(std::slice::from_ref(&x))),
         (Op::Concat { axis: 1 }, of(&[x.clone(), random(&[40, 30])])),
         (
             Op::Softmax(Softmax { axis: 0, kind: SoftmaxKind::Softmax, flatten: false }),
-            of(&[x.clone()]),
+            of(std::slice::from_ref(&x)),
         ),
         (Op::LayerNorm { axis: -1, epsilon: 1e-5 }, of(&[x.clone(), random(&[50])])),
         (Op::Gather { axis: 0 }, of(&[x.clone(), integers(&[300], &[3; 300])])),
-        (Op::NonZero, of(&[x.clone()])),
-        (Op::Cast(Cast { to: DataType::F64 }), of(&[x.clone()])),
+        (Op::NonZero, of(std::slice::from_ref(&x))),
+        (Op::Cast(Cast { to: DataType::F64 }), of(std::slice::from_ref(&x))),
         (Op::Pad { mode: PadMode::Reflect }, of(&[x, sizes(&[5, 5, 5, 5])])),
     ]
 }

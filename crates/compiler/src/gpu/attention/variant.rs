@@ -189,7 +189,7 @@ pub fn variants(extent: &Extent, target: &GpuTarget) -> Vec<Variant> {
         let (tiles, blocks) = (variant.tiles(extent), variant.key_blocks(extent));
         let wanted = (2 * target.multiprocessors as usize).div_ceil(tiles.max(1));
         for parts in [wanted, wanted.div_ceil(2)] {
-            let split = Variant { parts: parts.min(blocks / 2).min(SPLITS_MAX).max(1), ..variant };
+            let split = Variant { parts: parts.min(blocks / 2).clamp(1, SPLITS_MAX), ..variant };
             let known = |other: &Variant| other.name(extent) == split.name(extent);
             if split.splits(extent) > 1 && !variants.iter().any(known) {
                 variants.push(split);

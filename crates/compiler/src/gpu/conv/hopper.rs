@@ -202,7 +202,8 @@ impl Product {
         let tiles = self.hopper_tiles(shape);
         let wasteful = tiles * shape.bm * shape.bn * 2 > self.rows * self.out_c * 3;
         let narrow = shape.bn <= 64 && self.out_c > 64;
-        !wasteful && !(narrow && tiles > 8 * multiprocessors)
+        let many = tiles > 8 * multiprocessors;
+        !(wasteful || narrow && many)
     }
 
     /// A rough estimate of the time, comparable to those of the other variants: an SM computes its

@@ -355,9 +355,9 @@ impl PackedConv {
         ];
         push(&mut part, self.groups / self.merged, moved, nothing.clone());
         let mut after = phases;
-        for axis in 0..3 {
+        for (axis, stride) in to.iter().enumerate() {
             after /= self.phases[axis];
-            let strides = vec![0, after * stored, 0, to[axis], 0];
+            let strides = vec![0, after * stored, 0, *stride, 0];
             if !(adjacent && axis == 2) {
                 push(&mut part, self.phases[axis], strides, coordinate(axis, 1));
             }
@@ -375,10 +375,10 @@ impl PackedConv {
 
         let mut inner = LoopNest { loops: Vec::new(), operands: 2 + kept.len() };
         let mut below = self.taps.iter().product::<usize>() * self.part_channels();
-        for axis in 0..3 {
+        for (axis, stride) in from.iter().enumerate() {
             below /= self.taps[axis];
             let distance = self.distance[axis];
-            let strides = vec![from[axis] * distance, below];
+            let strides = vec![stride * distance, below];
             push(&mut inner, self.taps[axis], strides, coordinate(axis, distance));
         }
         push(&mut inner, self.part_channels(), vec![1, 1], nothing);

@@ -130,7 +130,7 @@ impl Shape {
     pub(super) fn shared_bytes(&self, problem: &Problem) -> usize {
         let (rows, units, size) = (self.rows(), self.groups * 16, problem.element.size());
         let depth = self.chunks * 32;
-        let stride = depth + if depth * size % 128 == 0 { 64 / size } else { 0 };
+        let stride = depth + if (depth * size).is_multiple_of(128) { 64 / size } else { 0 };
         let states = if problem.cell == 3 { 3 } else { 2 } * rows * stride * size;
         let sums = self.split * problem.gates * rows * (self.part() * 16 + 4) * 4;
         let biases = problem.gates + usize::from(problem.cell == 2);
