@@ -48,7 +48,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Serve models over HTTP and gRPC (Open Inference Protocol v2)
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     /// Serve the built-in digits model under a mixed load
     Demo(DemoArgs),
     /// Print what a model needs and whether it runs here
