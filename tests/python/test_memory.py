@@ -124,7 +124,7 @@ def test_outputs_that_cannot_be_allocated(small_server: Server) -> None:
 
 def test_a_few_large_requests_at_once(small_server: Server) -> None:
     """Each fits alone; together they get 200 or 503, and nothing else."""
-    side = np.ones(7_000, np.float32)
+    side = np.ones(4_000, np.float32)
     outer = [("a", side.reshape(-1, 1)), ("b", side.reshape(1, -1))]
     with ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(binary, "outer", small_server, outer) for _ in range(24)]
@@ -148,7 +148,8 @@ def test_json_bombs(small_server: Server) -> None:
         )
         with ThreadPoolExecutor(4) as pool:
             codes = {f.result().status_code for f in [pool.submit(post) for _ in range(4)]}
-        assert codes <= {413, 503}, codes
+        # 400: an element of the wrong type was found before the memory was exceeded.
+        assert codes <= {400, 413, 503}, codes
         assert_alive(small_server)
 
 
@@ -268,14 +269,17 @@ def test_memory_stays_below_the_limit(small_server: Server) -> None:
     def watch() -> None:
         status = Path(f"/proc/{small_server.process.pid}/status")
         while not stop.wait(0.02):
-            line = next(l for l in status.read_text().splitlines() if l.startswith("VmRSS"))
-            peaks.append(int(line.split()[1]) << 10)
+            for line in status.read_text().splitlines():
+                if line.startswith("VmRSS"):
+                    peaks.append(int(line.split()[1]) << 10)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    test_a_few_large_requests_at_once(small_server)
-    test_json_bombs(small_server)
-    stop.set()
-    watcher.join()
+    try:
+        test_a_few_large_requests_at_once(small_server)
+        test_json_bombs(small_server)
+    finally:
+        stop.set()
+        watcher.join()
     # The budget, and what nobody counts: code, stacks, the allocator's free memory.
     assert max(peaks) < (LIMIT_MIB + 256) << 20, max(peaks) >> 20
