@@ -1,6 +1,6 @@
 //! Checks a model in a process of its own before this process reads it.
 //!
-//! The child is the same binary ([`run_child`]). It gives up its rights ([`crate::sandbox`]), then
+//! The child is the same binary ([`run_child`]). It gives up its rights (`crate::sandbox`), then
 //! compiles the model and runs it as a server would when it measures it. What the model does there,
 //! it does to the child. If that runs out of memory or time, or crashes, the registration is
 //! refused with the reason.
