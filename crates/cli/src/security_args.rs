@@ -88,7 +88,7 @@ pub(crate) struct SecurityArgs {
     #[arg(long, env = "ATOLL_ALLOW_HOST", value_delimiter = ',', help_heading = "Security")]
     allow_host: Vec<String>,
 
-    /// Origin of web pages that may send requests, such as https://example.org
+    /// Origin of web pages that may send requests, such as `https://example.org`
     #[arg(long, env = "ATOLL_ALLOW_ORIGIN", value_delimiter = ',', help_heading = "Security")]
     allow_origin: Vec<String>,
 

@@ -86,7 +86,7 @@ pub fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
-/// Whether `name` is the temporary name of a file that [`write`] was writing.
+/// Whether `name` is the temporary name of a file that [`write()`] was writing.
 pub fn is_partial(name: &str) -> bool {
     let Some((rest, unique)) =
         name.strip_suffix(PARTIAL).and_then(|name| name.strip_prefix('.')?.rsplit_once('.'))

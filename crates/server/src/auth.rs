@@ -1,8 +1,8 @@
 //! Who may do what: credentials, scopes, limits, the check of `Host` and `Origin`, and the audit
 //! log. See ADR 37.
 //!
-//! Every request passes [`Access::admit`] before its body is read. Handlers that learn the model or
-//! the class from the body ask the [`Caller`] they get.
+//! Every request passes `Access::admit` before its body is read. Handlers that learn the model or
+//! the class from the body ask the `Caller` they get.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
