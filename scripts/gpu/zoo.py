@@ -102,18 +102,11 @@ def atoll_output(atoll: str, path: str, inputs: dict[str, np.ndarray], precision
         return {"value": value, "first_s": time.time() - started}
 
 
-def difference(got: np.ndarray, wanted: np.ndarray) -> float:
-    """The norm of the difference over the norm of the reference."""
-    if got.shape != wanted.shape or not np.isfinite(got).all():
-        return math.inf
-    wanted = wanted.astype(np.float64)
-    return float(np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-30))
-
-
 def check(name: str, exporter: str, atoll: str, folder: str, batches: list[int]) -> dict:
     """Exports one network and compares atoll's outputs with PyTorch's at every batch."""
     import torch
 
+    from latency import relative_error
     from modelzoo import zoo_nets
 
     done = export(name, exporter, folder)
@@ -133,33 +126,18 @@ def check(name: str, exporter: str, atoll: str, folder: str, batches: list[int])
         if "error" in result:
             return done | result | {"stage": "run", "batch": batch}
         errors[batch] = {
-            "error": difference(result["value"], wanted),
-            "torch_error": difference(half, wanted),
+            "error": relative_error([result["value"]], [wanted]),
+            "torch_error": relative_error([half], [wanted]),
             "first_s": round(result["first_s"], 2),
         }
     return done | {"errors": errors}
-
-
-def replay_us(run: object, times: int = 60) -> float:
-    """Median microseconds of `run` between two events on a warm device."""
-    import torch
-
-    taken = []
-    for number in range(times + 10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        if number >= 10:
-            taken.append(start.elapsed_time(end) * 1e3)
-    return sorted(taken)[len(taken) // 2]
 
 
 def torch_us(name: str, batches: list[int], compiled: bool) -> dict[int, dict]:
     """PyTorch's latency: a CUDA graph in half precision, and max-autotune."""
     import torch
 
+    from latency import graph_us
     from modelzoo import zoo_nets
 
     torch.backends.cudnn.benchmark = True
@@ -176,30 +154,18 @@ def torch_us(name: str, batches: list[int], compiled: bool) -> dict[int, dict]:
             tensor = tensor.half() if tensor.is_floating_point() else tensor
             images = tensor.dim() == 4
             tensors.append(tensor.to(memory_format=torch.channels_last) if images else tensor)
-        found[batch] = {"graph_us": graph_us(module, tensors)}
+        with torch.inference_mode():
+            found[batch] = {"graph_us": graph_us(module, tensors)}
         if compiled:
             found[batch]["compile_us"] = compiled_us(module, tensors)
     return found
 
 
-def graph_us(module: object, tensors: list) -> float:
-    import torch
-
-    with torch.inference_mode():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                module(*tensors)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            module(*tensors)
-        return replay_us(graph.replay)
-
-
 def compiled_us(module: object, tensors: list) -> float | None:
     """None when torch.compile fails."""
     import torch
+
+    from latency import replay_us
 
     try:
         torch._dynamo.reset()
