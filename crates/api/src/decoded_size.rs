@@ -28,6 +28,11 @@ const JSON_STRING: usize = GROWTH * size_of::<Bytes>() + ALLOCATION;
 /// Bytes of a number of JSON data. Numbers are collected as 8 bytes and converted once.
 const JSON_NUMBER: usize = GROWTH * size_of::<f64>();
 
+/// Bytes beside the raw tensors of a message that are decoded at once, and fields after which the
+/// rest counts as such.
+const WIDE_BYTES: usize = 64 << 10;
+const WIDE_FIELDS: usize = 1024;
+
 /// Below this bound, JSON is not examined more closely.
 const CLOSE_LOOK: usize = 1 << 20;
 
@@ -42,6 +47,21 @@ pub fn of_request(json: &[u8], binary: usize) -> usize {
 /// The most memory of the elements of a `BYTES` tensor of `bytes`: each has a length of 4 bytes.
 fn strings_in(bytes: usize) -> usize {
     (bytes / 4).saturating_mul(size_of::<Bytes>())
+}
+
+/// Whether a message has so much beside its raw tensors that decoding it takes long. It looks at few
+/// fields only.
+pub fn is_wide(message: &[u8]) -> bool {
+    let mut rest = message.len();
+    for (index, (field, payload)) in Fields(message).enumerate() {
+        if rest <= WIDE_BYTES || index >= WIDE_FIELDS {
+            break;
+        }
+        if let (7, Payload::Bytes(raw)) = (field, payload) {
+            rest = rest.saturating_sub(raw.len());
+        }
+    }
+    rest > WIDE_BYTES
 }
 
 /// The most memory that decoding the JSON of an inference request takes.
@@ -363,5 +383,27 @@ mod tests {
             let long = odd.repeat(1 << 20);
             assert!(of_json(long.as_bytes()) >= long.len());
         }
+    }
+
+    #[test]
+    fn only_what_is_beside_raw_tensors_makes_a_message_wide() {
+        let raw = |bytes: usize| {
+            let mut message = ModelInferRequest { model_name: "m".into(), ..Default::default() };
+            message.raw_input_contents.push(vec![0; bytes].into());
+            message
+        };
+        assert!(!is_wide(&raw(10 << 20).encode_to_vec()));
+        assert!(!is_wide(&[]));
+        let mut wide = raw(10);
+        wide.inputs = vec![Default::default(); 100_000];
+        assert!(is_wide(&wide.encode_to_vec()));
+        let mut contents = raw(10);
+        let mut input = InferInputTensor::default();
+        let values = vec![1; 200_000];
+        input.contents = Some(InferTensorContents { int_contents: values, ..Default::default() });
+        contents.inputs.push(input);
+        assert!(is_wide(&contents.encode_to_vec()));
+        // Garbage is not examined for long.
+        assert!(is_wide(&[0x2a, 0].repeat(1 << 20)));
     }
 }

@@ -32,7 +32,7 @@ mod statistics_api;
 
 #[cfg(test)]
 pub(crate) use body::compress;
-pub(crate) use body::{Coding, decompress, reserve_received};
+pub(crate) use body::{Coding, MAX_EXPANSION, decompress, reserve_received};
 pub(crate) use infer_api::span as infer_span;
 pub(crate) use repository_api::check_load_parameters;
 

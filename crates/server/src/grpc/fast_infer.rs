@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use api::{RequestContext, decoded_size, proto};
+use api::{ApiError, RequestContext, decoded_size, proto};
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::stream;
 use http::header::CONTENT_TYPE;
@@ -24,7 +24,8 @@ use tonic::server::NamedService;
 
 use super::{Service, caller_of, context_of, infer, stream_response, with_trace};
 use crate::auth::Caller;
-use crate::rest::{Coding, decompress, reserve_received};
+use crate::heavy_work::{LARGE_BYTES, heavy};
+use crate::rest::{Coding, MAX_EXPANSION, decompress, reserve_received};
 use crate::server::{AppState, BodyLimits};
 
 const INFER: &str = "/inference.GRPCInferenceService/ModelInfer";
@@ -186,7 +187,7 @@ impl MessageReader {
             more = !data.is_empty();
         }
         match more {
-            false => decode(bodies, message),
+            false => decode(bodies, message).await,
             true => Err(Status::internal("ModelInfer takes one message, got more")),
         }
     }
@@ -194,7 +195,7 @@ impl MessageReader {
     /// The next message; `None` at the end of the stream.
     async fn next(&mut self, bodies: &BodyLimits) -> Result<Option<Decoded>, Status> {
         match self.read(bodies).await? {
-            Some(message) => decode(bodies, message).map(Some),
+            Some(message) => decode(bodies, message).await.map(Some),
             None => Ok(None),
         }
     }
@@ -223,8 +224,9 @@ impl MessageReader {
             (false, _) => Ok(Some((message, memory))),
             (true, None) => Err(Status::internal("the message is compressed but its call is not")),
             (true, Some(coding)) => {
-                let plain = decompress(&message, coding, limit, &mut memory)?;
-                Ok(Some((plain, memory)))
+                let expanded = message.len().saturating_mul(MAX_EXPANSION);
+                let work = move || Ok((decompress(&message, coding, limit, &mut memory)?, memory));
+                Ok(Some(heavy(expanded, work).await?))
             }
         }
     }
@@ -256,14 +258,23 @@ impl MessageReader {
 }
 
 /// Decodes a message after the memory for it is reserved.
-fn decode(
+async fn decode(
     bodies: &BodyLimits,
     (bytes, mut memory): (Bytes, Reservation),
 ) -> Result<Decoded, Status> {
-    bodies.reserve_decoding(decoded_size::of_message(&bytes)?, &mut memory)?;
-    let message = proto::ModelInferRequest::decode(bytes)
-        .map_err(|error| Status::internal(error.to_string()))?;
-    Ok((message, memory))
+    // Raw tensors are slices; only what is around them takes time.
+    let weight = if decoded_size::is_wide(&bytes) { bytes.len().max(LARGE_BYTES) } else { 0 };
+    let measure = move || {
+        let size = decoded_size::of_message(&bytes)?;
+        Ok((bytes, size))
+    };
+    let (bytes, size) = heavy(weight, measure).await?;
+    bodies.reserve_decoding(size, &mut memory)?;
+    let work = move || {
+        let message = proto::ModelInferRequest::decode(bytes);
+        Ok((message.map_err(|error| ApiError::internal(error.to_string()))?, memory))
+    };
+    Ok(heavy(weight, work).await?)
 }
 
 /// Whether the message after this prefix is compressed, and its length.

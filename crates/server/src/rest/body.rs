@@ -16,10 +16,11 @@ use model::{MemoryError, Reservation};
 
 use crate::body_buffers::BodyBuffer;
 use crate::connection::BodyError;
+use crate::heavy_work::heavy;
 use crate::server::AppState;
 
-/// Bodies above this size are processed off the threads that serve connections.
-pub(crate) const LARGE_BYTES: usize = 1 << 20;
+/// What a compressed byte may become at most.
+pub(crate) const MAX_EXPANSION: usize = 1032;
 
 /// Bytes that are decompressed at once.
 const DECOMPRESSED_STEP: usize = 64 << 10;
@@ -81,7 +82,7 @@ where
     match request_coding(headers)? {
         None => Ok((bytes, memory)),
         Some(coding) => {
-            let length = bytes.len();
+            let length = bytes.len().saturating_mul(MAX_EXPANSION);
             let work = move || Ok((decompress(&bytes, coding, limit, &mut memory)?, memory));
             heavy(length, work).await
         }
@@ -130,20 +131,6 @@ where
         }
     }
     Ok((all.map(BodyBuffer::freeze).or(first).unwrap_or_default(), memory))
-}
-
-/// Runs `work`; off the serving threads if it processes many bytes.
-pub(crate) async fn heavy<T: Send + 'static>(
-    bytes: usize,
-    work: impl FnOnce() -> ApiResult<T> + Send + 'static,
-) -> ApiResult<T> {
-    if bytes < LARGE_BYTES {
-        return work();
-    }
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(_) => Err(ApiError::internal("the server failed on this request")),
-    }
 }
 
 /// The error of a body whose client is late or gone, wherever it is in the chain of causes.

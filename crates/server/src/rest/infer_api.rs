@@ -21,6 +21,7 @@ use super::body::{self, Coding};
 use super::model_api::ModelPath;
 use super::response::{HandlerResult, SegmentedBody};
 use crate::auth::Caller;
+use crate::heavy_work::heavy;
 use crate::server::AppState;
 
 const HEADER_LENGTH_NAME: HeaderName = HeaderName::from_static(HEADER_LENGTH);
@@ -124,9 +125,13 @@ pub(super) async fn decode(
     let length = header_length(headers)?;
     // Only JSON takes time and memory to decode; binary tensors are slices.
     let json_bytes = length.unwrap_or(body.len()).min(body.len());
-    let bound = decoded_size::of_request(&body[..json_bytes], body.len() - json_bytes);
+    let measure = move || {
+        let bound = decoded_size::of_request(&body[..json_bytes], body.len() - json_bytes);
+        Ok((body, bound))
+    };
+    let (body, bound) = heavy(json_bytes, measure).await?;
     app.bodies.reserve_decoding(bound, &mut memory)?;
-    body::heavy(json_bytes, move || Ok((codec::decode(body, length)?, memory))).await
+    heavy(json_bytes, move || Ok((codec::decode(body, length)?, memory))).await
 }
 
 pub(super) async fn encode(
@@ -152,7 +157,7 @@ pub(super) async fn encode(
         }
         Ok((encoded, coding))
     };
-    let (encoded, coding) = body::heavy(size, work).await?;
+    let (encoded, coding) = heavy(size, work).await?;
     let mut reply = Response::new(SegmentedBody::new(encoded.parts, memory));
     let headers = reply.headers_mut();
     match encoded.header_length {

@@ -1,0 +1,148 @@
+//! Threads for work that processes many bytes: decompressing, decoding, encoding.
+//!
+//! They have a lower priority than the threads that serve connections and run models, and there are
+//! as many as cores. On the serving threads such work would make every other client wait, and on
+//! threads without a limit many such bodies at once would take the processors from real time.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use api::ApiError;
+use api::error::ApiResult;
+use tokio::sync::oneshot;
+
+/// From here on work is heavy.
+pub(crate) const LARGE_BYTES: usize = 1 << 20;
+/// How much lower the priority of these threads is, as for `nice`.
+const NICE: i32 = 10;
+
+type Work = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct HeavyThreads {
+    waiting: Mutex<VecDeque<Work>>,
+    changed: Condvar,
+}
+
+impl HeavyThreads {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Work>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The threads of this process. Without any, because none can be started, work runs where it
+    /// is asked for.
+    fn process() -> Option<&'static Arc<HeavyThreads>> {
+        static THREADS: OnceLock<Option<Arc<HeavyThreads>>> = OnceLock::new();
+        THREADS.get_or_init(HeavyThreads::start).as_ref()
+    }
+
+    fn start() -> Option<Arc<HeavyThreads>> {
+        let threads = Arc::new(HeavyThreads::default());
+        let count = std::thread::available_parallelism().map_or(1, usize::from);
+        let started = (0..count).filter(|number| {
+            let threads = threads.clone();
+            let named = std::thread::Builder::new().name(format!("heavy-{number}"));
+            named.spawn(move || threads.run()).is_ok()
+        });
+        (started.count() > 0).then_some(threads)
+    }
+
+    fn run(&self) {
+        // On Linux it concerns the calling thread only. Without it the work is done all the same.
+        let _ = rustix::process::setpriority_process(None, NICE);
+        loop {
+            let mut waiting = self.lock();
+            let work = loop {
+                match waiting.pop_front() {
+                    Some(work) => break work,
+                    None => {
+                        waiting =
+                            self.changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
+                    }
+                }
+            };
+            drop(waiting);
+            // The thread goes on; the result that does not come is an error of its request.
+            let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+        }
+    }
+}
+
+/// Runs `work` that processes `bytes`; off the serving threads if these are many. What waits holds
+/// memory of the budget, so that it is not without limit. Work whose client is gone is left out.
+pub(crate) async fn heavy<T: Send + 'static>(
+    bytes: usize,
+    work: impl FnOnce() -> ApiResult<T> + Send + 'static,
+) -> ApiResult<T> {
+    let threads = HeavyThreads::process().filter(|_| bytes >= LARGE_BYTES);
+    let Some(threads) = threads else { return work() };
+    let (sender, receiver) = oneshot::channel();
+    let work = move || {
+        if !sender.is_closed() {
+            // The client may have disconnected meanwhile.
+            let _ = sender.send(work());
+        }
+    };
+    threads.lock().push_back(Box::new(work));
+    threads.changed.notify_one();
+    receiver.await.unwrap_or_else(|_| Err(ApiError::internal("the server failed on this request")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    use super::*;
+
+    fn thread_name() -> ApiResult<String> {
+        Ok(std::thread::current().name().unwrap_or_default().to_string())
+    }
+
+    #[tokio::test]
+    async fn only_heavy_work_leaves_the_serving_thread() {
+        let here = thread_name().unwrap();
+        assert_eq!(heavy(LARGE_BYTES - 1, thread_name).await.unwrap(), here);
+        assert!(heavy(LARGE_BYTES, thread_name).await.unwrap().starts_with("heavy-"));
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_an_error_of_its_request_only() {
+        for _ in 0..100 {
+            let failed = heavy(LARGE_BYTES, || -> ApiResult<()> { panic!("on purpose") }).await;
+            assert!(failed.is_err());
+        }
+        assert_eq!(heavy(LARGE_BYTES, || Ok(7)).await.unwrap(), 7);
+    }
+
+    #[tokio::test]
+    async fn work_of_clients_that_are_gone_is_left_out() {
+        let done = Arc::new(AtomicUsize::new(0));
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // All threads are busy, so that what follows waits.
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        let wait = Arc::new(Mutex::new(wait));
+        let busy: Vec<_> = (0..cores)
+            .map(|_| {
+                let wait = wait.clone();
+                tokio::spawn(heavy(LARGE_BYTES, move || {
+                    let _ = wait.lock().map(|wait| wait.recv());
+                    Ok(())
+                }))
+            })
+            .collect();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        for _ in 0..10 {
+            let done = done.clone();
+            let work = heavy(LARGE_BYTES, move || Ok(done.fetch_add(1, Ordering::SeqCst)));
+            // Starts to wait, and disconnects.
+            assert!(tokio::time::timeout(Duration::from_millis(5), work).await.is_err());
+        }
+        drop(go);
+        for one in busy {
+            one.await.unwrap().unwrap();
+        }
+        assert_eq!(heavy(LARGE_BYTES, || Ok(1)).await.unwrap(), 1);
+        assert_eq!(done.load(Ordering::SeqCst), 0);
+    }
+}
