@@ -14,7 +14,7 @@ use bucket::BucketStore;
 
 use crate::candidate::{self, CandidateError};
 use crate::query::spec::QuerySpec;
-use crate::record::{Keys, ModelRecord, RecordKind, decode, encode};
+use crate::record::{Keys, ModelRecord, RecordKind, VersionRecord, decode, encode};
 use crate::store::{Condition, Store, StoreError, Write};
 
 pub mod bucket;
@@ -177,13 +177,8 @@ impl ModelRecords {
         bytes: u64,
         config: &ModelConfig,
     ) -> Result<(), StoreError> {
-        let fresh = || ModelRecord {
-            version,
-            digest: digest.to_string(),
-            bytes,
-            enabled: true,
-            config: config.clone(),
-        };
+        let fresh =
+            || VersionRecord { version, digest: digest.to_string(), bytes, config: config.clone() };
         let change = |before: Option<&ModelRecord>| match before {
             Some(before) if before.version == version && before.digest != digest => {
                 tracing::warn!(
@@ -193,8 +188,9 @@ impl ModelRecords {
                 );
                 None
             }
-            Some(before) if before.version >= version => None,
-            _ => Some(fresh()),
+            // Also where a newer version was rolled back: a restart does not undo that.
+            Some(before) if before.highest_version() >= version => None,
+            before => Some(first_or_next(before, fresh())),
         };
         self.change(name, change).await.map(|_| ())
     }
@@ -225,32 +221,57 @@ impl ModelRecords {
         config: &ModelConfig,
     ) -> Result<u64, StoreError> {
         let change = |before: Option<&ModelRecord>| {
-            Some(ModelRecord {
-                version: before.map_or(1, |before| before.version + 1),
+            let fresh = VersionRecord {
+                version: before.map_or(1, |before| before.highest_version() + 1),
                 digest: digest.to_string(),
                 bytes,
-                enabled: true,
                 config: config.clone(),
-            })
+            };
+            Some(first_or_next(before, fresh))
         };
         let record = self.change(name, change).await?;
         Ok(record.map_or(1, |record| record.version))
     }
 
-    /// Deletes the record of a model, if it has this version; `false` if there is none.
-    pub async fn delete(&self, name: &str, version: Option<u64>) -> Result<bool, StoreError> {
+    /// Puts another version of a model in force; `None` when its record does not have it.
+    pub async fn roll_back(
+        &self,
+        name: &str,
+        version: u64,
+    ) -> Result<Option<ModelRecord>, StoreError> {
+        let change = |before: Option<&ModelRecord>| {
+            let target = before?.rollback_target(Some(version))?.clone();
+            Some(before?.replaced_by(target))
+        };
+        Ok(self.change(name, change).await?.filter(|record| record.version == version))
+    }
+
+    /// Deletes a version of a model, or all of them: how many there were, and the record that is
+    /// left. Where the version was in force, the newest of the others is.
+    pub async fn delete(
+        &self,
+        name: &str,
+        version: Option<u64>,
+    ) -> Result<(usize, Option<ModelRecord>), StoreError> {
         let key = self.keys.one(RecordKind::Model, name);
         for _ in 0..ATTEMPTS {
-            let Some(entry) = self.store.get(&key).await? else { return Ok(false) };
+            let Some(entry) = self.store.get(&key).await? else { return Ok((0, None)) };
             let record: Option<ModelRecord> = decode(&key, &entry.value);
-            let other = |record: ModelRecord| version.is_some_and(|v| v != record.version);
-            if record.is_some_and(other) {
-                return Ok(false);
-            }
+            let count = 1 + record.as_ref().map_or(0, |record| record.others.len());
+            let left = match (&record, version) {
+                (Some(record), Some(version)) => match record.without(version) {
+                    None if record.version != version => return Ok((0, Some(record.clone()))),
+                    left => left,
+                },
+                _ => None,
+            };
+            let write = match &left {
+                Some(left) => Write::put(key.clone(), encode(left)),
+                None => Write::delete(key.clone()),
+            };
             let condition = Condition { key: key.clone(), revision: entry.revision };
-            let write = Write::delete(key.clone());
             if self.store.transact(vec![condition], vec![write]).await?.is_some() {
-                return Ok(true);
+                return Ok((if version.is_some() { 1 } else { count }, left));
             }
         }
         Err(StoreError::Unreachable(format!(
@@ -319,9 +340,67 @@ impl ModelRecords {
     }
 }
 
+/// The record of a model's first version, or of the next one.
+fn first_or_next(before: Option<&ModelRecord>, fresh: VersionRecord) -> ModelRecord {
+    let VersionRecord { version, digest, bytes, config } = fresh.clone();
+    match before {
+        Some(before) => before.replaced_by(fresh),
+        None => {
+            ModelRecord { version, digest, bytes, enabled: true, config, ..ModelRecord::default() }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use base::MonotonicClock;
+
     use super::*;
+
+    fn records() -> ModelRecords {
+        let clock = Arc::new(MonotonicClock::new());
+        let access = crate::store::etcd::EtcdAccess::default();
+        let store = crate::store::open("memory", access, clock).unwrap();
+        ModelRecords::new(store, Keys::new("test"))
+    }
+
+    #[tokio::test]
+    async fn versions_are_rolled_back_and_deleted() {
+        let (records, config) = (records(), ModelConfig::default());
+        for (expected, digest) in [(1, "a"), (2, "b"), (3, "c")] {
+            assert_eq!(records.register("m", digest, 1, &config).await.unwrap(), expected);
+        }
+        let now = records.find("m").await.unwrap().unwrap();
+        assert_eq!(now.rollback_target(None).map(|target| target.version), Some(2));
+        assert_eq!(now.rollback_target(Some(9)), None);
+        let rolled = records.roll_back("m", 1).await.unwrap().unwrap();
+        assert_eq!((rolled.version, rolled.digest.as_str()), (1, "a"));
+        assert_eq!(rolled.rollback_target(None), None);
+        assert_eq!(records.roll_back("m", 9).await.unwrap(), None);
+        // A restarted backend publishes what it has, and does not end the rollback.
+        records.publish("m", 3, "c", 1, &config).await.unwrap();
+        assert_eq!(records.find("m").await.unwrap().unwrap().version, 1);
+        // No number is used twice, also not of a version that was deleted.
+        assert_eq!(records.delete("m", Some(3)).await.unwrap().0, 1);
+        assert_eq!(records.delete("m", Some(3)).await.unwrap().0, 0);
+        assert_eq!(records.register("m", "d", 1, &config).await.unwrap(), 4);
+        let (count, left) = records.delete("m", Some(4)).await.unwrap();
+        assert_eq!((count, left.unwrap().version), (1, 2));
+        assert_eq!(records.delete("m", None).await.unwrap(), (2, None));
+        assert_eq!(records.delete("m", None).await.unwrap(), (0, None));
+        assert_eq!(records.find("m").await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn a_record_keeps_few_versions() {
+        let (records, config) = (records(), ModelConfig::default());
+        for _ in 0..20 {
+            records.register("m", "a", 1, &config).await.unwrap();
+        }
+        let record = records.find("m").await.unwrap().unwrap();
+        let others: Vec<u64> = record.others.iter().map(|other| other.version).collect();
+        assert_eq!((record.version, others), (20, vec![16, 17, 18, 19]));
+    }
 
     #[test]
     fn finds_files_only_by_digest() {

@@ -264,8 +264,25 @@ pub struct SplitRecord {
     pub even_because: Option<String>,
 }
 
-/// A model of the cluster.
+/// Versions that a model's record keeps beside the one in force.
+const OTHER_VERSIONS_MAX: usize = 4;
+
+/// A version of a model that is not in force, and can be again.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct VersionRecord {
+    /// Its number.
+    pub version: u64,
+    /// SHA-256 of its file.
+    pub digest: String,
+    /// Size of its file.
+    pub bytes: u64,
+    /// Its settings.
+    #[serde(default)]
+    pub config: ModelConfig,
+}
+
+/// A model of the cluster.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ModelRecord {
     /// Its version, from 1.
     pub version: u64,
@@ -278,6 +295,58 @@ pub struct ModelRecord {
     /// Its settings.
     #[serde(default)]
     pub config: ModelConfig,
+    /// The highest number that a version ever had, if it is not the highest of those here.
+    #[serde(default)]
+    pub highest: u64,
+    /// Other versions, ascending.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub others: Vec<VersionRecord>,
+}
+
+impl ModelRecord {
+    /// The highest number that a version ever had: no number is used twice.
+    pub fn highest_version(&self) -> u64 {
+        let others = self.others.iter().map(|other| other.version);
+        others.chain([self.version, self.highest]).max().unwrap_or(0)
+    }
+
+    /// The record with `chosen` in force and enabled; the present version is one of the others.
+    pub fn replaced_by(&self, chosen: VersionRecord) -> ModelRecord {
+        let highest = self.highest_version().max(chosen.version);
+        let mut others = self.others.clone();
+        others.push(VersionRecord {
+            version: self.version,
+            digest: self.digest.clone(),
+            bytes: self.bytes,
+            config: self.config.clone(),
+        });
+        others.retain(|other| other.version != chosen.version);
+        others.sort_by_key(|other| other.version);
+        others.drain(..others.len().saturating_sub(OTHER_VERSIONS_MAX));
+        let VersionRecord { version, digest, bytes, config } = chosen;
+        ModelRecord { version, digest, bytes, enabled: true, config, highest, others }
+    }
+
+    /// The version to roll back to: the given one, or the newest before the one in force.
+    pub fn rollback_target(&self, version: Option<u64>) -> Option<&VersionRecord> {
+        match version {
+            Some(version) => self.others.iter().find(|other| other.version == version),
+            None => self.others.iter().rfind(|other| other.version < self.version),
+        }
+    }
+
+    /// The record without a version; the newest of the others takes the place of the one in force.
+    /// `None` if the record does not have it, or nothing else.
+    pub fn without(&self, version: u64) -> Option<ModelRecord> {
+        let mut left = match version == self.version {
+            true => self.replaced_by(self.others.last()?.clone()),
+            false => self.clone(),
+        };
+        let before = left.others.len();
+        left.others.retain(|other| other.version != version);
+        left.highest = self.highest_version();
+        (left.others.len() < before).then_some(left)
+    }
 }
 
 /// A model as measured on one kind of device.

@@ -505,14 +505,14 @@ impl Core {
             let load_states =
                 || snapshot.states.values().filter_map(|state| state.models.get(model));
             let ready = load_states().any(|load_state| {
-                matches!(load_state, LoadState::Ready { version } if *version >= record.version)
+                matches!(load_state, LoadState::Ready { version } if *version == record.version)
             });
             let reason = load_states().find_map(|load_state| match load_state {
-                LoadState::Failed { version, reason } if *version >= record.version => Some(reason),
+                LoadState::Failed { version, reason } if *version == record.version => Some(reason),
                 _ => None,
             });
             let mut updates = snapshot.states.values().filter_map(|state| state.failed.get(model));
-            let update = updates.rfind(|update| update.version >= record.version);
+            let update = updates.rfind(|update| update.version == record.version);
             let reason = reason.or(update.map(|update| &update.reason));
             if let (false, Some(reason)) = (ready, reason) {
                 failed.insert(model.clone(), reason.clone());

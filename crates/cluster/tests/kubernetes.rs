@@ -373,8 +373,14 @@ async fn cluster(store: &Arc<dyn Store>, keys: &Keys, rate: f64) {
         put(keys.one(RecordKind::Backend, &name), encode(&record)).await;
     }
     let config = model::ModelConfig { timeout_ms: Some(100), ..Default::default() };
-    let record =
-        ModelRecord { version: 1, digest: "d".to_string(), bytes: 1, enabled: true, config };
+    let record = ModelRecord {
+        version: 1,
+        digest: "d".to_string(),
+        bytes: 1,
+        enabled: true,
+        config,
+        ..ModelRecord::default()
+    };
     put(keys.one(RecordKind::Model, "m"), encode(&record)).await;
     let profile = ProfileRecord { curve: vec![(1, 5.0), (16, 20.0)], ..ProfileRecord::default() };
     put(keys.one(RecordKind::Profile, &profile_name("gpu", "d")), encode(&profile)).await;

@@ -258,8 +258,14 @@ impl ScenarioRun<'_> {
             let digest = format!("group-{}", group.name);
             let config =
                 model::ModelConfig { timeout_ms: Some(group.slo_ms), ..Default::default() };
-            let record =
-                ModelRecord { version: 1, digest: digest.clone(), bytes: 0, enabled: true, config };
+            let record = ModelRecord {
+                version: 1,
+                digest: digest.clone(),
+                bytes: 0,
+                enabled: true,
+                config,
+                ..ModelRecord::default()
+            };
             view.models.insert(session_name(index), record);
             let curve = (1..=group.batch_max).map(|batch| (batch, ms(batch))).collect();
             let profile = ProfileRecord { curve, memory_bytes: 0, marks: Vec::new() };

@@ -240,11 +240,11 @@ impl RoutingTable {
     }
 }
 
-/// Why no backend can load this version. A plan from before the version says nothing about it.
+/// Why no backend can load this version. A plan for another version says nothing about it.
 fn failure(snapshot: &ClusterSnapshot, name: &str, record: &ModelRecord) -> Option<String> {
     let plan = snapshot.plan.as_ref()?;
     let version = plan.failed_versions.get(name).copied();
-    plan.failed.get(name).filter(|_| version.is_none_or(|v| v >= record.version)).cloned()
+    plan.failed.get(name).filter(|_| version.is_none_or(|v| v == record.version)).cloned()
 }
 
 fn query_entry(

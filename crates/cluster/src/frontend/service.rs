@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::pin::Pin;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use api::error::ApiResult;
@@ -115,16 +115,86 @@ impl Inner {
         self.wait_for(name, |entry| Ok(entry.is_none_or(|entry| entry.targets.is_empty()))).await
     }
 
-    /// Deletes a model from the cluster; returns when no backend serves it. Its file stays in the
-    /// model store, where other models may have the same content.
+    /// Waits until a backend serves exactly `version`, to which the record was set.
+    async fn wait_until_served(&self, name: &str, version: u64) -> ApiResult<()> {
+        let seen = AtomicBool::new(false);
+        self.wait_for(name, |entry| {
+            let Some(entry) = entry.filter(|entry| entry.record.version == version) else {
+                return match seen.load(Ordering::Relaxed) {
+                    true => Err(ApiError::unavailable(format!("'{name}' was changed meanwhile"))),
+                    false => Ok(false),
+                };
+            };
+            seen.store(true, Ordering::Relaxed);
+            // Schedulers of an older release do not say which version.
+            let is_served = |v: u64| v == version || v == 0;
+            let served = entry.targets.iter().any(|target| is_served(target.version));
+            match &entry.failure {
+                Some(why) if !served => {
+                    Err(ApiError::unavailable(format!("cannot load model '{name}': {why}")))
+                }
+                _ => Ok(served || !entry.record.enabled),
+            }
+        })
+        .await
+    }
+
+    /// Deletes a version of a model from the cluster, or all of them; returns when no backend
+    /// serves it. Its file stays in the model store, where other models may have the same content.
     async fn delete(&self, model: ModelRef<'_>) -> ApiResult<usize> {
         let name = model.name;
-        if !self.records.delete(name, model.version).await.map_err(store_error)? {
+        let before = self.records.find(name).await.map_err(store_error)?;
+        let (count, left) = self.records.delete(name, model.version).await.map_err(store_error)?;
+        if count == 0 {
             return Err(ApiError::not_found(format!("there is no such version of '{name}'")));
         }
-        let gone = |entry: Option<&ModelEntry>| entry.is_none_or(|entry| entry.targets.is_empty());
-        self.wait_for(name, |entry| Ok(gone(entry))).await?;
-        Ok(1)
+        match left {
+            Some(left) if before.is_some_and(|before| before.version != left.version) => {
+                self.wait_until_served(name, left.version).await?;
+            }
+            Some(_) => {}
+            None => {
+                self.wait_for(name, |entry| Ok(entry.is_none_or(|e| e.targets.is_empty()))).await?;
+            }
+        }
+        Ok(count)
+    }
+
+    /// Puts an older version of a model in service. A backend compiles and loads it first, and if
+    /// that fails, the newer one stays.
+    async fn roll_back(&self, name: &str, version: Option<u64>) -> ApiResult<Registered> {
+        let before = self.records.find(name).await.map_err(store_error)?;
+        let before = before
+            .ok_or_else(|| ApiError::not_found(format!("there is no registered model '{name}'")))?;
+        let missing = || {
+            ApiError::not_found(match version {
+                Some(version) => format!("there is no version {version} of '{name}'"),
+                None => format!("there is no version of '{name}' before {}", before.version),
+            })
+        };
+        let target = match version == Some(before.version) {
+            true => None,
+            false => Some(before.rollback_target(version).ok_or_else(missing)?),
+        };
+        let version = target.map_or(before.version, |target| target.version);
+        if let Some(target) = target {
+            let candidate = (name, target.digest.as_str(), target.bytes);
+            self.records
+                .propose(candidate, &target.config, LOAD_TIMEOUT)
+                .await
+                .map_err(candidate_error)?;
+            let changed = self.records.roll_back(name, version).await.map_err(store_error)?;
+            changed.ok_or_else(missing)?;
+        }
+        if let Err(error) = self.wait_until_served(name, version).await {
+            self.records.restore(name, version, Some(before)).await.map_err(store_error)?;
+            return Err(error);
+        }
+        Ok(Registered {
+            name: name.to_string(),
+            version: version.to_string(),
+            state: ModelState::Ready,
+        })
     }
 
     async fn register(&self, request: RegisterRequest) -> ApiResult<Registered> {
@@ -418,6 +488,15 @@ impl InferenceService for Frontend {
 
     fn delete_model<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, usize> {
         Box::pin(self.inner.delete(model))
+    }
+
+    fn roll_back_model<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, Registered> {
+        let (inner, name, version) = (self.inner.clone(), model.name.to_string(), model.version);
+        // Runs to its end even when the client disconnects, so that a failure is undone.
+        Box::pin(async move {
+            let work = tokio::spawn(async move { inner.roll_back(&name, version).await });
+            work.await.unwrap_or_else(|_| Err(ApiError::internal("the rollback failed")))
+        })
     }
 
     fn classify(

@@ -19,8 +19,14 @@ fn cluster(backends: usize, models: &[(&str, f64)]) -> ClusterSnapshot {
     for (name, _) in models {
         let config = model::ModelConfig { timeout_ms: Some(100), ..Default::default() };
         let digest = format!("sha-{name}");
-        let record =
-            ModelRecord { version: 1, digest: digest.clone(), bytes: 1, enabled: true, config };
+        let record = ModelRecord {
+            version: 1,
+            digest: digest.clone(),
+            bytes: 1,
+            enabled: true,
+            config,
+            ..ModelRecord::default()
+        };
         snapshot.models.insert(name.to_string(), record);
         let curve = vec![(1, 5.0), (4, 8.0), (16, 20.0)];
         let profile = ProfileRecord { curve, memory_bytes: 1, marks: Vec::new() };
