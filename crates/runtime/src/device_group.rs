@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use base::{Clock, Nanos};
+use base::{Bytes, Clock, Nanos};
 use device::batch::rows_of;
 use device::{DeviceError, Program};
 use model::LaunchPlan;
@@ -25,6 +25,10 @@ use self::router::{
     GroupModelId, ModelFacts, ReplicaChange, ReplicaCounts, ReplicaStatus, RequestEnd,
     RoutedRequest, Router,
 };
+
+/// Weights take at least this part of a plan's constants: a half in half precision, and half of that
+/// where constants serve only shapes or are folded.
+const LEAST_SHARE: u64 = 4;
 
 /// How a device group evaluates load.
 #[derive(Clone, Copy, Debug)]
@@ -167,6 +171,7 @@ impl DeviceGroup {
     pub fn load(&self, plan: Arc<LaunchPlan>) -> Result<PlacedProgram, DeviceError> {
         // An estimate, before a device packs them.
         let bytes = plan.constant_bytes();
+        self.check_may_fit(bytes)?;
         let home = {
             let state = self.shared.lock();
             let home = state.router.home_for(self.shared.clock.now(), bytes);
@@ -176,6 +181,20 @@ impl DeviceGroup {
         let device = home.unwrap_or(0);
         let program = self.shared.nodes[device].device().load(plan)?;
         Ok(PlacedProgram { device, program })
+    }
+
+    /// Refuses constants that fit on no device, before anything is compiled or allocated for them.
+    fn check_may_fit(&self, bytes: u64) -> Result<(), DeviceError> {
+        let needed = Bytes(bytes / LEAST_SHARE);
+        let largest = self.shared.nodes.iter().max_by_key(|node| node.budget().0);
+        match largest.map(|node| (node.budget(), node.device().info())) {
+            // A budget of 0 is that of a device which does not say.
+            Some((available, info)) if available.0 > 0 && needed > available => {
+                let device = info.name.clone();
+                Err(DeviceError::OutOfMemory { device, needed, available })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Why a model can never fit where it was placed; `None` when it can.
