@@ -15,6 +15,7 @@ use cluster::model_store::{ModelRecords, ModelStore, ModelStoreError, digest};
 use cluster::record::{BackendRecord, Keys};
 use cluster::store::{Store, StoreError};
 use model::repository::Repository;
+use model::store::{LoadMarkers, LoadStage, MarkedModel};
 use runtime::DeviceGroup;
 use server::node::EXTENSIONS;
 use server::{
@@ -26,6 +27,7 @@ use tokio::sync::watch;
 use crate::device_group;
 use crate::disk_loader::load_file;
 use crate::failure::Failure;
+use crate::load_checks::LoadChecks;
 use crate::model_check::ModelChecker;
 
 /// Pause before an unreachable store is tried again at the start.
@@ -77,8 +79,13 @@ struct ClusterLoader {
     repositories: HashMap<String, PathBuf>,
     /// Threads on which a model store's network is used.
     threads: tokio::runtime::Handle,
-    /// Checks candidates in a process of their own.
-    checker: Option<Arc<ModelChecker>>,
+    /// Checks candidates in a process of their own, and quarantines models that ended this one.
+    checks: LoadChecks,
+}
+
+/// A version of a model as marks name it; version 0 is a candidate.
+fn marked(name: &str, version: u64, digest: &str) -> MarkedModel {
+    MarkedModel { name: name.to_string(), version, content: digest.to_string() }
 }
 
 impl ClusterLoader {
@@ -118,11 +125,15 @@ impl ClusterLoader {
     /// Compiles and loads a candidate, first where it can do no harm.
     fn check_candidate(&self, candidate: &CandidateRecord) -> Result<(), LoadError> {
         let (path, content) = self.read(&candidate.digest, candidate.bytes)?;
-        if let Some(checker) = &self.checker {
+        if let Some(checker) = &self.checks.checker {
             checker.check(&content, &candidate.config, &AtomicBool::new(false))?;
         }
+        let model = marked(&candidate.model, 0, &candidate.digest);
+        let running = AtomicBool::new(false);
+        let read = || Ok(content.clone());
+        let _mark = self.checks.admit(&model, &candidate.config, false, read, &running)?;
         drop(content);
-        let placed = load_file(&self.device_group, &path)?;
+        let placed = load_file(&self.device_group, &path, &running)?;
         match self.device_group.cannot_fit(&placed) {
             Some(why) => Err(LoadError::Unavailable(format!("its weights do not fit: {why}"))),
             None => Ok(()),
@@ -131,12 +142,21 @@ impl ClusterLoader {
 }
 
 impl ModelLoader for ClusterLoader {
-    fn load(&self, name: &str, _: Option<u64>) -> Result<LoadedModel, LoadError> {
+    fn load(
+        &self,
+        name: &str,
+        _: Option<u64>,
+        cancelled: &AtomicBool,
+    ) -> Result<LoadedModel, LoadError> {
         let unknown = || LoadError::NotFound(format!("the cluster has no model '{name}'"));
         let record = self.catalog.find(name).ok_or_else(unknown)?;
         let (path, content) = self.read(&record.digest, record.bytes)?;
+        let model = marked(name, record.version, &record.digest);
+        // It was checked when it was a candidate, or its repository is trusted.
+        let read = || Ok(content.clone());
+        let _mark = self.checks.admit(&model, &record.config, false, read, cancelled)?;
         drop(content);
-        let placed = load_file(&self.device_group, &path)?;
+        let placed = load_file(&self.device_group, &path, cancelled)?;
         Ok(LoadedModel { placed, config: record.config, version: record.version })
     }
 
@@ -147,6 +167,12 @@ impl ModelLoader for ClusterLoader {
 
     fn register(&self, _: RegisterRequest) -> Result<u64, LoadError> {
         Err(LoadError::Unavailable("register models at a frontend of the cluster".to_string()))
+    }
+
+    fn begin_measuring(&self, name: &str, version: u64) -> Option<Box<dyn Send>> {
+        let record = self.catalog.find(name).filter(|record| record.version == version)?;
+        let model = marked(name, version, &record.digest);
+        Some(Box::new(self.checks.begin(&model, LoadStage::Measure)?))
     }
 }
 
@@ -184,6 +210,10 @@ impl Host for NodeHost {
                 Err(_) => Err(ApiError::invalid("the model makes the compiler fail")),
             }
         })
+    }
+
+    fn begin_measuring(&self, model: &str, version: u64) -> Option<Box<dyn Send>> {
+        self.loader.begin_measuring(model, version)
     }
 
     fn service(&self) -> Arc<dyn InferenceService> {
@@ -259,12 +289,16 @@ pub struct BackendParts<'a> {
     pub memory_mib: Option<u64>,
     /// Checks registered models in a process of their own; `None` where they are trusted.
     pub checker: Option<Arc<ModelChecker>>,
+    /// Folder in which it notes what it is busy with, so that a model that ends the process is
+    /// quarantined at the next start; `None` where nothing outlives the process.
+    pub data_dir: Option<PathBuf>,
 }
 
 /// A backend that has joined its cluster.
 pub struct RunningBackend {
     /// Its server.
     pub server: RunningServer,
+    loader: Arc<ClusterLoader>,
     stop: watch::Sender<bool>,
     work: tokio::task::JoinHandle<Result<(), StoreError>>,
 }
@@ -283,7 +317,11 @@ impl RunningBackend {
             files: parts.files,
             repositories: models.iter().map(|m| (m.digest.clone(), m.path.clone())).collect(),
             threads: tokio::runtime::Handle::current(),
-            checker: parts.checker,
+            checks: LoadChecks::new(
+                parts.data_dir.as_deref().map(LoadMarkers::in_data_dir),
+                parts.checker,
+                false,
+            ),
         });
         let device_group = parts.device_group;
         let info = device_group.nodes()[0].device().info().clone();
@@ -331,18 +369,20 @@ impl RunningBackend {
             name: parts.name,
             lease: parts.lease,
             record,
-            host: Arc::new(NodeHost { node, loader }),
+            host: Arc::new(NodeHost { node, loader: loader.clone() }),
             catalog,
             clock: clock(),
         };
         let (stop, stopped) = watch::channel(false);
         let work = tokio::spawn(run_agent(agent, stopped));
-        Ok(RunningBackend { server, stop, work })
+        Ok(RunningBackend { server, loader, stop, work })
     }
 
     /// Leaves the cluster, then finishes the requests in flight; whether all of them were.
     pub async fn shutdown(self, limit: Duration) -> bool {
         let _ = self.stop.send(true);
+        // What is cut off now is no model's fault.
+        self.loader.checks.stop();
         let _ = tokio::time::timeout(Duration::from_secs(2), self.work).await;
         self.server.shutdown(limit).await
     }

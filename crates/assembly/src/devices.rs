@@ -86,7 +86,7 @@ pub(crate) fn open_gpu_parts(
         ..CudaOptions::default()
     };
     set(&mut options);
-    let compiler = Arc::new(GpuCompiler::new(Some(Arc::new(CpuEvaluator))));
+    let compiler = Arc::new(GpuCompiler::new(Some(Arc::new(CpuEvaluator::default()))));
     let refused = |err| Failure::usage(format!("cuda:{ordinal}: {err}"));
     match parts {
         1 => Ok(vec![CudaDevice::open(ordinal, options, compiler).map_err(refused)?]),

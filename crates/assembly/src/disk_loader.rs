@@ -14,9 +14,9 @@ use model::repository::{Repository, RepositoryError};
 use model::store::{LoadStage, Manifest, MarkedModel, Store, StoreError};
 use model::{HostMemory, LaunchPlan, MemoryError, ModelConfig, Reservation};
 use runtime::{DeviceGroup, PlacedProgram};
-use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
+use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry, check_cancelled};
 
-use crate::compile::{compile_bytes, compile_file};
+use crate::compile::{compile_bytes, compile_bytes_until, compile_file_until};
 use crate::load_checks::LoadChecks;
 use crate::model_check::ModelChecker;
 
@@ -81,7 +81,10 @@ impl DiskLoader {
         checker: Option<Arc<ModelChecker>>,
         check_repositories: bool,
     ) -> DiskLoader {
-        let checks = LoadChecks::new(registry.as_ref().ok(), checker, check_repositories);
+        let checks = {
+            let markers = registry.as_ref().ok().map(Store::load_markers);
+            LoadChecks::new(markers, checker, check_repositories)
+        };
         DiskLoader { device_group, repositories, registry, prepared: Mutex::default(), checks }
     }
 
@@ -111,6 +114,7 @@ impl DiskLoader {
         &self,
         name: &str,
         version: Option<u64>,
+        cancelled: &AtomicBool,
     ) -> Result<Option<LoadedModel>, LoadError> {
         for repository in &self.repositories {
             let entry = match repository.find(name, version) {
@@ -121,9 +125,9 @@ impl DiskLoader {
             let config = entry.config().map_err(|err| LoadError::Invalid(err.to_string()))?;
             let model = repository_model(&entry);
             let read = || std::fs::read(&entry.path).map_err(|err| internal(&err));
-            let _mark = self.checks.admit(&model, &config, self.checks.repositories, read)?;
-            let plan = compile_file(&entry.path).map_err(compile_error)?;
-            let placed = make_program(&self.device_group, plan)?;
+            let check = self.checks.repositories;
+            let _mark = self.checks.admit(&model, &config, check, read, cancelled)?;
+            let placed = load_file(&self.device_group, &entry.path, cancelled)?;
             return Ok(Some(LoadedModel { placed, config, version: entry.version }));
         }
         Ok(None)
@@ -133,6 +137,7 @@ impl DiskLoader {
         &self,
         name: &str,
         version: Option<u64>,
+        cancelled: &AtomicBool,
     ) -> Result<Option<LoadedModel>, LoadError> {
         let Ok(store) = &self.registry else { return Ok(None) };
         let Some(manifest) = store.find(name, version).map_err(store_error)? else {
@@ -145,8 +150,9 @@ impl DiskLoader {
             let (config, version) = (manifest.config, manifest.version);
             return Ok(Some(LoadedModel { placed, config, version }));
         }
-        let refused = match self.load_manifest(store, &manifest) {
+        let refused = match self.load_manifest(store, &manifest, cancelled) {
             Ok(loaded) => return Ok(Some(loaded)),
+            Err(LoadError::Cancelled) => return Err(LoadError::Cancelled),
             Err(error) => error,
         };
         // A version that cannot be trusted does not take the older ones along.
@@ -157,7 +163,7 @@ impl DiskLoader {
             let Some(manifest) = store.find(name, Some(older)).map_err(store_error)? else {
                 continue;
             };
-            if let Ok(loaded) = self.load_manifest(store, &manifest) {
+            if let Ok(loaded) = self.load_manifest(store, &manifest, cancelled) {
                 tracing::warn!(model = name, version = older, %refused, "older version is loaded");
                 return Ok(Some(loaded));
             }
@@ -165,12 +171,18 @@ impl DiskLoader {
         Err(refused)
     }
 
-    fn load_manifest(&self, store: &Store, manifest: &Manifest) -> Result<LoadedModel, LoadError> {
+    fn load_manifest(
+        &self,
+        store: &Store,
+        manifest: &Manifest,
+        cancelled: &AtomicBool,
+    ) -> Result<LoadedModel, LoadError> {
         let model = registered_model(manifest);
         let read = || store.read(manifest).map_err(store_error);
         // It was checked when it was registered.
-        let _mark = self.checks.admit(&model, &manifest.config, false, read)?;
-        let plan = compile_bytes(&read()?).map_err(compile_error)?;
+        let _mark = self.checks.admit(&model, &manifest.config, false, read, cancelled)?;
+        let plan = compile_bytes_until(&read()?, cancelled).map_err(compile_error)?;
+        check_cancelled(cancelled)?;
         let placed = make_program(&self.device_group, plan)?;
         Ok(LoadedModel { placed, config: manifest.config.clone(), version: manifest.version })
     }
@@ -248,12 +260,20 @@ fn make_program(device_group: &DeviceGroup, plan: LaunchPlan) -> Result<PlacedPr
     })
 }
 
-/// Loads the model in a file to a device of `device_group`.
+/// Loads the model in a file to a device of `device_group`. Ends early once `cancelled` is set.
 ///
 /// # Errors
-/// When it cannot be compiled or loaded.
-pub fn load_file(device_group: &DeviceGroup, path: &Path) -> Result<PlacedProgram, LoadError> {
-    make_program(device_group, compile_file(path).map_err(compile_error)?)
+/// When it cannot be compiled or loaded, or is cancelled.
+pub fn load_file(
+    device_group: &DeviceGroup,
+    path: &Path,
+    cancelled: &AtomicBool,
+) -> Result<PlacedProgram, LoadError> {
+    check_cancelled(cancelled)?;
+    let plan = compile_file_until(path, cancelled).map_err(compile_error)?;
+    // A plan whose constants were not all folded is of no use.
+    check_cancelled(cancelled)?;
+    make_program(device_group, plan)
 }
 
 fn compile_error(err: CompileError) -> LoadError {
@@ -280,11 +300,16 @@ fn store_error(err: StoreError) -> LoadError {
 }
 
 impl ModelLoader for DiskLoader {
-    fn load(&self, name: &str, version: Option<u64>) -> Result<LoadedModel, LoadError> {
-        if let Some(loaded) = self.load_from_repository(name, version)? {
+    fn load(
+        &self,
+        name: &str,
+        version: Option<u64>,
+        cancelled: &AtomicBool,
+    ) -> Result<LoadedModel, LoadError> {
+        if let Some(loaded) = self.load_from_repository(name, version, cancelled)? {
             return Ok(loaded);
         }
-        if let Some(loaded) = self.load_from_registry(name, version)? {
+        if let Some(loaded) = self.load_from_registry(name, version, cancelled)? {
             return Ok(loaded);
         }
         let what = version.map(|version| format!(" version {version}")).unwrap_or_default();
@@ -379,6 +404,9 @@ fn not_found(name: &str, version: Option<u64>) -> LoadError {
 mod tests {
     use super::*;
 
+    /// A load that nobody cancels.
+    static GO: AtomicBool = AtomicBool::new(false);
+
     #[test]
     fn loads_take_the_newest_prepared_program() {
         let mut prepared = PreparedPrograms::default();
@@ -435,14 +463,45 @@ mod tests {
         std::mem::forget(mark);
         drop(first);
         let second = loader(folder.path());
-        assert_eq!(second.load("m", None).unwrap().version, 1);
-        let refused = second.load("m", Some(2)).map(|loaded| loaded.version).unwrap_err();
+        assert_eq!(second.load("m", None, &GO).unwrap().version, 1);
+        let refused = second.load("m", Some(2), &GO).map(|loaded| loaded.version).unwrap_err();
         assert!(refused.to_string().contains("atoll registry release m:2"), "{refused}");
         second.registry().unwrap().load_markers().release("m", 2).unwrap();
-        assert_eq!(second.load("m", None).unwrap().version, 2);
+        assert_eq!(second.load("m", None, &GO).unwrap().version, 2);
         assert_eq!(second.roll_back("m", None).unwrap(), (2, 1));
-        assert_eq!(second.load("m", None).unwrap().version, 1);
+        assert_eq!(second.load("m", None, &GO).unwrap().version, 1);
         assert_eq!(second.delete("m", None).unwrap(), 2);
-        assert!(matches!(second.load("m", None), Err(LoadError::NotFound(_))));
+        assert!(matches!(second.load("m", None, &GO), Err(LoadError::NotFound(_))));
+    }
+
+    #[test]
+    fn a_cancelled_load_ends_before_it_takes_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let loader = loader(folder.path());
+        assert_eq!(loader.register(digits()).unwrap(), 1);
+        drop(loader.load("m", None, &GO).unwrap());
+        let cancelled = AtomicBool::new(true);
+        let result = loader.load("m", None, &cancelled).map(|loaded| loaded.version);
+        assert_eq!(result, Err(LoadError::Cancelled));
+        let path = folder.path().join("m.onnx");
+        std::fs::write(&path, crate::demo_model::DIGITS_ONNX).unwrap();
+        let result = load_file(&loader.device_group, &path, &cancelled).map(|_| ());
+        assert_eq!(result, Err(LoadError::Cancelled));
+        assert!(load_file(&loader.device_group, &path, &GO).is_ok());
+    }
+
+    #[test]
+    fn weights_that_can_never_fit_are_refused_before_they_are_loaded() {
+        let folder = tempfile::tempdir().unwrap();
+        let options = cpu::CpuOptions { threads: 1, queues: 1, ..cpu::CpuOptions::default() };
+        let memory = Some(base::Bytes(100));
+        let options_of_node = runtime::NodeOptions { memory, ..Default::default() };
+        let device = Arc::new(cpu::CpuDevice::new(options));
+        let group = crate::device_group::device_group_on(device, options_of_node).unwrap();
+        let loader = DiskLoader::new(group, Vec::new(), Ok(Store::open(folder.path()).unwrap()));
+        let refused = loader.register(digits()).unwrap_err();
+        assert!(matches!(refused, LoadError::Unavailable(_)), "{refused}");
+        assert!(refused.to_string().contains("100 B"), "{refused}");
+        assert!(loader.index().unwrap().is_empty());
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use graph::ExternalData;
 use model::ModelConfig;
-use model::store::{LoadMarker, LoadMarkers, LoadStage, MarkedModel, Store, Suspect};
+use model::store::{LoadMarker, LoadMarkers, LoadStage, MarkedModel, Suspect};
 use server::LoadError;
 
 use crate::model_check::ModelChecker;
@@ -27,14 +27,13 @@ pub(crate) struct LoadChecks {
 }
 
 impl LoadChecks {
-    /// With the marks of `registry`, where there is one. Names the models that the last process was
+    /// With `markers`, where there is a folder for them. Names the models that the last process was
     /// busy with when it ended.
     pub(crate) fn new(
-        registry: Option<&Store>,
+        markers: Option<LoadMarkers>,
         checker: Option<Arc<ModelChecker>>,
         repositories: bool,
     ) -> LoadChecks {
-        let markers = registry.map(Store::load_markers);
         for (model, suspect) in markers.iter().flat_map(|m| m.count_deaths().unwrap_or_default()) {
             tracing::warn!(
                 model = model.name,
@@ -87,6 +86,7 @@ impl LoadChecks {
         config: &ModelConfig,
         check: bool,
         read: impl Fn() -> Result<Vec<u8>, LoadError>,
+        cancelled: &AtomicBool,
     ) -> Result<Option<LoadMarker>, LoadError> {
         if let Some(reason) = self.quarantined(model) {
             return Err(refusal(model, &reason));
@@ -99,7 +99,7 @@ impl LoadChecks {
             }
             (None, _) if !check => Ok(()),
             (_, None) => Ok(()),
-            (_, Some(checker)) => checker.check(&read()?, config, &AtomicBool::new(false)),
+            (_, Some(checker)) => checker.check(&read()?, config, cancelled),
         };
         match result {
             // The process without rights cannot read them. Only repositories have such models.
@@ -135,15 +135,20 @@ fn ended(suspect: &Suspect) -> String {
 
 fn refusal(model: &MarkedModel, reason: &str) -> LoadError {
     LoadError::Invalid(format!(
-        "it is quarantined: {reason}; 'atoll registry release {}:{}' with the server's --data-dir \
-         ends that",
+        "it is quarantined: {reason}; 'atoll registry release {}:{}' with the --data-dir of the \
+         server or backend ends that",
         model.name, model.version
     ))
 }
 
 #[cfg(test)]
 mod tests {
+    use model::store::Store;
+
     use super::*;
+
+    /// A load that nobody cancels.
+    static GO: AtomicBool = AtomicBool::new(false);
 
     fn model() -> MarkedModel {
         MarkedModel { name: "m".to_string(), version: 1, content: "c".to_string() }
@@ -158,33 +163,33 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path()).unwrap();
         let config = ModelConfig::default();
-        let checks = LoadChecks::new(Some(&store), None, false);
-        let mark = checks.admit(&model(), &config, false, no_file).unwrap();
+        let checks = LoadChecks::new(Some(store.load_markers()), None, false);
+        let mark = checks.admit(&model(), &config, false, no_file, &GO).unwrap();
         assert!(mark.is_some());
         // The process ends here.
         std::mem::forget(mark);
-        let checks = LoadChecks::new(Some(&store), None, false);
+        let checks = LoadChecks::new(Some(store.load_markers()), None, false);
         for _ in 0..2 {
-            let refused = checks.admit(&model(), &config, false, no_file).unwrap_err();
+            let refused = checks.admit(&model(), &config, false, no_file, &GO).unwrap_err();
             assert!(refused.to_string().contains("atoll registry release m:1"), "{refused}");
         }
         let other = MarkedModel { content: "another file".to_string(), ..model() };
-        assert!(checks.admit(&other, &config, false, no_file).is_ok());
-        let checks = LoadChecks::new(Some(&store), None, false);
+        assert!(checks.admit(&other, &config, false, no_file, &GO).is_ok());
+        let checks = LoadChecks::new(Some(store.load_markers()), None, false);
         assert!(checks.quarantined(&model()).is_some());
         assert!(store.load_markers().release("m", 1).unwrap());
-        assert!(checks.admit(&model(), &config, false, no_file).is_ok());
+        assert!(checks.admit(&model(), &config, false, no_file, &GO).is_ok());
     }
 
     #[test]
     fn an_ordered_stop_blames_no_model() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::open(folder.path()).unwrap();
-        let checks = LoadChecks::new(Some(&store), None, false);
-        let mark = checks.admit(&model(), &ModelConfig::default(), false, no_file).unwrap();
+        let checks = LoadChecks::new(Some(store.load_markers()), None, false);
+        let mark = checks.admit(&model(), &ModelConfig::default(), false, no_file, &GO).unwrap();
         checks.stop();
         std::mem::forget(mark);
-        let checks = LoadChecks::new(Some(&store), None, false);
-        assert!(checks.admit(&model(), &ModelConfig::default(), false, no_file).is_ok());
+        let checks = LoadChecks::new(Some(store.load_markers()), None, false);
+        assert!(checks.admit(&model(), &ModelConfig::default(), false, no_file, &GO).is_ok());
     }
 }

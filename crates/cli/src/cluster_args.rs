@@ -335,6 +335,12 @@ pub(crate) struct BackendArgs {
     #[command(flatten)]
     pub(crate) model_check: crate::registry_args::ModelCheckArgs,
 
+    /// Folder in which the backend notes what it loads, in backends/NAME: a model that ends the
+    /// process is quarantined at the next start, if it has the same --name [default: atoll in the
+    /// user's data folder]
+    #[arg(long, env = "ATOLL_DATA_DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
+
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
 

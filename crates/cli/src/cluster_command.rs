@@ -232,6 +232,13 @@ fn check_finished(done: bool) -> Result<(), Failure> {
     }
 }
 
+/// Where the backend of this name keeps its notes; backends of one machine share `folder`.
+fn backend_folder(folder: &Path, name: &str) -> PathBuf {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
+    let name = name.replace(|c: char| !plain(c), "_");
+    folder.join("backends").join(name)
+}
+
 async fn backend(args: &BackendArgs) -> Result<(), Failure> {
     let stop = ShutdownSignal::new()?;
     if args.model_repository.is_empty() && args.models.model_store.is_none() {
@@ -244,10 +251,15 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         max_rt_slowdown_percent: args.max_rt_slowdown,
         ..NodeOptions::default()
     };
+    let name = name_of(&args.store, "backend")?;
+    // A name with the number of the process is another one after a restart.
+    let data_dir = args.data_dir.clone().or_else(user_data_folder);
+    let data_dir = data_dir.filter(|_| args.store.name.is_some());
     let running = RunningBackend::start(BackendParts {
         store: open_store(&args.store)?,
         keys: Keys::new(&args.store.cluster),
-        name: name_of(&args.store, "backend")?,
+        data_dir: data_dir.map(|folder| backend_folder(&folder, &name)),
+        name,
         lease: Duration::from_millis(args.store.lease_ms),
         repositories: &args.model_repository,
         files: open_files(&args.models)?,
@@ -322,6 +334,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         kind: None,
         memory_mib: None,
         checker: args.model_check.checker(&args.device.device),
+        data_dir: args.data_dir.as_deref().map(|folder| backend_folder(folder, "backend")),
     })
     .await?;
     store_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;

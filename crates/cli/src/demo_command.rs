@@ -136,7 +136,7 @@ struct BuiltInLoader {
 }
 
 impl ModelLoader for BuiltInLoader {
-    fn load(&self, name: &str, _: Option<u64>) -> Result<LoadedModel, LoadError> {
+    fn load(&self, name: &str, _: Option<u64>, _: &AtomicBool) -> Result<LoadedModel, LoadError> {
         if name != MODEL {
             return Err(LoadError::NotFound(format!("the demo has one model, '{MODEL}'")));
         }

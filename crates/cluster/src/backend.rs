@@ -57,6 +57,12 @@ pub trait Host: Send + Sync + 'static {
     /// Compiles and loads a candidate, without serving it.
     fn check<'a>(&'a self, candidate: &'a CandidateRecord) -> HostFuture<'a, ()>;
 
+    /// Notes that a version is being measured, until the result is dropped. If the process ends
+    /// meanwhile, the next one knows.
+    fn begin_measuring(&self, _model: &str, _version: u64) -> Option<Box<dyn Send>> {
+        None
+    }
+
     /// The service that runs requests on this node.
     fn service(&self) -> Arc<dyn InferenceService>;
 }
@@ -272,6 +278,8 @@ impl BackendAgent {
             Ok(None) => {
                 let limit_ms = record.config.timeout_ms.map_or(f64::INFINITY, |ms| ms as f64);
                 let service = self.host.service();
+                // Until it is measured: if the process ends, the next one knows which model it was.
+                let _mark = self.host.begin_measuring(&assigned.model, record.version);
                 let curve =
                     profiling::measure(&*service, &*self.clock, &assigned.model, limit_ms).await;
                 let curve = match curve {

@@ -61,7 +61,10 @@ impl ClientTls {
     }
 
     /// Speaks TLS over a connection to `address`, `HOST:PORT`.
-    pub(crate) async fn connect(
+    ///
+    /// # Errors
+    /// When the files cannot be used, or the other side is not who it should be.
+    pub async fn connect(
         &self,
         stream: TcpStream,
         address: &str,

@@ -1,9 +1,11 @@
 //! Settings of a model. Every setting has a default, so a model needs no configuration file.
 
 mod batching;
+mod limits;
 pub mod pbtxt;
 
 pub use batching::{Batching, BatchingPolicy, CopyTime};
+pub use limits::{Rate, RequestLimits};
 use serde::{Deserialize, Serialize};
 
 /// How a request is scheduled relative to others on the same device.
@@ -131,6 +133,8 @@ pub struct ModelConfig {
     pub labels: Vec<String>,
     /// How `/classify` converts an image to the model's input.
     pub preprocessing: Option<Preprocessing>,
+    /// Limits on its requests.
+    pub limits: RequestLimits,
 }
 
 impl Default for ModelConfig {
@@ -146,6 +150,7 @@ impl Default for ModelConfig {
             batching: Batching::default(),
             labels: Vec::new(),
             preprocessing: None,
+            limits: RequestLimits::default(),
         }
     }
 }

@@ -22,11 +22,12 @@ mod grant;
 mod jwt;
 pub(crate) mod routes;
 mod token_file;
-mod usage;
+pub(crate) mod usage;
 pub(crate) mod watched_file;
 
-pub use grant::{GrantRecord, Rate, Scope, Scopes};
+pub use grant::{GrantRecord, Scope, Scopes};
 pub use jwt::JwtOptions;
+pub use model::config::Rate;
 pub use token_file::{NewToken, TokenError, TokenFile, TokenRecord};
 
 use audit::AuditLog;
@@ -141,7 +142,7 @@ impl Refusal {
         Refusal { retry_after: Some(seconds), ..self }
     }
 
-    fn into_error(self) -> ApiError {
+    pub(crate) fn into_error(self) -> ApiError {
         ApiError {
             retry_after: self.retry_after,
             ..ApiError::new(self.reason.kind(), self.message)
@@ -277,8 +278,8 @@ impl Access {
             return Err(Refusal::new(Reason::ReadOnly, "the server is read-only"));
         }
         if let Some(usage) = usage {
-            usage.take(grant)?;
-            caller._slot = Some(Slot::take(usage, grant)?);
+            usage.take(grant.rate, "the token")?;
+            caller._slot = Some(Slot::take(usage, grant.concurrency, "the token")?);
         }
         Ok(())
     }

@@ -215,6 +215,36 @@ fn no_shared_memory<T>() -> RpcResult<T> {
     Err(ApiError::unsupported("shared memory is not supported").into())
 }
 
+/// What an unload with the parameter `atoll_delete` deletes from the registry: one version, with
+/// `atoll_version`, or all. `None` for an unload as Triton has it.
+fn deleted_version(
+    request: &proto::RepositoryModelUnloadRequest,
+) -> Result<Option<Option<u64>>, ApiError> {
+    use proto::model_repository_parameter::ParameterChoice;
+    let (mut delete, mut version) = (false, None);
+    for (name, value) in &request.parameters {
+        match (name.as_str(), &value.parameter_choice) {
+            ("atoll_delete", Some(ParameterChoice::BoolParam(value))) => delete = *value,
+            ("atoll_version", Some(ParameterChoice::Int64Param(value))) if *value > 0 => {
+                version = u64::try_from(*value).ok();
+            }
+            (name, _) if name.starts_with("atoll_") => {
+                return Err(ApiError::invalid(format!(
+                    "wrong parameter '{}'; known are atoll_delete, a bool, and with it \
+                     atoll_version, an integer from 1",
+                    name.escape_debug()
+                )));
+            }
+            _ => {}
+        }
+    }
+    match (delete, version) {
+        (false, Some(_)) => Err(ApiError::invalid("atoll_version is only for atoll_delete")),
+        (false, None) => Ok(None),
+        (true, version) => Ok(Some(version)),
+    }
+}
+
 #[tonic::async_trait]
 impl GrpcInferenceService for Handler {
     type ModelStreamInferStream =
@@ -340,9 +370,17 @@ impl GrpcInferenceService for Handler {
         request: Request<proto::RepositoryModelUnloadRequest>,
     ) -> RpcResult<proto::RepositoryModelUnloadResponse> {
         let caller = caller_of(request.extensions())?;
-        let model = request.into_inner().model_name;
-        caller.check_model(&model)?;
-        self.app.service.unload(&model).await?;
+        let request = request.into_inner();
+        let model = &request.model_name;
+        caller.check_model(model)?;
+        if let Some(version) = deleted_version(&request)? {
+            let _guard = self.app.requests.admit()?;
+            self.app.service.delete_model(ModelRef { name: model, version }).await?;
+            return Ok(Response::new(proto::RepositoryModelUnloadResponse {}));
+        }
+        // Only deleting is for those who register.
+        caller.check_scope(routes::ADMIN)?;
+        self.app.service.unload(model).await?;
         Ok(Response::new(proto::RepositoryModelUnloadResponse {}))
     }
 

@@ -23,6 +23,7 @@ pub mod classification;
 pub mod counters;
 mod exposition;
 pub mod image;
+mod limits;
 pub mod loader;
 pub mod model_table;
 pub mod prefix_batching;
@@ -33,6 +34,7 @@ use counters::PendingRequest;
 use loader::{LoadError, ModelLoader};
 use model_table::ModelTable;
 use prefix_batching::PrefixBatching;
+use registration::SetOnDrop;
 use served_model::ServedModel;
 
 /// Time limit for profiling one model.
@@ -103,7 +105,7 @@ impl LocalNode {
 
     /// Loads the newest version of `model` and returns its number.
     pub async fn load_model(&self, model: &str) -> ApiResult<u64> {
-        run_detached(self.inner.clone().load(model.to_string())).await
+        run_detached(self.inner.clone().load(model.to_string(), Arc::default())).await
     }
 
     /// Unloads `model`; returns when its last request is done.
@@ -249,6 +251,7 @@ impl Inner {
         batch: usize,
         options: &InferOptions,
     ) -> ApiResult<Vec<Tensor>> {
+        let _slot = limits::admit(served, options)?;
         let default = served.config.timeout_ms.map(Nanos::from_millis);
         let timeout = options.timeout.or(default);
         let pending = PendingRequest::begin(served.counters.clone(), batch, timeout);
@@ -346,14 +349,21 @@ impl Inner {
         })
     }
 
-    async fn load(self: Arc<Inner>, name: String) -> ApiResult<u64> {
+    /// Loads the newest version of a model. Ends early, without a change, once `cancelled` is set.
+    async fn load(self: Arc<Inner>, name: String, cancelled: Arc<AtomicBool>) -> ApiResult<u64> {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
             return Err(ApiError::not_found("there is no model of this name"));
         }
         let lock = self.models.lock(&name).await;
-        self.models.begin_load(&name);
+        self.models.begin_load(&name, cancelled.clone());
         let (loader, wanted) = (self.loader.clone(), name.clone());
-        let loaded = blocking(move || loader.load(&wanted, None)).await;
+        let loaded = blocking(move || {
+            let loaded = loader.load(&wanted, None, &cancelled)?;
+            // From here on nothing takes long.
+            loader::check_cancelled(&cancelled)?;
+            Ok(loaded)
+        })
+        .await;
         match loaded {
             Ok(loaded) => {
                 let version = loaded.version;
@@ -430,6 +440,7 @@ impl Inner {
     }
 
     async fn unload(self: Arc<Inner>, name: String) -> ApiResult<()> {
+        self.models.cancel_load(&name);
         let _lock = self.models.lock(&name).await;
         if let Some(released) = self.models.begin_unload(&name)? {
             // Resolves with an error once the sender is dropped.
@@ -475,7 +486,8 @@ async fn blocking_api<T: Send + 'static>(
     }
 }
 
-/// Runs `work` to its end even if the client disconnects: a model is never half loaded.
+/// Runs `work` to its end even if the client disconnects: a model is never half loaded. What takes
+/// long ends early by a flag of its own.
 async fn run_detached<T: Send + 'static>(
     work: impl Future<Output = ApiResult<T>> + Send + 'static,
 ) -> ApiResult<T> {
@@ -548,7 +560,9 @@ impl InferenceService for LocalNode {
     fn load<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, ()> {
         Box::pin(async move {
             self.check_control()?;
-            self.load_model(model).await.map(|_| ())
+            let cancelled = Arc::new(AtomicBool::new(false));
+            let _guard = SetOnDrop(cancelled.clone());
+            run_detached(self.inner.clone().load(model.to_string(), cancelled)).await.map(|_| ())
         })
     }
 

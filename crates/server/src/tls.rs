@@ -4,6 +4,8 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -191,6 +193,31 @@ fn read_roots(path: &Path) -> Result<RootCertStore, String> {
 /// SHA-256 of a certificate in hexadecimal.
 pub(crate) fn fingerprint(certificate: &CertificateDer<'_>) -> String {
     Sha256::digest(certificate).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Writes a certificate for these names, signed by itself, and its key to `folder`: the paths of
+/// `self.crt` and `self.key`, in PEM.
+///
+/// # Errors
+/// When a name is wrong or a file cannot be written.
+pub fn write_self_signed(folder: &Path, names: Vec<String>) -> Result<(PathBuf, PathBuf), String> {
+    let made = rcgen::generate_simple_self_signed(names).map_err(|error| error.to_string())?;
+    let write = |name: &str, kind: &str, der: &[u8]| {
+        let path = folder.join(name);
+        let lines: Vec<String> = STANDARD
+            .encode(der)
+            .as_bytes()
+            .chunks(64)
+            .map(|line| String::from_utf8_lossy(line).into_owned())
+            .collect();
+        let text = format!("-----BEGIN {kind}-----\n{}\n-----END {kind}-----\n", lines.join("\n"));
+        let failed = |error: std::io::Error| format!("{}: {error}", path.display());
+        std::fs::write(&path, text).map_err(failed)?;
+        Ok::<_, String>(path)
+    };
+    let certificate = write("self.crt", "CERTIFICATE", made.cert.der())?;
+    let key = write("self.key", "PRIVATE KEY", &made.signing_key.serialize_der())?;
+    Ok((certificate, key))
 }
 
 /// Names for a self-signed certificate of a server on this address.

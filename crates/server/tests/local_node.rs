@@ -10,7 +10,7 @@ use api::*;
 use base::{MonotonicClock, Nanos};
 use bytes::Bytes;
 use model::Tensor;
-use model::config::{Batching, BatchingPolicy, Class, ModelConfig};
+use model::config::{Batching, BatchingPolicy, Class, ModelConfig, RequestLimits};
 use runtime::batching::StaggeredBatch;
 use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeOptions};
 use server::LocalNode;
@@ -543,4 +543,88 @@ async fn models_are_profiled_in_the_background() {
     loader.add("brief", 1, promised(600_000));
     node.load("brief").await.unwrap();
     node.unload("brief").await.unwrap();
+}
+
+/// Starts a load that does not end by itself.
+async fn start_loading(node: &LocalNode, loader: &FakeLoader) -> tokio::task::JoinHandle<()> {
+    loader.add("slow_to_load", 1, ModelConfig::default());
+    let loading = {
+        let node = node.clone();
+        tokio::spawn(async move {
+            let cancelled = node.load("slow_to_load").await.unwrap_err();
+            assert_eq!(cancelled.kind, ErrorKind::Cancelled, "{cancelled}");
+        })
+    };
+    let since = Instant::now();
+    while state(node, "slow_to_load").await.0 != Some(ModelState::Loading) {
+        assert!(since.elapsed() < TIME_LIMIT, "nothing is loaded");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    loading
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_load_ends_with_its_client() {
+    let Fixture { node, loader, .. } = start(INSTANT, &[]).await;
+    start_loading(&node, &loader).await.abort();
+    let since = Instant::now();
+    while state(&node, "slow_to_load").await.0 == Some(ModelState::Loading) {
+        assert!(since.elapsed() < TIME_LIMIT, "it is still loaded");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(loader.programs_alive.load(Ordering::SeqCst), 0);
+    // Another client loads it.
+    loader.open.store(true, Ordering::SeqCst);
+    node.load("slow_to_load").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_is_not_served_that_was_deleted_or_unloaded_while_it_was_loaded() {
+    let Fixture { node, loader, .. } = start(INSTANT, &[]).await;
+    let loading = start_loading(&node, &loader).await;
+    node.unload("slow_to_load").await.unwrap();
+    loading.await.unwrap();
+    assert!(!node.model_ready(model("slow_to_load")).await.unwrap());
+    let loading = start_loading(&node, &loader).await;
+    assert_eq!(node.delete_model(model("slow_to_load")).await.unwrap(), 1);
+    loading.await.unwrap();
+    let gone = node.model_ready(model("slow_to_load")).await.unwrap_err();
+    assert_eq!(gone.kind, ErrorKind::NotFound);
+    assert_eq!(loader.programs_alive.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn settings_limit_the_requests_of_a_model() {
+    let Fixture { node, loader, device } = start_on(FakeDevice::closed(), &[]).await;
+    let limits = RequestLimits {
+        rate: Some("3/h".parse().unwrap()),
+        concurrency: Some(1),
+        classes: vec![Class::BestEffort],
+        max_priority: Some(5),
+    };
+    loader.add("m", 1, ModelConfig { limits, ..ModelConfig::default() });
+    node.load("m").await.unwrap();
+    let running = {
+        let node = node.clone();
+        tokio::spawn(async move { infer(&node, "m", request(floats(&[1.0]))).await })
+    };
+    is_pending(&node, "m").await;
+    let refused = infer(&node, "m", request(floats(&[1.0]))).await.unwrap_err();
+    assert_eq!((refused.kind, refused.retry_after), (ErrorKind::TooManyRequests, Some(1)));
+    device.open();
+    running.await.unwrap().unwrap();
+    for (class, priority) in [(Some(Class::RealTime), None), (None, Some(4))] {
+        let mut request = request(floats(&[1.0]));
+        (request.options.class, request.options.priority) = (class, priority);
+        let refused = infer(&node, "m", request).await.unwrap_err();
+        assert_eq!(refused.kind, ErrorKind::Forbidden, "{refused}");
+    }
+    for _ in 0..2 {
+        infer(&node, "m", request(floats(&[1.0]))).await.unwrap();
+    }
+    let refused = infer(&node, "m", request(floats(&[1.0]))).await.unwrap_err();
+    assert_eq!(refused.kind, ErrorKind::TooManyRequests);
+    assert!(refused.message.contains("3/h") && refused.retry_after > Some(60), "{refused}");
+    let drops = "atoll_drops_total{model=\"m\",version=\"1\",reason=\"limit\"} 4\n";
+    assert!(metrics(&node).contains(drops), "{}", metrics(&node));
 }

@@ -2,9 +2,8 @@
 
 use std::fmt;
 use std::str::FromStr;
-use std::time::Duration;
 
-use model::config::Class;
+use model::config::{Class, Rate};
 use serde::{Deserialize, Serialize};
 
 /// One thing that a credential may allow.
@@ -75,58 +74,6 @@ impl fmt::Display for Scopes {
         let names = Scope::ALL.into_iter().filter(|scope| self.0 & (1 << *scope as u8) != 0);
         let names: Vec<&str> = names.map(Scope::as_str).collect();
         f.write_str(&names.join(" or "))
-    }
-}
-
-/// A number of requests in a time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct Rate {
-    /// Requests.
-    pub count: u32,
-    /// The time; so many requests may come at once.
-    pub period: Duration,
-}
-
-impl FromStr for Rate {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Rate, String> {
-        let wrong = || format!("'{text}' is not a rate such as 100/s, 50/m or 1000/h");
-        let (count, unit) = text.split_once('/').ok_or_else(wrong)?;
-        let seconds = match unit {
-            "s" => 1,
-            "m" => 60,
-            "h" => 3600,
-            _ => return Err(wrong()),
-        };
-        let count = count.parse().ok().filter(|count| *count > 0).ok_or_else(wrong)?;
-        Ok(Rate { count, period: Duration::from_secs(seconds) })
-    }
-}
-
-impl TryFrom<String> for Rate {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Rate, String> {
-        text.parse()
-    }
-}
-
-impl From<Rate> for String {
-    fn from(rate: Rate) -> String {
-        rate.to_string()
-    }
-}
-
-impl fmt::Display for Rate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let unit = match self.period.as_secs() {
-            1 => "s",
-            60 => "m",
-            _ => "h",
-        };
-        write!(f, "{}/{unit}", self.count)
     }
 }
 
@@ -250,15 +197,5 @@ mod tests {
         assert!(!Scopes::default().allows(infer));
         let either = Scopes::of(&[Scope::Infer, Scope::Register]);
         assert!(infer.allows(either) && either.to_string() == "infer or register");
-    }
-
-    #[test]
-    fn rates_are_read_and_written() {
-        for text in ["100/s", "1/m", "5/h"] {
-            assert_eq!(text.parse::<Rate>().unwrap().to_string(), text);
-        }
-        for wrong in ["100", "0/s", "-1/s", "1/d", "x/s"] {
-            assert!(wrong.parse::<Rate>().is_err(), "{wrong}");
-        }
     }
 }

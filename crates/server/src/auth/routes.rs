@@ -10,7 +10,7 @@ pub(crate) const REQUEST_ID: &str = "x-request-id";
 const OPEN: Scopes = Scopes::of(&[]);
 const INFER: Scopes = Scopes::of(&[Scope::Infer]);
 const REGISTER: Scopes = Scopes::of(&[Scope::Register]);
-const ADMIN: Scopes = Scopes::of(&[Scope::Admin]);
+pub(crate) const ADMIN: Scopes = Scopes::of(&[Scope::Admin]);
 /// Any valid credential.
 const ANY: Scopes = Scopes::of(&[Scope::Infer, Scope::Metrics, Scope::Register]);
 /// What concerns all models.
@@ -82,7 +82,8 @@ pub(crate) fn grpc(path: &str) -> Need {
         "ModelInfer" | "ModelStreamInfer" => Need::of(INFER),
         "RepositoryIndex" => Need::of(OVERVIEW),
         "RepositoryModelLoad" => Need::of(ADMIN).change("load"),
-        "RepositoryModelUnload" => Need::of(ADMIN).change("unload"),
+        // With the parameter atoll_delete it deletes a registered model; else its handler wants more.
+        "RepositoryModelUnload" => Need::of(REGISTER).change("unload"),
         "ServerMetadata"
         | "ModelReady"
         | "ModelMetadata"

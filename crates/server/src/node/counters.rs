@@ -66,6 +66,8 @@ pub struct Counters {
     pub draining: AtomicU64,
     /// Best-effort requests refused because the policy runs only real time.
     pub not_run: AtomicU64,
+    /// Requests beyond the limits in the model's settings.
+    pub limited: AtomicU64,
     /// Requests with invalid inputs.
     pub bad_input: AtomicU64,
     /// Requests that failed on the device.
@@ -94,6 +96,7 @@ impl Default for Counters {
             cancelled: AtomicU64::default(),
             draining: AtomicU64::default(),
             not_run: AtomicU64::default(),
+            limited: AtomicU64::default(),
             bad_input: AtomicU64::default(),
             backend: AtomicU64::default(),
             deadline_misses: AtomicU64::default(),

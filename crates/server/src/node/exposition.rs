@@ -274,8 +274,8 @@ fn write_failures(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
     out.family(name, MetricKind::Counter, "Failed requests by reason");
     for model in models {
         let c = &model.counters;
-        let rejected =
-            load(&c.queue_full) + load(&c.deadline) + load(&c.draining) + load(&c.not_run);
+        let rejected = [&c.queue_full, &c.deadline, &c.draining, &c.not_run, &c.limited];
+        let rejected = rejected.into_iter().map(load).sum::<u64>();
         out.sample(name, &with(model, "reason", "REJECTED"), rejected);
         out.sample(name, &with(model, "reason", "CANCELED"), load(&c.cancelled));
         out.sample(name, &with(model, "reason", "BACKEND"), load(&c.backend));
@@ -294,6 +294,7 @@ fn write_drops(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
             ("cancelled", &c.cancelled),
             ("draining", &c.draining),
             ("policy", &c.not_run),
+            ("limit", &c.limited),
         ] {
             out.sample(name, &with(model, "reason", reason), load(counter));
         }

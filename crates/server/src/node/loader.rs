@@ -1,6 +1,6 @@
 //! Source of a node's models.
 
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use api::{ApiError, ErrorKind, RegisterRequest};
 use model::config::ModelConfig;
@@ -41,6 +41,9 @@ pub enum LoadError {
     /// Not enough memory now.
     #[error("{0}")]
     Unavailable(String),
+    /// The load was cancelled.
+    #[error("the load was cancelled")]
+    Cancelled,
     /// The registry is full.
     #[error("{0}")]
     Full(String),
@@ -56,16 +59,34 @@ impl From<LoadError> for ApiError {
             LoadError::Invalid(message) => ApiError::invalid(message),
             LoadError::Unsupported(message) => ApiError::unsupported(message),
             LoadError::Unavailable(message) => ApiError::unavailable(message),
+            LoadError::Cancelled => ApiError::new(ErrorKind::Cancelled, error.to_string()),
             LoadError::Full(message) => ApiError::new(ErrorKind::TooLarge, message),
             LoadError::Internal(message) => ApiError::internal(message),
         }
     }
 }
 
+/// An error once `cancelled` is set.
+///
+/// # Errors
+/// [`LoadError::Cancelled`].
+pub fn check_cancelled(cancelled: &AtomicBool) -> Result<(), LoadError> {
+    match cancelled.load(Ordering::SeqCst) {
+        true => Err(LoadError::Cancelled),
+        false => Ok(()),
+    }
+}
+
 /// Repository and compiler of a node. Every call may block and runs on a thread of its own.
 pub trait ModelLoader: Send + Sync + 'static {
-    /// Compiles a version of `name`; the newest if none is given.
-    fn load(&self, name: &str, version: Option<u64>) -> Result<LoadedModel, LoadError>;
+    /// Compiles a version of `name`; the newest if none is given. Ends early once `cancelled` is
+    /// set.
+    fn load(
+        &self,
+        name: &str,
+        version: Option<u64>,
+        cancelled: &AtomicBool,
+    ) -> Result<LoadedModel, LoadError>;
 
     /// All models and versions.
     fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError>;

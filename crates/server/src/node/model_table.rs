@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use api::error::ApiResult;
@@ -17,6 +18,8 @@ struct ModelEntry {
     released: Option<oneshot::Receiver<()>>,
     state: ModelState,
     reason: String,
+    /// Ends the load in progress, if there is one.
+    cancel: Option<Arc<AtomicBool>>,
 }
 
 /// Number of locks: how many models can be loaded or unloaded concurrently.
@@ -88,18 +91,27 @@ impl ModelTable {
         all
     }
 
-    /// Marks `name` as loading. A version in service remains in service.
-    pub fn begin_load(&self, name: &str) {
+    /// Marks `name` as loading, until `cancelled` is set. A version in service remains in service.
+    pub fn begin_load(&self, name: &str, cancelled: Arc<AtomicBool>) {
         let mut entries = self.write();
         let entry = entries.entry(name.to_string()).or_insert_with(|| ModelEntry {
             served: None,
             released: None,
             state: ModelState::Loading,
             reason: String::new(),
+            cancel: None,
         });
+        entry.cancel = Some(cancelled);
         if entry.served.is_none() {
             entry.state = ModelState::Loading;
             entry.reason.clear();
+        }
+    }
+
+    /// Ends a load of `name` that is in progress, as soon as it notices.
+    pub fn cancel_load(&self, name: &str) {
+        if let Some(cancel) = self.read().get(name).and_then(|entry| entry.cancel.as_ref()) {
+            cancel.store(true, Ordering::SeqCst);
         }
     }
 
@@ -110,9 +122,9 @@ impl ModelTable {
             entries.remove(name);
             return;
         }
-        if let Some(entry) = entries.get_mut(name)
-            && entry.served.is_none()
-        {
+        let Some(entry) = entries.get_mut(name) else { return };
+        entry.cancel = None;
+        if entry.served.is_none() {
             entry.state = ModelState::Unavailable;
             entry.reason = reason;
         }
@@ -126,6 +138,7 @@ impl ModelTable {
             released: Some(released),
             state: ModelState::Ready,
             reason: String::new(),
+            cancel: None,
         };
         let old = self.write().insert(name, entry);
         // Dropped outside the lock, because dropping may take time.

@@ -9,7 +9,7 @@ use api::{ApiError, ModelRef, ModelState, RegisterRequest, Registered};
 use super::{Inner, blocking};
 
 /// Sets a flag when it is dropped: the client is gone, or the work is done.
-struct SetOnDrop(Arc<AtomicBool>);
+pub(super) struct SetOnDrop(pub(super) Arc<AtomicBool>);
 
 impl Drop for SetOnDrop {
     fn drop(&mut self) {
@@ -35,7 +35,7 @@ impl Inner {
         let name = request.name.clone();
         let loader = self.loader.clone();
         let stored = blocking(move || loader.register(request)).await?;
-        let version = match self.clone().load(name.clone()).await {
+        let version = match self.clone().load(name.clone(), Arc::default()).await {
             Ok(version) => version,
             Err(error) => {
                 let (loader, failed) = (self.loader.clone(), name.clone());
@@ -56,6 +56,11 @@ impl Inner {
         name: String,
         version: Option<u64>,
     ) -> ApiResult<usize> {
+        if version.is_none() {
+            self.models.cancel_load(&name);
+        }
+        // A load in progress would put it in service afterwards.
+        let lock = self.models.lock(&name).await;
         let (loader, deleted) = (self.loader.clone(), name.clone());
         let count = blocking(move || loader.delete(&deleted, version)).await?;
         tracing::info!(model = name, count, "registered versions deleted");
@@ -64,10 +69,13 @@ impl Inner {
             self.models.forget(&name);
             return Ok(count);
         };
+        drop(lock);
         if version.is_none() {
             self.clone().unload(name.clone()).await?;
             self.models.forget(&name);
-        } else if version == Some(served) && self.clone().load(name.clone()).await.is_err() {
+        } else if version == Some(served)
+            && self.clone().load(name.clone(), Arc::default()).await.is_err()
+        {
             self.unload(name).await?;
         }
         Ok(count)
@@ -81,7 +89,7 @@ impl Inner {
     ) -> ApiResult<Registered> {
         let (loader, model) = (self.loader.clone(), name.clone());
         let (before, now) = blocking(move || loader.roll_back(&model, version)).await?;
-        match self.clone().load(name.clone()).await {
+        match self.clone().load(name.clone(), Arc::default()).await {
             Ok(version) if version == now => {
                 tracing::info!(model = name, version, "rolled back");
                 Ok(Registered { name, version: version.to_string(), state: ModelState::Ready })

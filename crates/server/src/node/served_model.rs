@@ -16,6 +16,7 @@ use compiler::prefix::{Fingerprint, SuffixInput};
 use super::classification;
 use super::counters::Counters;
 use super::prefix_batching::{LazyFingerprint, PrefixModel};
+use crate::auth::usage::Usage;
 
 /// Batch size advertised for models without a limit.
 const ANY_BATCH: usize = 128;
@@ -35,6 +36,8 @@ pub struct ServedModel {
     pub config: ModelConfig,
     /// Its counters.
     pub counters: Arc<Counters>,
+    /// How much of the limits in its settings is used.
+    pub(crate) usage: Arc<Usage>,
     /// Its key in the device group; that of the suffix if it takes part in prefix batching.
     pub key: GroupModelId,
     /// The prefix, if it takes part in prefix batching.
@@ -88,6 +91,7 @@ impl ServedModel {
             batching,
             config,
             counters: Arc::default(),
+            usage: Arc::default(),
             key,
             split: None,
             fingerprint: LazyFingerprint::new(),
@@ -115,6 +119,7 @@ impl ServedModel {
             batching: whole.batching,
             config: whole.config.clone(),
             counters: whole.counters.clone(),
+            usage: whole.usage.clone(),
             key,
             split: Some(split),
             fingerprint: whole.fingerprint.clone(),

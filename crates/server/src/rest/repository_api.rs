@@ -86,7 +86,14 @@ pub(super) async fn unload(
     headers: HeaderMap,
     body: Body,
 ) -> HandlerResult {
-    let _: LoadRequest = settings(&app, &headers, body).await?;
+    let request: LoadRequest = settings(&app, &headers, body).await?;
+    if request.parameters.contains_key("atoll_delete") {
+        let name = path.name();
+        return Err(ApiError::invalid(format!(
+            "atoll_delete is for gRPC; send DELETE /v2/atoll/models/{name}"
+        ))
+        .into());
+    }
     app.service.unload(path.name()).await?;
     Ok(response::empty(StatusCode::OK))
 }

@@ -232,7 +232,12 @@ impl FakeLoader {
 }
 
 impl ModelLoader for FakeLoader {
-    fn load(&self, name: &str, version: Option<u64>) -> Result<LoadedModel, LoadError> {
+    fn load(
+        &self,
+        name: &str,
+        version: Option<u64>,
+        cancelled: &AtomicBool,
+    ) -> Result<LoadedModel, LoadError> {
         let models = self.models.lock().unwrap().clone();
         let wanted = |(key, at): &&(String, u64)| key == name && version.is_none_or(|v| v == *at);
         let found = models.keys().rfind(wanted);
@@ -242,6 +247,7 @@ impl ModelLoader for FakeLoader {
         }
         while name == "slow_to_load" && !self.open.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(1));
+            server::check_cancelled(cancelled)?;
         }
         let dims = match name {
             "image" => [1, 3, 2, 2].map(Dim::Fixed).to_vec(),
