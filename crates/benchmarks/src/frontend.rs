@@ -141,6 +141,7 @@ impl LocalCluster {
             kind: None,
             memory_mib: None,
             checker: None,
+            data_dir: None,
         }))?;
         let settings = FrontendSettings {
             backend_tls: None,

@@ -3,13 +3,15 @@
 //!
 //! The engine runs in this process; threads send it tensors in memory. The server is a process of
 //! its own with the same settings; threads of this process send it messages over loopback, which
-//! were encoded once. Both are measured alternately, with equally many requests outstanding.
+//! were encoded once. Both are measured alternately, with equally many requests outstanding. What
+//! TLS and tokens cost is measured in the same way: a server for each kind of protection.
 
 mod args;
 mod child;
 mod engine_load;
 mod report;
 mod test_model;
+mod transport;
 mod window;
 mod wire_load;
 
@@ -25,6 +27,7 @@ use self::engine_load::EngineUnderTest;
 pub use self::engine_load::{ParseServeArguments, ServeSettings};
 use self::report::{Measurement, MeasurementRound, MeasurementSummary, ServerReport, table};
 use self::test_model::TestModel;
+use self::transport::Transport;
 use self::window::MeasuredWindow;
 use self::wire_load::ProtocolClients;
 use crate::environment;
@@ -94,6 +97,8 @@ struct ServerUnderTest {
     name: String,
     server: Arc<ServerProcess>,
     clients: ProtocolClients,
+    /// The server with which its rate is compared, by index.
+    reference: Option<usize>,
 }
 
 impl ServerUnderTest {
@@ -147,7 +152,10 @@ pub(crate) fn run(args: &ServerBenchArgs, parse_serve: ParseServeArguments) -> R
         clients: args.clients,
         connections: args.connections,
         seconds: args.seconds,
-        summaries: MeasurementSummary::all(servers.iter().map(|one| one.name.as_str()), &rounds),
+        summaries: MeasurementSummary::all(
+            servers.iter().map(|one| (one.name.as_str(), one.reference)),
+            &rounds,
+        ),
         rounds,
     };
     drop(servers);
@@ -162,20 +170,33 @@ fn start_servers(
 ) -> Result<Vec<ServerUnderTest>, Failure> {
     let own = std::env::current_exe().map_err(Failure::failed)?;
     let limit = Duration::from_secs(args.start_timeout_secs);
-    // Each has a registry of its own, because two servers cannot share one.
-    let start = |binary: &Path, data: &str| {
-        ServerProcess::start(binary, arguments, &folder.join(data), limit).map(Arc::new)
-    };
-    let mut servers = vec![("", start(&own, "data")?)];
-    if let Some(other) = &args.against {
-        servers.push((", other", start(other, "data-other")?));
+    let mut binaries = vec![("", own)];
+    binaries.extend(args.against.clone().map(|other| (", other", other)));
+    let mut servers = Vec::new();
+    for (number, security) in args.security.iter().enumerate() {
+        let (transport, more) = Transport::make(*security, &folder.join(format!("tls-{number}")))?;
+        let arguments: Vec<String> = arguments.iter().chain(&more).cloned().collect();
+        for (suffix, binary) in &binaries {
+            // Each has a registry of its own, because two servers cannot share one.
+            let data = folder.join(format!("data-{}", servers.len()));
+            let started =
+                ServerProcess::start(binary, &arguments, &data, transport.clone(), limit)?;
+            let suffix = match args.security.len() {
+                1 => suffix.to_string(),
+                _ => format!(", {}{suffix}", security.name()),
+            };
+            servers.push((suffix, Arc::new(started)));
+        }
     }
     let mut all = Vec::new();
     for protocol in &args.protocols {
-        for (suffix, server) in &servers {
+        let first = all.len();
+        for (index, (suffix, server)) in servers.iter().enumerate() {
             let clients = ProtocolClients::new(*protocol, args, test_model, server);
             let name = format!("{}{suffix}", protocol.name());
-            all.push(ServerUnderTest { name, server: server.clone(), clients });
+            let compared = args.security.len() > 1 && index >= binaries.len();
+            let reference = compared.then_some(first + index % binaries.len());
+            all.push(ServerUnderTest { name, server: server.clone(), clients, reference });
         }
     }
     Ok(all)

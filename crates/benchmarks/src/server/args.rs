@@ -10,6 +10,7 @@ use clap::{Args, ValueEnum};
   atoll bench server --model resnet50.onnx --device cuda:0 --json server.json
   atoll bench server --models models --network resnet50 --clients 256 --connections 16 --rounds 5
   atoll bench server --model tiny.onnx --protocols grpc -- --concurrent-rt-batches 4
+  atoll bench server --model tiny.onnx --security none,tls,tls-token --json overhead.json
 
 Arguments after -- are those of atoll serve; they apply to the engine alone, too.")]
 pub(crate) struct ServerBenchArgs {
@@ -58,6 +59,11 @@ pub(crate) struct ServerBenchArgs {
     #[arg(long, value_enum, default_value = "grpc,rest", value_delimiter = ',')]
     pub(crate) protocols: Vec<Protocol>,
 
+    /// Protection of the connections, separated by commas: each has a server of its own, measured
+    /// alternately, and rates are compared with those of the first
+    #[arg(long, value_enum, default_value = "none", value_delimiter = ',')]
+    pub(crate) security: Vec<Security>,
+
     /// Seconds the server may take until it is ready
     #[arg(long, default_value_t = 300)]
     pub(crate) start_timeout_secs: u64,
@@ -89,6 +95,27 @@ pub(crate) enum Protocol {
     Grpc,
     /// Binary tensors after JSON
     Rest,
+}
+
+/// Protection of the connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Security {
+    /// Plain text, no credentials
+    None,
+    /// TLS
+    Tls,
+    /// TLS, and a token in every request
+    TlsToken,
+}
+
+impl Security {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Security::None => "plain",
+            Security::Tls => "TLS",
+            Security::TlsToken => "TLS, token",
+        }
+    }
 }
 
 impl Protocol {

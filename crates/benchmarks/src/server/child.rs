@@ -1,7 +1,7 @@
 //! The server under test: a process that ends with its parent.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::io::{BufRead, BufReader, Read};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
@@ -9,8 +9,10 @@ use std::time::{Duration, Instant};
 
 use assembly::Failure;
 use serde_json::Value;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::report::process_seconds;
+use super::transport::Transport;
 
 /// Environment variables that would change the server.
 const NOT_INHERITED: [&str; 7] = [
@@ -32,6 +34,7 @@ pub(super) struct ServerProcess {
     pub(super) http: SocketAddr,
     pub(super) grpc: SocketAddr,
     metrics: SocketAddr,
+    pub(super) transport: Transport,
 }
 
 /// Inferences and batches so far.
@@ -59,11 +62,13 @@ fn end(process: &mut std::process::Child) {
 }
 
 impl ServerProcess {
-    /// Starts `binary` with these arguments and waits until it is ready.
+    /// Starts `binary` with these arguments, which protect it as `transport` says, and waits until
+    /// it is ready.
     pub(super) fn start(
         binary: &Path,
         arguments: &[String],
         data: &Path,
+        transport: Transport,
         limit: Duration,
     ) -> Result<ServerProcess, Failure> {
         let mut command = Command::new(binary);
@@ -86,7 +91,7 @@ impl ServerProcess {
         };
         let (http, grpc, metrics) = (address("http")?, address("grpc")?, address("metrics")?);
         let process = guard.0.take().ok_or_else(|| Failure::failed("the server is gone"))?;
-        Ok(ServerProcess { process, http, grpc, metrics })
+        Ok(ServerProcess { process, http, grpc, metrics, transport })
     }
 
     /// Processor time it has used, in seconds.
@@ -96,7 +101,8 @@ impl ServerProcess {
 
     /// Counts from its metrics.
     pub(super) fn counts(&self) -> Result<ServerCounts, Failure> {
-        let text = fetch(self.metrics).map_err(|err| Failure::failed(format!("metrics: {err}")))?;
+        let failed = |why: String| Failure::failed(format!("metrics: {why}"));
+        let text = fetch(self.metrics, &self.transport).map_err(failed)?;
         let sum = |name: &str| {
             let samples = text.lines().filter(|line| line.starts_with(&format!("{name}{{")));
             samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
@@ -147,11 +153,24 @@ fn wait_until_ready(lines: &Receiver<String>, limit: Duration) -> Result<Value, 
     }
 }
 
-fn fetch(address: SocketAddr) -> std::io::Result<String> {
-    let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(METRICS_TIMEOUT))?;
-    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text)?;
-    Ok(text)
+fn fetch(address: SocketAddr, transport: &Transport) -> Result<String, String> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let authorization = transport.header();
+    let request = format!(
+        "GET /metrics HTTP/1.1\r\nHost: localhost\r\n{authorization}Connection: close\r\n\r\n"
+    );
+    let exchange = async {
+        let mut stream = transport.connect(address, b"http/1.1").await?;
+        let mut text = String::new();
+        stream.write_all(request.as_bytes()).await.map_err(|error| error.to_string())?;
+        stream.read_to_string(&mut text).await.map_err(|error| error.to_string())?;
+        match text.starts_with("HTTP/1.1 200") {
+            true => Ok(text),
+            false => Err(text.lines().next().unwrap_or("no reply").to_string()),
+        }
+    };
+    runtime.map_err(|error| error.to_string())?.block_on(async {
+        let slow = |_| "no reply in time".to_string();
+        tokio::time::timeout(METRICS_TIMEOUT, exchange).await.map_err(slow)?
+    })
 }

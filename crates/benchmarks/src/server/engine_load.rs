@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Instant;
 
@@ -50,7 +51,8 @@ impl EngineUnderTest {
         let config = entry.config().map_err(Failure::usage)?;
         let ServeSettings { device, gpu_memory, node } = settings;
         let device_group = device_group::open_device_group(device, *gpu_memory, node)?;
-        let placed = assembly::load_file(&device_group, path).map_err(Failure::failed)?;
+        let placed = assembly::load_file(&device_group, path, &AtomicBool::new(false))
+            .map_err(Failure::failed)?;
         let plan = placed.program.plan().clone();
         let key = device_group.add_model(placed, &config);
         device_group.preload(key);

@@ -156,6 +156,9 @@ pub(super) struct MeasurementSummary {
     pub(super) rps: f64,
     /// Share of the engine's rate in the same round, in percent.
     pub(super) of_engine_pct: f64,
+    /// Share of the rate with the first kind of protection in the same round, in percent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) of_first_pct: Option<f64>,
     pub(super) p50_ms: f64,
     pub(super) p99_ms: f64,
     pub(super) server_cores: f64,
@@ -178,15 +181,23 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 impl MeasurementSummary {
-    /// Summaries of the engine and of servers with these names.
+    /// Summaries of the engine and of servers with these names, and with the index of the server
+    /// that each is compared with.
     pub(super) fn all<'a>(
-        names: impl Iterator<Item = &'a str>,
+        names: impl Iterator<Item = (&'a str, Option<usize>)>,
         rounds: &[MeasurementRound],
     ) -> Vec<MeasurementSummary> {
         let engine = |round: &MeasurementRound| round.engine.clone();
         let mut all = vec![MeasurementSummary::of("engine", rounds, engine)];
-        for (index, name) in names.enumerate() {
-            all.push(MeasurementSummary::of(name, rounds, |round| round.servers[index].clone()));
+        for (index, (name, reference)) in names.enumerate() {
+            let summary = MeasurementSummary::of(name, rounds, |r| r.servers[index].clone());
+            let share = |first: usize| {
+                let of_round = |round: &MeasurementRound| {
+                    round.servers[index].rps / round.servers[first].rps.max(1e-9)
+                };
+                tenth(median(rounds.iter().map(of_round)) * 100.0)
+            };
+            all.push(MeasurementSummary { of_first_pct: reference.map(share), ..summary });
         }
         all
     }
@@ -205,6 +216,7 @@ impl MeasurementSummary {
             name: name.to_string(),
             rps: tenth(of(|s| s.rps)),
             of_engine_pct: tenth(median(shares) * 100.0),
+            of_first_pct: None,
             p50_ms: thousandth(of(|s| s.p50_ms)),
             p99_ms: thousandth(of(|s| s.p99_ms)),
             server_cores: thousandth(of(|s| s.server_cores)),
@@ -259,10 +271,11 @@ pub(super) fn table(report: &ServerReport) -> String {
     // Writing to a string does not fail.
     let _ = writeln!(
         text,
-        "{:<20}{:>10}{:>10}{:>9}{:>9}{:>8}{:>9}{:>9}{:>7}{:>6}{:>7}",
+        "{:<20}{:>10}{:>10}{:>9}{:>9}{:>9}{:>8}{:>9}{:>9}{:>7}{:>6}{:>7}",
         "",
         "/s",
         "% engine",
+        "% first",
         "p50 ms",
         "p99 ms",
         "cores",
@@ -275,12 +288,14 @@ pub(super) fn table(report: &ServerReport) -> String {
     for s in &report.summaries {
         let batch = s.mean_batch.map_or("-".to_string(), |batch| batch.to_string());
         let max = s.largest_batch.map_or("-".to_string(), |max| max.to_string());
+        let first = s.of_first_pct.map_or("-".to_string(), |share| share.to_string());
         let _ = writeln!(
             text,
-            "{:<20}{:>10}{:>10}{:>9}{:>9}{:>8.2}{:>9.2}{:>9}{:>7}{:>6}{:>7.2}",
+            "{:<20}{:>10}{:>10}{:>9}{:>9}{:>9}{:>8.2}{:>9.2}{:>9}{:>7}{:>6}{:>7.2}",
             s.name,
             s.rps,
             s.of_engine_pct,
+            first,
             s.p50_ms,
             s.p99_ms,
             s.server_cores,
@@ -323,7 +338,20 @@ mod tests {
             servers: vec![measurement(server)],
         };
         let rounds = [round(100.0, 90.0), round(200.0, 190.0), round(50.0, 10.0)];
-        let all = MeasurementSummary::all(["gRPC"].into_iter(), &rounds);
+        let all = MeasurementSummary::all([("gRPC", None)].into_iter(), &rounds);
         assert_eq!((all[0].rps, all[1].rps, all[1].of_engine_pct), (100.0, 90.0, 90.0));
+    }
+
+    #[test]
+    fn protection_is_compared_within_a_round() {
+        let measurement = |rps| Measurement { rps, ..Measurement::default() };
+        let round = |plain, tls| MeasurementRound {
+            engine: measurement(100.0),
+            servers: vec![measurement(plain), measurement(tls)],
+        };
+        let rounds = [round(50.0, 45.0), round(100.0, 80.0), round(10.0, 10.0)];
+        let names = [("plain", None), ("TLS", Some(0))];
+        let all = MeasurementSummary::all(names.into_iter(), &rounds);
+        assert_eq!((all[1].of_first_pct, all[2].of_first_pct), (None, Some(90.0)));
     }
 }

@@ -82,12 +82,12 @@ impl TestModel {
         framed.freeze()
     }
 
-    /// The REST request of each input, with its HTTP head.
-    pub(super) fn rest_messages(&self) -> Vec<Bytes> {
-        self.inputs.iter().map(|inputs| self.rest_message(inputs)).collect()
+    /// The REST request of each input, with its HTTP head, in which `header` is a line or nothing.
+    pub(super) fn rest_messages(&self, header: &str) -> Vec<Bytes> {
+        self.inputs.iter().map(|inputs| self.rest_message(inputs, header)).collect()
     }
 
-    fn rest_message(&self, inputs: &[Tensor]) -> Bytes {
+    fn rest_message(&self, inputs: &[Tensor], header: &str) -> Bytes {
         let described = |(name, tensor): (&String, &Tensor)| {
             serde_json::json!({
                 "name": name,
@@ -101,7 +101,7 @@ impl TestModel {
         let json = serde_json::json!({ "inputs": described, "parameters": parameters }).to_string();
         let raw: Vec<&Bytes> = inputs.iter().filter_map(Tensor::raw).collect();
         let head = format!(
-            "POST /v2/models/{}/infer HTTP/1.1\r\nHost: localhost\r\n\
+            "POST /v2/models/{}/infer HTTP/1.1\r\nHost: localhost\r\n{header}\
              Inference-Header-Content-Length: \
              {}\r\nContent-Length: {}\r\n\r\n",
             self.name,

@@ -16,7 +16,6 @@ use h2::client::SendRequest;
 use http::Request;
 use prost::Message;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 
@@ -24,6 +23,7 @@ use super::args::{Protocol, ServerBenchArgs};
 use super::child::ServerProcess;
 use super::report::{Measurement, ReplyStats, process_seconds, thousandth};
 use super::test_model::TestModel;
+use super::transport::{Stream, Transport};
 use super::window::MeasuredWindow;
 
 /// One reply of so many is compared.
@@ -42,6 +42,7 @@ struct RequestScript {
     messages: Vec<Bytes>,
     test_model: Arc<TestModel>,
     address: SocketAddr,
+    transport: Transport,
     /// Bytes of the latest reply.
     answer_bytes: AtomicUsize,
 }
@@ -62,12 +63,18 @@ impl ProtocolClients {
     ) -> ProtocolClients {
         let (address, messages) = match protocol {
             Protocol::Grpc => (server.grpc, test_model.grpc_messages()),
-            Protocol::Rest => (server.http, test_model.rest_messages()),
+            Protocol::Rest => (server.http, test_model.rest_messages(&server.transport.header())),
         };
         let clients = usize::from(args.clients);
         let (test_model, answer_bytes) = (test_model.clone(), AtomicUsize::new(0));
-        let script =
-            Arc::new(RequestScript { protocol, messages, test_model, address, answer_bytes });
+        let script = Arc::new(RequestScript {
+            protocol,
+            messages,
+            test_model,
+            address,
+            transport: server.transport.clone(),
+            answer_bytes,
+        });
         ProtocolClients { script, clients, threads: usize::from(args.connections).min(clients) }
     }
 
@@ -135,7 +142,7 @@ fn run_thread(
     runtime.block_on(async {
         let mut tasks = JoinSet::new();
         let sender = match script.protocol {
-            Protocol::Grpc => Some(connect(script.address).await?),
+            Protocol::Grpc => Some(connect(&script).await?),
             Protocol::Rest => None,
         };
         for client in 0..count {
@@ -155,9 +162,8 @@ fn run_thread(
     })
 }
 
-async fn connect(address: SocketAddr) -> Result<SendRequest<Bytes>, Failure> {
-    let stream = TcpStream::connect(address).await.map_err(broken)?;
-    stream.set_nodelay(true).map_err(broken)?;
+async fn connect(script: &RequestScript) -> Result<SendRequest<Bytes>, Failure> {
+    let stream = script.transport.connect(script.address, b"h2").await.map_err(broken)?;
     let mut builder = h2::client::Builder::new();
     builder
         .initial_window_size(STREAM_WINDOW)
@@ -175,13 +181,16 @@ async fn send_grpc(
     (start, window): (Instant, MeasuredWindow),
     first: usize,
 ) -> Result<ReplyStats, Failure> {
-    let uri = format!("http://{}{METHOD}", script.address);
+    let uri = format!("{}://{}{METHOD}", script.transport.scheme(), script.address);
     let end = start + window.ramp + window.counted;
     let (mut stats, mut next) = (ReplyStats::new(start, window), first);
     while Instant::now() < end {
         let index = next % script.messages.len();
         next += 1;
-        let head = Request::post(&uri).header("content-type", "application/grpc");
+        let mut head = Request::post(&uri).header("content-type", "application/grpc");
+        if let Some(authorization) = &script.transport.authorization {
+            head = head.header("authorization", authorization);
+        }
         let head = head.header("te", "trailers").body(()).map_err(broken)?;
         sender = sender.ready().await.map_err(broken)?;
         let sent = Instant::now();
@@ -227,8 +236,7 @@ async fn send_rest(
     (start, window): (Instant, MeasuredWindow),
     first: usize,
 ) -> Result<ReplyStats, Failure> {
-    let mut stream = TcpStream::connect(script.address).await.map_err(broken)?;
-    stream.set_nodelay(true).map_err(broken)?;
+    let mut stream = script.transport.connect(script.address, b"http/1.1").await.map_err(broken)?;
     let end = start + window.ramp + window.counted;
     let (mut stats, mut next, mut buffer) =
         (ReplyStats::new(start, window), first, BytesMut::new());
@@ -237,6 +245,8 @@ async fn send_rest(
         next += 1;
         let sent = Instant::now();
         stream.write_all(&script.messages[index]).await.map_err(broken)?;
+        // TLS keeps what the socket did not take.
+        stream.flush().await.map_err(broken)?;
         let (json, body) = rest_reply(&mut stream, &mut buffer).await.map_err(broken)?;
         let replied = Instant::now();
         script.answer_bytes.store(body.len(), Ordering::Relaxed);
@@ -250,7 +260,7 @@ async fn send_rest(
 
 /// The body of the next reply, and the offset of its binary part.
 async fn rest_reply(
-    stream: &mut TcpStream,
+    stream: &mut Box<dyn Stream>,
     buffer: &mut BytesMut,
 ) -> std::io::Result<(usize, BytesMut)> {
     loop {
