@@ -1,8 +1,10 @@
 //! The project's own tools: `cargo xtask tidy` checks the rules of the workspace, `cargo xtask
-//! evidence` that measured figures belong to the sources, `cargo xtask book` builds the book.
+//! evidence` that measured figures belong to the sources, `cargo xtask book` builds the book, `cargo
+//! xtask sbom` writes the bill of materials.
 
 mod book;
 mod evidence;
+mod sbom;
 mod tidy;
 
 use std::path::PathBuf;
@@ -17,6 +19,7 @@ commands:
   evidence  say whether the figures in evidence/ belong to the sources that are there now;
             --table prints the book's table of GPU latencies
   book      check the links of all documents and build the book into target/book
+  sbom      write the binary's bill of materials (CycloneDX) to target/atoll.cdx.json, or to FILE
   help      print this text";
 
 fn main() -> ExitCode {
@@ -25,6 +28,7 @@ fn main() -> ExitCode {
         Some("evidence") if std::env::args().any(|argument| argument == "--table") => print_table(),
         Some("evidence") => report_evidence(),
         Some("book") => build_book(),
+        Some("sbom") => write_sbom(std::env::args().nth(2).map(PathBuf::from)),
         Some("help" | "--help" | "-h") => {
             println!("{HELP}");
             ExitCode::SUCCESS
@@ -58,6 +62,26 @@ fn build_book() -> ExitCode {
         }
         Err(problem) => {
             eprintln!("book: {problem}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn write_sbom(file: Option<PathBuf>) -> ExitCode {
+    let path = file.unwrap_or_else(|| root().join("target/atoll.cdx.json"));
+    let folder = path.parent().map_or(Ok(()), std::fs::create_dir_all);
+    let written = sbom::make(&root()).and_then(|bill| {
+        let text = format!("{bill:#}\n");
+        folder.and_then(|()| std::fs::write(&path, text)).map_err(|err| err.to_string())?;
+        Ok(bill["components"].as_array().map_or(0, Vec::len))
+    });
+    match written {
+        Ok(count) => {
+            println!("sbom: {count} components in {}", path.display());
+            ExitCode::SUCCESS
+        }
+        Err(problem) => {
+            eprintln!("sbom: {problem}");
             ExitCode::FAILURE
         }
     }
