@@ -47,6 +47,12 @@ SOURCES = {
     "chart-hpa": ("--set", "scaling=hpa"),
     "chart-none": ("--set", "scaling=none"),
     "chart-tls": ("--set", "tls.secret=atoll-tls"),
+    "chart-seccomp": (
+        "--set",
+        "seccomp.type=Localhost,seccomp.localhostProfile=profiles/atoll.json",
+        "--set",
+        "network.clients[0].podSelector.matchLabels.app=web,network.monitoring=null",
+    ),
     "chart-s3": (
         "--set",
         S3,
@@ -329,3 +335,62 @@ def test_replayed_replies_match_the_schemas_of_kubernetes() -> None:
                 and reply["code"] >= 400
             )
     assert kinds["Scale"] >= 3 and kinds["PodList"] >= 3 and kinds["Status"] >= 4
+
+
+def policy_of(source: str, role: str) -> dict:
+    """The only NetworkPolicy that selects the pods of a role."""
+    (deployment,) = [
+        d for d in of_kind(source, "Deployment") if d["metadata"]["name"].endswith(f"-{role}")
+    ]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    (found,) = [
+        policy["spec"]
+        for policy in of_kind(source, "NetworkPolicy")
+        if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    ]
+    return found
+
+
+@every_source
+def test_only_listed_connections_are_allowed(source: str) -> None:
+    for role in ("scheduler", "frontend", "backend"):
+        policy = policy_of(source, role)
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        reached = [port["port"] for rule in policy["egress"] for port in rule["ports"]]
+        assert {53, 2379} <= set(reached)
+        assert all(rule.get("ports") for rule in [*policy["ingress"], *policy["egress"]])
+    assert policy_of(source, "scheduler")["ingress"] == []
+    # Only frontends reach what runs models.
+    for rule in policy_of(source, "backend")["ingress"]:
+        ports = {port["port"] for port in rule["ports"]}
+        if ports != {8002}:
+            assert ports == {8000, 8001}
+            (peer,) = rule["from"]
+            labels = peer["podSelector"]["matchLabels"]
+            assert labels["app.kubernetes.io/component"] == "frontend"
+    clients = policy_of(source, "frontend")["ingress"][0]
+    assert ("from" in clients) == (source == "chart-seccomp")
+    # Metrics are not for clients.
+    assert 8002 not in {port["port"] for port in clients["ports"]}
+
+
+def test_the_policies_can_be_left_out() -> None:
+    reply = helm("template", "reef", str(CHART), "--set", "network.enabled=false")
+    assert reply.returncode == 0 and "NetworkPolicy" not in reply.stdout
+
+
+@every_source
+def test_pods_have_few_rights_and_a_limit_of_memory(source: str) -> None:
+    for spec in pod_specs(source):
+        profile = spec["securityContext"]["seccompProfile"]["type"]
+        assert profile == ("Localhost" if source == "chart-seccomp" else "RuntimeDefault")
+        scales = any("--kubernetes-scale" in word for c in spec["containers"] for word in c["args"])
+        assert spec.get("automountServiceAccountToken", True) == scales
+        for container in spec["containers"]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            # The budget of host memory is a share of it.
+            assert container["resources"]["limits"]["memory"]
+    budgets = [b["metadata"]["name"] for b in of_kind(source, "PodDisruptionBudget")]
+    assert {name.rsplit("-", 1)[1] for name in budgets} >= {"frontend", "backend"}
