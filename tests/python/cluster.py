@@ -4,6 +4,7 @@ that records every reply."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -34,8 +35,10 @@ class Process:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Process:
+        # What a killed backend was busy with concerns only this cluster.
+        env = {**os.environ, "ATOLL_DATA_DIR": str(self.log.parent / "data")}
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(self.command, stdout=output, stderr=output)
+            self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=env)
         return self
 
     def kill(self, with_signal: signal.Signals = signal.SIGKILL) -> None:

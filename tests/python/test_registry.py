@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import requests
 from onnx import TensorProto, helper, numpy_helper
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from cluster import Cluster
 from support import ASSETS, BINARY, LOST, PATIENCE_SECONDS, Server, free_ports, wait_for
@@ -523,6 +525,158 @@ def test_registrations_in_a_cluster_disturb_no_request(tmp_path: Path) -> None:
         assert not [text for text in failures if LOST not in text], failures
     finally:
         cluster.stop()
+
+
+def scaled(factor: float) -> bytes:
+    """y = factor * x: a reply shows which version computed it."""
+    weight = numpy_helper.from_array(np.array([factor], np.float32), "w")
+    return onnx_model([helper.make_node("Mul", ["x", "w"], ["y"])], [1], [weight])
+
+
+def factor_in_force(server: Server, name: str = "m") -> float | None:
+    tensor = {"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}
+    url = f"{server.url}/v2/models/{name}/infer"
+    reply = requests.post(url, json={"inputs": [tensor]}, timeout=60)
+    return reply.json()["outputs"][0]["data"][0] if reply.status_code == 200 else None
+
+
+def seen(server: Server) -> set[float | None]:
+    """What several requests get; more than one value while backends change."""
+    return {factor_in_force(server) for _ in range(8)}
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_versions_are_rolled_back_and_deleted_in_a_cluster(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    shutil.copy(ASSETS / "digits.onnx", models / "other.onnx")
+    cluster = Cluster(tmp_path, models)
+    try:
+        cluster.scheduler("s1")
+        for name in ("b1", "b2"):
+            cluster.backend(name, *cluster.model_store)
+        frontend = cluster.frontend("f1")
+        cluster.wait_ready()
+        for factor in (1.5, 2.5, 3.5):
+            assert register(frontend, "m", scaled(factor)).status_code == 200
+        rollback = f"{frontend.url}/v2/atoll/models/m/rollback"
+        for expected, factor in (("2", 2.5), ("1", 1.5)):
+            reply = requests.post(rollback, timeout=120)
+            assert reply.json().get("version") == expected, reply.text
+            # Every backend follows.
+            assert wait_for(lambda: seen(frontend) == {factor})  # noqa: B023
+        assert requests.post(rollback, timeout=120).status_code == 404
+        # Forward again, by number; a restarted backend does not undo it.
+        reply = requests.post(f"{frontend.url}/v2/atoll/models/m/versions/2/rollback", timeout=120)
+        assert reply.json().get("version") == "2", reply.text
+        cluster.processes["b1"].kill(signal.SIGTERM)
+        cluster.processes["b1"].start()
+        assert wait_for(lambda: seen(frontend) == {2.5})
+        # The one in force is deleted: the newest of the others takes its place.
+        url = f"{frontend.url}/v2/atoll/models/m"
+        assert requests.delete(f"{url}/versions/2", timeout=120).status_code == 200
+        assert wait_for(lambda: factor_in_force(frontend) == 3.5)
+        assert requests.delete(url, timeout=120).json()["deleted_versions"] == 2
+        assert factor_in_force(frontend) is None
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_a_model_that_ends_a_backend_is_quarantined_there(
+    tmp_path: Path, slow_repository: Path
+) -> None:
+    cluster = Cluster(tmp_path, slow_repository)
+    marks = tmp_path / "data" / "backends" / "b1" / "registry" / "loading"
+
+    def is_loading_there() -> bool:
+        return marks.is_dir() and any("endless" in path.name for path in marks.iterdir())
+
+    try:
+        cluster.scheduler("s1")
+        cluster.backend("b1", "--model-check-secs", "3")
+        assert wait_for(is_loading_there), cluster.logs()
+        cluster.processes["b1"].kill()
+        cluster.processes["b1"].start()
+        log = lambda: cluster.processes["b1"].text()
+        assert wait_for(lambda: "the last process ended while it was busy" in log()), log()
+        folder = tmp_path / "data" / "backends" / "b1"
+
+        def listed() -> list:
+            reply = atoll("registry", "quarantine", "--data-dir", folder, "--json")
+            return json.loads(reply.stdout or "[]")
+
+        assert wait_for(lambda: [q["model"]["name"] for q in listed()] == ["endless"]), log()
+        # It serves the others, and says why not this one.
+        frontend = cluster.frontend("f1")
+        cluster.wait_ready()
+        assert wait_for(lambda: infer(frontend, "afirst").status_code == 200), cluster.logs()
+        index = requests.post(f"{frontend.url}/v2/repository/index", timeout=60).json()
+        [entry] = [entry for entry in index if entry["name"] == "endless"]
+        assert "quarantined" in entry["reason"], entry
+        assert atoll("registry", "release", "endless:1", "--data-dir", folder).returncode == 0
+        assert listed() == []
+    finally:
+        cluster.stop()
+
+
+def test_a_load_ends_with_its_client_or_an_unload(tmp_path: Path, slow_repository: Path) -> None:
+    flags = ("--model-repository", slow_repository, "--model-control-mode", "explicit")
+    server, process = begin(tmp_path, *flags)
+    try:
+        assert wait_for(lambda: live(server))
+        load = f"{server.url}/v2/repository/models/endless/load"
+        with pytest.raises(requests.Timeout):
+            requests.post(load, timeout=2)
+        # The mark goes with the load.
+        assert wait_for(lambda: not is_loading(tmp_path))
+        replies: list[requests.Response] = []
+        client = threading.Thread(target=lambda: replies.append(requests.post(load, timeout=120)))
+        client.start()
+        assert wait_for(lambda: is_loading(tmp_path))
+        unload = f"{server.url}/v2/repository/models/endless/unload"
+        assert requests.post(unload, timeout=60).status_code == 200
+        client.join()
+        assert "cancelled" in replies[0].text, replies[0].text
+        assert not is_loading(tmp_path)
+        # Others can still be loaded.
+        assert requests.post(load.replace("endless", "afirst"), timeout=60).status_code == 200
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_models_are_deleted_over_grpc(servers: Callable[..., Server]) -> None:
+    server = servers()
+    for factor in (1.5, 2.5, 3.5):
+        assert register(server, "m", scaled(factor)).status_code == 200
+    channel = grpc.insecure_channel(server.grpc)
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+    def unload(**parameters: object) -> None:
+        request = service_pb2.RepositoryModelUnloadRequest(model_name="m")
+        for name, value in parameters.items():
+            kind = "bool_param" if isinstance(value, bool) else "int64_param"
+            setattr(request.parameters[name], kind, value)
+        stub.RepositoryModelUnload(request, timeout=60)
+
+    unload(atoll_delete=True, atoll_version=3)
+    assert factor_in_force(server) == 2.5
+    # Triton's own parameter, and no deletion: the versions stay.
+    unload(unload_dependents=True)
+    assert factor_in_force(server) is None
+    load = f"{server.url}/v2/repository/models/m/load"
+    assert requests.post(load, timeout=60).status_code == 200
+    for wrong in ({"atoll_version": 1}, {"atoll_delete": 1}, {"atoll_remove": True}):
+        with pytest.raises(grpc.RpcError) as refused:
+            unload(**wrong)
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, wrong
+    assert factor_in_force(server) == 2.5
+    unload(atoll_delete=True)
+    assert requests.post(load, timeout=60).status_code == 404
+    with pytest.raises(grpc.RpcError) as refused:
+        unload(atoll_delete=True)
+    assert refused.value.code() == grpc.StatusCode.NOT_FOUND
 
 
 def live(server: Server) -> bool:
