@@ -83,7 +83,7 @@ fn stale_sources(root: &Path, text: &str) -> Result<Vec<String>, String> {
 }
 
 /// The hash of a source without its comments and layout.
-fn source_hash(bytes: &[u8]) -> String {
+pub(crate) fn source_hash(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     hex(&Sha256::digest(without_comments(&text).as_bytes()))
 }

@@ -1,9 +1,10 @@
 //! The project's own tools: `cargo xtask tidy` checks the rules of the workspace, `cargo xtask
 //! evidence` that measured figures belong to the sources, `cargo xtask book` builds the book, `cargo
-//! xtask sbom` writes the bill of materials.
+//! xtask sbom` writes the bill of materials, `cargo xtask fuzz` fuzzes for hours.
 
 mod book;
 mod evidence;
+mod fuzz;
 mod sbom;
 mod tidy;
 
@@ -20,6 +21,8 @@ commands:
             --table prints the book's table of GPU latencies
   book      check the links of all documents and build the book into target/book
   sbom      write the binary's bill of materials (CycloneDX) to target/atoll.cdx.json, or to FILE
+  fuzz      fuzz for hours, and write the figures to evidence/fuzz.md; without arguments it
+            prints what it takes
   help      print this text";
 
 fn main() -> ExitCode {
@@ -29,6 +32,7 @@ fn main() -> ExitCode {
         Some("evidence") => report_evidence(),
         Some("book") => build_book(),
         Some("sbom") => write_sbom(std::env::args().nth(2).map(PathBuf::from)),
+        Some("fuzz") => run_fuzz(),
         Some("help" | "--help" | "-h") => {
             println!("{HELP}");
             ExitCode::SUCCESS
@@ -82,6 +86,17 @@ fn write_sbom(file: Option<PathBuf>) -> ExitCode {
         }
         Err(problem) => {
             eprintln!("sbom: {problem}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run_fuzz() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(2).collect();
+    match fuzz::run(&root(), &arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(problem) => {
+            eprintln!("fuzz: {problem}");
             ExitCode::FAILURE
         }
     }

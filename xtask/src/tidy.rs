@@ -25,6 +25,10 @@ const WITHOUT_CYCLES: [&str; 4] = ["cuda", "cli", "benchmarks", "cluster"];
 /// The only crate that may hold `unsafe` code.
 const UNSAFE_CRATE: &str = "cuda";
 
+/// The one file elsewhere: a global allocator that counts and fails cannot do without, and it is no
+/// part of the product.
+const UNSAFE_FILE: &str = "fuzz/src/allocator.rs";
+
 /// Folders and files that are read.
 const SOURCES: [&str; 12] = [
     "crates",
@@ -120,6 +124,7 @@ fn check_file(name: &str, text: &str) -> Vec<String> {
         code.iter().find(|(_, line)| words.iter().any(|word| contains_word(line, word)))
     };
     if !name.starts_with(&format!("crates/{UNSAFE_CRATE}/"))
+        && name != UNSAFE_FILE
         && let Some((line, _)) = find(&["unsafe"])
     {
         problems.push(format!("{name}:{line} is unsafe outside crates/{UNSAFE_CRATE}"));
@@ -156,6 +161,8 @@ mod tests {
         let one = |name: &str, text: &str| check_file(name, text).len();
         assert_eq!(one("crates/cpu/src/a.rs", "fn f() { unsafe { g() } }"), 1);
         assert_eq!(one("crates/cuda/src/a.rs", "fn f() { unsafe { g() } }"), 0);
+        assert_eq!(one("fuzz/src/allocator.rs", "fn f() { unsafe { g() } }"), 0);
+        assert_eq!(one("fuzz/src/driver.rs", "fn f() { unsafe { g() } }"), 1);
         assert_eq!(one("crates/cpu/src/a.rs", "// unsafe\nlet unsafe_code = 1;"), 0);
         assert_eq!(one("crates/runtime/src/a.rs", "let t = Instant::now();"), 1);
         assert_eq!(one("crates/cpu/src/a.rs", "let t = Instant::now();"), 0);

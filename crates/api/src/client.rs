@@ -61,7 +61,7 @@ pub fn encode_request(
     let mut inputs = Vec::with_capacity(tensors.len());
     let mut raw_input_contents = Vec::with_capacity(tensors.len());
     for NamedTensor { name, tensor } in tensors {
-        raw_input_contents.push(tensor_bytes(&tensor));
+        raw_input_contents.push(tensor_bytes(&tensor)?);
         inputs.push(InferInputTensor {
             name: name.to_string(),
             datatype: tensor.dtype().wire_name().to_string(),
@@ -221,7 +221,7 @@ mod tests {
             id: "7".to_string(),
             outputs: inputs,
         };
-        assert_eq!(decode_response(encode_infer(response.clone())).unwrap(), response);
+        assert_eq!(decode_response(encode_infer(response.clone()).unwrap()).unwrap(), response);
     }
 
     #[test]

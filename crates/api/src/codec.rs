@@ -11,6 +11,7 @@ use model::{DataType, Tensor, tensor};
 use serde::Deserialize;
 
 use crate::error::{ApiError, ApiResult};
+use crate::fallible::{OUT_OF_MEMORY, with_room};
 use crate::infer::{InferOptions, InferRequest, Inputs, NamedTensor, RequestedOutput};
 use crate::parameters::{Parameters, infer_options};
 
@@ -104,18 +105,27 @@ pub fn decode(body: Bytes, header_length: Option<usize>) -> ApiResult<Decoded> {
         Some(length) => length,
         None => body.len(),
     };
-    let json: JsonRequest<'_> = serde_json::from_slice(&body[..split])
-        .map_err(|error| ApiError::invalid(format!("the request is not valid JSON: {error}")))?;
+    let json: JsonRequest<'_> = serde_json::from_slice(&body[..split]).map_err(json_error)?;
     check_counts(&json)?;
     let options = infer_options(&json.parameters)?;
     let mut rest = BinarySection { bytes: body.slice(split..), taken: 0 };
-    let inputs = json.inputs.into_iter().map(|input| read_input(input, &mut rest));
-    let inputs = inputs.collect::<ApiResult<Vec<_>>>()?;
+    let mut inputs = with_room(json.inputs.len())?;
+    for input in json.inputs {
+        inputs.push(read_input(input, &mut rest)?);
+    }
     rest.check_empty()?;
     let (outputs, encoding) = read_outputs(json.outputs.unwrap_or_default(), &options)?;
     let id = json.id.unwrap_or_default();
     let request = InferRequest { id, options, inputs: Inputs::Named(inputs), outputs };
     Ok(Decoded { request, encoding })
+}
+
+fn json_error(error: serde_json::Error) -> ApiError {
+    let text = error.to_string();
+    match text.starts_with(OUT_OF_MEMORY) {
+        true => ApiError::unavailable(OUT_OF_MEMORY).retry_after(1),
+        false => ApiError::invalid(format!("the request is not valid JSON: {text}")),
+    }
 }
 
 /// Decodes a request from one byte string: the header length as 4 little-endian bytes (all ones for

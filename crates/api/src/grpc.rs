@@ -12,6 +12,7 @@ use crate::codec::{
     tensor_from_bytes,
 };
 use crate::error::{ApiError, ApiResult};
+use crate::fallible::converted;
 use crate::infer::{InferRequest, InferResponse, Inputs, NamedTensor, RequestedOutput};
 use crate::metadata::{
     BatchStats, DurationStat, IndexEntry, InferenceStats, ModelMetadata, ModelStatistics,
@@ -108,11 +109,11 @@ fn tensor_from_contents(
             T::try_from(value)
                 .map_err(|_| ApiError::invalid(format!("{value} does not fit {dtype}")))
         };
-        values.into_iter().map(fits).collect()
+        converted(values.into_iter(), fits)
     }
     let tensor = match dtype {
         DataType::Bool => {
-            let bytes: Vec<u8> = contents.bool_contents.into_iter().map(u8::from).collect();
+            let bytes = converted(contents.bool_contents.into_iter(), |v| Ok(u8::from(v)))?;
             Tensor::from_raw(dtype, shape, bytes.into())
         }
         DataType::I8 => Tensor::from_vec(shape, narrow::<_, i8>(contents.int_contents, dtype)?),
@@ -126,11 +127,13 @@ fn tensor_from_contents(
         DataType::F32 => Tensor::from_vec(shape, contents.fp32_contents),
         DataType::F64 => Tensor::from_vec(shape, contents.fp64_contents),
         DataType::F16 => {
-            let halves = contents.fp32_contents.into_iter().map(f16::from_f32).collect();
+            let values = contents.fp32_contents.into_iter();
+            let halves = converted(values, |value| Ok(f16::from_f32(value)))?;
             Tensor::from_vec(shape, halves)
         }
         DataType::BF16 => {
-            let halves = contents.fp32_contents.into_iter().map(bf16::from_f32).collect();
+            let values = contents.fp32_contents.into_iter();
+            let halves = converted(values, |value| Ok(bf16::from_f32(value)))?;
             Tensor::from_vec(shape, halves)
         }
         DataType::String => Tensor::from_strings(shape, contents.bytes_contents),
@@ -139,11 +142,14 @@ fn tensor_from_contents(
 }
 
 /// Encodes an inference response, with every output as raw bytes.
-pub fn encode_infer(response: InferResponse) -> proto::ModelInferResponse {
+///
+/// # Errors
+/// When there is not enough memory for outputs of text.
+pub fn encode_infer(response: InferResponse) -> ApiResult<proto::ModelInferResponse> {
     let mut outputs = Vec::with_capacity(response.outputs.len());
     let mut raw_output_contents = Vec::with_capacity(response.outputs.len());
     for NamedTensor { name, tensor } in response.outputs {
-        raw_output_contents.push(tensor_bytes(&tensor));
+        raw_output_contents.push(tensor_bytes(&tensor)?);
         outputs.push(InferOutputTensor {
             name: name.to_string(),
             datatype: tensor.dtype().wire_name().to_string(),
@@ -151,14 +157,14 @@ pub fn encode_infer(response: InferResponse) -> proto::ModelInferResponse {
             ..Default::default()
         });
     }
-    proto::ModelInferResponse {
+    Ok(proto::ModelInferResponse {
         model_name: response.model_name.to_string(),
         model_version: response.model_version.to_string(),
         id: response.id,
         outputs,
         raw_output_contents,
         ..Default::default()
-    }
+    })
 }
 
 impl From<ServerMetadata> for proto::ServerMetadataResponse {

@@ -7,6 +7,7 @@ pub mod client;
 pub mod codec;
 pub mod decoded_size;
 pub mod error;
+pub mod fallible;
 pub mod grpc;
 pub mod infer;
 pub mod metadata;

@@ -14,6 +14,7 @@ use zune_jpeg::zune_core::colorspace::ColorSpace;
 use zune_jpeg::zune_core::options::DecoderOptions;
 
 use crate::error::{ApiError, ApiResult};
+use crate::fallible::with_room;
 
 #[cfg(test)]
 mod tests;
@@ -105,8 +106,8 @@ fn decode_png(
         _ => decoded,
     };
     let rgb = match colour {
-        png::ColorType::Grayscale => grey_to_rgb::<1>(&samples),
-        png::ColorType::GrayscaleAlpha => grey_to_rgb::<2>(&samples),
+        png::ColorType::Grayscale => grey_to_rgb::<1>(&samples)?,
+        png::ColorType::GrayscaleAlpha => grey_to_rgb::<2>(&samples)?,
         png::ColorType::Rgb => samples,
         png::ColorType::Rgba => drop_alpha(samples),
         png::ColorType::Indexed => return Err(unreadable(&"its palette is missing")),
@@ -136,7 +137,7 @@ fn decode_jpeg(
     // Progressive files keep the coefficients of all channels, two bytes each.
     let mut decoded = pixels_buffer(size, width * height, 7, memory)?;
     decoder.decode_into(&mut decoded).map_err(refuse)?;
-    let rgb = if grey { grey_to_rgb::<1>(&decoded) } else { decoded };
+    let rgb = if grey { grey_to_rgb::<1>(&decoded)? } else { decoded };
     Ok(RgbPicture { width, height, rgb })
 }
 
@@ -169,8 +170,10 @@ fn to_8_bits(mut samples: Vec<u8>) -> Vec<u8> {
     samples
 }
 
-fn grey_to_rgb<const CHANNELS: usize>(samples: &[u8]) -> Vec<u8> {
-    samples.chunks_exact(CHANNELS).flat_map(|pixel| [pixel[0]; 3]).collect()
+fn grey_to_rgb<const CHANNELS: usize>(samples: &[u8]) -> ApiResult<Vec<u8>> {
+    let mut rgb = with_room(3 * (samples.len() / CHANNELS))?;
+    rgb.extend(samples.chunks_exact(CHANNELS).flat_map(|pixel| [pixel[0]; 3]));
+    Ok(rgb)
 }
 
 fn drop_alpha(mut samples: Vec<u8>) -> Vec<u8> {
@@ -189,25 +192,43 @@ impl RgbPicture {
     }
 
     /// The rectangle of `width` x `height` whose upper left pixel is at `left`, `top`.
-    pub fn crop(&self, left: usize, top: usize, width: usize, height: usize) -> RgbPicture {
+    ///
+    /// # Errors
+    /// When there is not enough memory.
+    pub fn crop(
+        &self,
+        left: usize,
+        top: usize,
+        width: usize,
+        height: usize,
+    ) -> ApiResult<RgbPicture> {
         let row = |y: usize| {
             let start = (y * self.width + left) * 3;
             &self.rgb[start..start + width * 3]
         };
-        let rgb = (top..top + height).flat_map(row).copied().collect();
-        RgbPicture { width, height, rgb }
+        let mut rgb = with_room(width * height * 3)?;
+        (top..top + height).for_each(|y| rgb.extend_from_slice(row(y)));
+        Ok(RgbPicture { width, height, rgb })
     }
 
     /// The picture scaled to `width` x `height`.
     ///
     /// The filter is separable. It is widened when the picture shrinks, so that every pixel counts.
-    pub fn resize(&self, width: usize, height: usize, filter: ResizeFilter) -> RgbPicture {
+    ///
+    /// # Errors
+    /// When there is not enough memory.
+    pub fn resize(
+        &self,
+        width: usize,
+        height: usize,
+        filter: ResizeFilter,
+    ) -> ApiResult<RgbPicture> {
         if (width, height) == (self.width, self.height) {
-            return self.clone();
+            return self.crop(0, 0, width, height);
         }
         let columns: Vec<Taps> = (0..width).map(|x| taps(x, self.width, width, filter)).collect();
         let stride = self.width * 3;
-        let mut rgb = Vec::with_capacity(width * height * 3);
+        let mut rgb = with_room(width * height * 3)?;
         // One row after the other, so that no picture of floats is held.
         let mut blended = vec![0f32; stride];
         for y in 0..height {
@@ -229,7 +250,7 @@ impl RgbPicture {
                 rgb.extend(pixel.map(|value| value.clamp(0.0, 255.0).round() as u8));
             }
         }
-        RgbPicture { width, height, rgb }
+        Ok(RgbPicture { width, height, rgb })
     }
 }
 

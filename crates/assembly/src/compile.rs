@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use bytes::Bytes;
 use compiler::CompileError;
 use graph::Limits;
 use model::op::Op;
@@ -31,12 +32,12 @@ pub fn compile_file(path: &Path) -> Result<LaunchPlan, CompileError> {
     compiler::compile_onnx_file(path, &Limits::default(), Some(&CpuEvaluator::default()))
 }
 
-/// The launch plan of an ONNX file in memory.
+/// The launch plan of an ONNX file in memory, which its weights share.
 ///
 /// # Errors
 /// When it is no supported model.
-pub fn compile_bytes(bytes: &[u8]) -> Result<LaunchPlan, CompileError> {
-    compiler::compile_onnx(bytes, Some(&CpuEvaluator::default()))
+pub fn compile_bytes(bytes: impl Into<Bytes>) -> Result<LaunchPlan, CompileError> {
+    compiler::compile_onnx_shared(bytes.into(), Some(&CpuEvaluator::default()))
 }
 
 /// Like [`compile_file`]; folds no further constants once `cancelled` is set.
@@ -50,9 +51,9 @@ pub(crate) fn compile_file_until(
 
 /// Like [`compile_bytes`]; folds no further constants once `cancelled` is set.
 pub(crate) fn compile_bytes_until(
-    bytes: &[u8],
+    bytes: impl Into<Bytes>,
     cancelled: &AtomicBool,
 ) -> Result<LaunchPlan, CompileError> {
     let evaluator = CpuEvaluator { cancelled: Some(cancelled) };
-    compiler::compile_onnx(bytes, Some(&evaluator))
+    compiler::compile_onnx_shared(bytes.into(), Some(&evaluator))
 }

@@ -181,7 +181,7 @@ impl DiskLoader {
         let read = || store.read(manifest).map_err(store_error);
         // It was checked when it was registered.
         let _mark = self.checks.admit(&model, &manifest.config, false, read, cancelled)?;
-        let plan = compile_bytes_until(&read()?, cancelled).map_err(compile_error)?;
+        let plan = compile_bytes_until(read()?, cancelled).map_err(compile_error)?;
         check_cancelled(cancelled)?;
         let placed = make_program(&self.device_group, plan)?;
         Ok(LoadedModel { placed, config: manifest.config.clone(), version: manifest.version })
@@ -345,7 +345,7 @@ impl ModelLoader for DiskLoader {
         let store = self.registry_for(&request.name)?;
         // A model that cannot run is refused before it is stored.
         let memory = reserve_compiling(request.onnx.len())?;
-        let plan = compile_bytes(&request.onnx).map_err(compile_error)?;
+        let plan = compile_bytes(request.onnx.clone()).map_err(compile_error)?;
         drop(memory);
         let placed = make_program(&self.device_group, plan)?;
         let config = requested_config(&request);

@@ -8,6 +8,7 @@ pub mod prefix;
 
 use std::path::Path;
 
+use bytes::Bytes;
 use graph::{Evaluator, ExternalData, Graph, ImportError, Limits};
 use model::{LaunchPlan, PlanError};
 use thiserror::Error;
@@ -31,6 +32,15 @@ pub fn compile_onnx(
     evaluator: Option<&dyn Evaluator>,
 ) -> Result<LaunchPlan, CompileError> {
     finish(graph::import(bytes, &ExternalData::none())?, evaluator)
+}
+
+/// The same for a model whose weights share the memory of `bytes`.
+pub fn compile_onnx_shared(
+    bytes: Bytes,
+    evaluator: Option<&dyn Evaluator>,
+) -> Result<LaunchPlan, CompileError> {
+    let graph = graph::import_shared(bytes, &ExternalData::none(), &Limits::default())?;
+    finish(graph, evaluator)
 }
 
 /// Imports, optimises and lowers a model file. External weights must lie in its folder or below.

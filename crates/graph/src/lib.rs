@@ -56,5 +56,7 @@ pub use bind::bind;
 pub use hash::{plan_hashes, subgraph_hashes};
 pub use ir::{Graph, GraphNode, Value};
 pub use model::dim::SymDim;
-pub use onnx::{ExternalData, ImportError, Limits, import, import_file, parse_tensor_proto};
+pub use onnx::{
+    ExternalData, ImportError, Limits, import, import_file, import_shared, parse_tensor_proto,
+};
 pub use pass::{Evaluator, PassReport, optimize};

@@ -4,6 +4,7 @@
 //! request, and the kernel clears them for the next one, which takes longer than filling them. A
 //! device reads inputs in the pinned host pool directly, without another copy.
 
+use std::collections::TryReserveError;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -83,7 +84,12 @@ impl BodyBuffers {
         let found = free.buffers.iter().rposition(fits).map(|at| free.buffers.remove(at));
         free.bytes -= found.as_ref().map_or(0, Vec::capacity);
         drop(free);
-        found.unwrap_or_else(|| Vec::with_capacity(length.min(FIRST_BYTES)))
+        found.unwrap_or_else(|| {
+            let mut new = Vec::new();
+            // Without memory it stays empty, and its first bytes say so.
+            let _ = new.try_reserve_exact(length.min(FIRST_BYTES));
+            new
+        })
     }
 
     fn give(&self, mut buffer: Vec<u8>) {
@@ -106,10 +112,14 @@ impl MemoryCache for BodyBuffers {
 }
 
 impl BodyBuffer {
-    /// Appends `bytes`. A body longer than announced moves to the heap.
-    pub(crate) fn extend(&mut self, bytes: &[u8]) {
+    /// Appends `bytes`, unless there is not enough memory. A body longer than announced moves to
+    /// the heap.
+    pub(crate) fn extend(&mut self, bytes: &[u8]) -> Result<(), TryReserveError> {
         match &mut self.memory {
-            Memory::Heap(own) => own.extend_from_slice(bytes),
+            Memory::Heap(own) => {
+                own.try_reserve(bytes.len())?;
+                own.extend_from_slice(bytes);
+            }
             Memory::Pooled { buffer, end, .. } => {
                 let space = (**buffer).as_mut().get_mut(*end..*end + bytes.len());
                 match space {
@@ -117,10 +127,17 @@ impl BodyBuffer {
                         space.copy_from_slice(bytes);
                         *end += bytes.len();
                     }
-                    None => self.memory = Memory::Heap([self.as_ref(), bytes].concat()),
+                    None => {
+                        let mut own = Vec::new();
+                        own.try_reserve(self.len() + bytes.len())?;
+                        own.extend_from_slice(self.as_ref());
+                        own.extend_from_slice(bytes);
+                        self.memory = Memory::Heap(own);
+                    }
                 }
             }
         }
+        Ok(())
     }
 
     /// Length of its contents.
@@ -172,7 +189,7 @@ mod tests {
     fn returns_a_buffer_when_its_last_slice_is_dropped() {
         let pool = Arc::new(BodyBuffers::default());
         let mut buffer = pool.take(100_000);
-        buffer.extend(&[7; 100_000]);
+        buffer.extend(&[7; 100_000]).unwrap();
         let address = buffer.as_ref().as_ptr();
         let bytes = buffer.freeze();
         let part = bytes.slice(10..20);
@@ -182,7 +199,7 @@ mod tests {
         assert_eq!(free_buffers(&pool).0, 1);
         let mut again = pool.take(90_000);
         assert_eq!((again.len(), free_buffers(&pool)), (0, (0, 0)));
-        again.extend(&[8; 90_000]);
+        again.extend(&[8; 90_000]).unwrap();
         assert_eq!(again.as_ref().as_ptr(), address);
     }
 
@@ -254,7 +271,7 @@ mod tests {
             let (host_pool, pool) = with_host_pool(1);
             let mut buffer = pool.take(length);
             let body: Vec<u8> = (0..length).map(|at| (at % 251) as u8).collect();
-            body.chunks(16_384).for_each(|part| buffer.extend(part));
+            body.chunks(16_384).for_each(|part| buffer.extend(part).unwrap());
             assert_eq!(buffer.len(), length);
             let end = buffer.as_ref().as_ptr_range().end as usize;
             assert!((end - host_pool.began.load(Ordering::Relaxed)).is_multiple_of(ALIGNED_BYTES));
@@ -273,7 +290,7 @@ mod tests {
         let (host_pool, pool) = with_host_pool(1);
         let held = pool.take(70_000);
         let mut second = pool.take(70_000);
-        second.extend(&[1; 70_000]);
+        second.extend(&[1; 70_000]).unwrap();
         drop(held);
         assert_eq!((second.len(), host_pool.left.load(Ordering::Relaxed)), (70_000, 1));
         for length in [MIN_BYTES - 1, FIRST_BYTES + 1] {
@@ -286,8 +303,8 @@ mod tests {
         }
         let mut longer = pool.take(70_000);
         assert_eq!(host_pool.left.load(Ordering::Relaxed), 0);
-        longer.extend(&[2; 70_000]);
-        longer.extend(&[3; 1]);
+        longer.extend(&[2; 70_000]).unwrap();
+        longer.extend(&[3; 1]).unwrap();
         assert_eq!(host_pool.left.load(Ordering::Relaxed), 1, "it moved");
         assert_eq!(longer.as_ref(), [&[2; 70_000][..], &[3]].concat());
     }

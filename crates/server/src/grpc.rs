@@ -169,7 +169,7 @@ async fn try_infer(
     let span = infer_span(model.name, &request.id, &context);
     let work = app.limited(app.service.infer(model, request, context));
     let response = work.instrument(span).await?;
-    Ok(encode_infer(response))
+    encode_infer(response)
 }
 
 fn context_of(headers: &HeaderMap) -> RequestContext {

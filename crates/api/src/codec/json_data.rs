@@ -13,6 +13,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error, SeqAccess, Visitor};
 
 use super::MAX_RANK;
 use crate::error::{ApiError, ApiResult};
+use crate::fallible::{OUT_OF_MEMORY, converted, push};
 
 /// The values of one `data` field, flattened in row-major order.
 #[derive(Clone, Debug, PartialEq)]
@@ -53,6 +54,24 @@ impl<'de> DeserializeSeed<'de> for Collector<'_> {
 
 const MIXED: &str = "numbers, booleans and strings are mixed in one tensor";
 
+/// Appends `value`; the error of a decoder says when there is not enough memory.
+fn append<T, E: Error>(values: &mut Vec<T>, value: T) -> Result<(), E> {
+    push(values, value).map_err(|_| E::custom(OUT_OF_MEMORY))
+}
+
+/// The values in another form, and `last`.
+fn widened<V: Copy, T, E: Error>(
+    values: &[V],
+    widen: impl Fn(V) -> T,
+    last: T,
+) -> Result<Vec<T>, E> {
+    let mut wide = Vec::new();
+    wide.try_reserve(values.len() + 1).map_err(|_| E::custom(OUT_OF_MEMORY))?;
+    wide.extend(values.iter().map(|&value| widen(value)));
+    wide.push(last);
+    Ok(wide)
+}
+
 impl<'de> Visitor<'de> for Collector<'_> {
     type Value = ();
 
@@ -71,7 +90,7 @@ impl<'de> Visitor<'de> for Collector<'_> {
 
     fn visit_bool<E: Error>(self, value: bool) -> Result<(), E> {
         match self.data {
-            JsonData::Bools(values) => values.push(u8::from(value)),
+            JsonData::Bools(values) => append(values, u8::from(value))?,
             JsonData::Empty => *self.data = JsonData::Bools(vec![u8::from(value)]),
             _ => return Err(E::custom(MIXED)),
         }
@@ -80,14 +99,13 @@ impl<'de> Visitor<'de> for Collector<'_> {
 
     fn visit_i64<E: Error>(self, value: i64) -> Result<(), E> {
         match self.data {
-            JsonData::Signed(values) => values.push(value),
-            JsonData::Floats(values) => values.push(value as f64),
+            JsonData::Signed(values) => append(values, value)?,
+            JsonData::Floats(values) => append(values, value as f64)?,
             JsonData::Empty => *self.data = JsonData::Signed(vec![value]),
             JsonData::Unsigned(values) => match u64::try_from(value) {
-                Ok(value) => values.push(value),
+                Ok(value) => append(values, value)?,
                 Err(_) => {
-                    let mut floats: Vec<f64> = values.iter().map(|&v| v as f64).collect();
-                    floats.push(value as f64);
+                    let floats = widened(values, |v| v as f64, value as f64)?;
                     *self.data = JsonData::Floats(floats);
                 }
             },
@@ -101,13 +119,11 @@ impl<'de> Visitor<'de> for Collector<'_> {
             return self.visit_i64(value);
         }
         match self.data {
-            JsonData::Unsigned(values) => values.push(value),
-            JsonData::Floats(values) => values.push(value as f64),
+            JsonData::Unsigned(values) => append(values, value)?,
+            JsonData::Floats(values) => append(values, value as f64)?,
             JsonData::Empty => *self.data = JsonData::Unsigned(vec![value]),
             JsonData::Signed(values) if values.iter().all(|&v| v >= 0) => {
-                let mut wide: Vec<u64> = values.iter().map(|&v| v as u64).collect();
-                wide.push(value);
-                *self.data = JsonData::Unsigned(wide);
+                *self.data = JsonData::Unsigned(widened(values, |v| v as u64, value)?);
             }
             JsonData::Signed(_) => return self.visit_f64(value as f64),
             _ => return Err(E::custom(MIXED)),
@@ -116,17 +132,13 @@ impl<'de> Visitor<'de> for Collector<'_> {
     }
 
     fn visit_f64<E: Error>(self, value: f64) -> Result<(), E> {
-        let mut floats: Vec<f64> = match self.data {
-            JsonData::Floats(values) => {
-                values.push(value);
-                return Ok(());
-            }
-            JsonData::Empty => Vec::new(),
-            JsonData::Signed(values) => values.iter().map(|&v| v as f64).collect(),
-            JsonData::Unsigned(values) => values.iter().map(|&v| v as f64).collect(),
+        let floats = match self.data {
+            JsonData::Floats(values) => return append(values, value),
+            JsonData::Empty => vec![value],
+            JsonData::Signed(values) => widened(values, |v| v as f64, value)?,
+            JsonData::Unsigned(values) => widened(values, |v| v as f64, value)?,
             _ => return Err(E::custom(MIXED)),
         };
-        floats.push(value);
         *self.data = JsonData::Floats(floats);
         Ok(())
     }
@@ -134,7 +146,7 @@ impl<'de> Visitor<'de> for Collector<'_> {
     fn visit_str<E: Error>(self, value: &str) -> Result<(), E> {
         let value = Bytes::copy_from_slice(value.as_bytes());
         match self.data {
-            JsonData::Strings(values) => values.push(value),
+            JsonData::Strings(values) => append(values, value)?,
             JsonData::Empty => *self.data = JsonData::Strings(vec![value]),
             _ => return Err(E::custom(MIXED)),
         }
@@ -189,7 +201,7 @@ impl JsonData {
             JsonData::Empty => Vec::new(),
             JsonData::Bools(values) => values,
             JsonData::Signed(values) if values.iter().all(|v| matches!(v, 0 | 1)) => {
-                values.into_iter().map(|v| v as u8).collect()
+                converted(values.into_iter(), |v| Ok(v as u8))?
             }
             other => return Err(other.wrong_kind(DataType::Bool)),
         };
@@ -212,7 +224,7 @@ impl JsonData {
             let fits = |v: V| {
                 T::try_from(v).map_err(|_| ApiError::invalid(format!("{v} does not fit {dtype}")))
             };
-            values.into_iter().map(fits).collect()
+            converted(values.into_iter(), fits)
         }
         match self {
             JsonData::Empty => Ok(Vec::new()),
@@ -229,9 +241,9 @@ impl JsonData {
         };
         match self {
             JsonData::Empty => Ok(Vec::new()),
-            JsonData::Signed(values) => values.into_iter().map(|v| fits(v as f64)).collect(),
-            JsonData::Unsigned(values) => values.into_iter().map(|v| fits(v as f64)).collect(),
-            JsonData::Floats(values) => values.into_iter().map(fits).collect(),
+            JsonData::Signed(values) => converted(values.into_iter(), |v| fits(v as f64)),
+            JsonData::Unsigned(values) => converted(values.into_iter(), |v| fits(v as f64)),
+            JsonData::Floats(values) => converted(values.into_iter(), fits),
             other => Err(other.wrong_kind(dtype)),
         }
     }

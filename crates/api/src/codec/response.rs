@@ -8,6 +8,7 @@ use model::{DataType, Tensor, TensorData};
 
 use super::{OutputEncoding, strings};
 use crate::error::{ApiError, ApiResult};
+use crate::fallible::{out_of_memory, with_room};
 use crate::infer::{InferResponse, NamedTensor};
 
 /// Binary outputs up to this many bytes are copied behind the JSON, so that the response is one
@@ -43,7 +44,8 @@ impl EncodedResponse {
     }
 }
 
-/// Encodes `response`. Fails only if text that is not UTF-8 is to be encoded as JSON.
+/// Encodes `response`. Fails if text that is not UTF-8 is to be encoded as JSON, and when there is
+/// not enough memory.
 pub fn encode(response: &InferResponse, encoding: &OutputEncoding) -> ApiResult<EncodedResponse> {
     let mut json = Vec::with_capacity(256);
     let mut binary = Vec::new();
@@ -54,13 +56,14 @@ pub fn encode(response: &InferResponse, encoding: &OutputEncoding) -> ApiResult<
         }
         write_output_head(&mut json, output);
         if encoding.is_binary(&output.name) {
-            let bytes = tensor_bytes(&output.tensor);
+            let bytes = tensor_bytes(&output.tensor)?;
             write_fmt(
                 &mut json,
                 format_args!(",\"parameters\":{{\"binary_data_size\":{}}}}}", bytes.len()),
             );
             binary.push(bytes);
         } else {
+            json.try_reserve(text_bytes(&output.tensor)).map_err(out_of_memory)?;
             json.extend_from_slice(b",\"data\":[");
             write_data(&mut json, output)?;
             json.extend_from_slice(b"]}");
@@ -85,15 +88,35 @@ fn join(mut json: Vec<u8>, binary: Vec<Bytes>) -> EncodedResponse {
 }
 
 /// The encoded bytes of a tensor; shared unless it holds text.
-pub fn tensor_bytes(tensor: &Tensor) -> Bytes {
+///
+/// # Errors
+/// When there is not enough memory.
+pub fn tensor_bytes(tensor: &Tensor) -> ApiResult<Bytes> {
     match tensor.data() {
-        TensorData::Raw(raw) => raw.clone(),
+        TensorData::Raw(raw) => Ok(raw.clone()),
         TensorData::Strings(elements) => {
-            let mut bytes = Vec::with_capacity(strings::encoded_len(elements));
+            let mut bytes = with_room(strings::encoded_len(elements))?;
             strings::encode(elements, &mut bytes);
-            bytes.into()
+            Ok(bytes.into())
         }
     }
+}
+
+/// The most bytes that the JSON of a tensor takes.
+pub fn text_bytes(tensor: &Tensor) -> usize {
+    let each = match tensor.dtype() {
+        DataType::Bool => 6,
+        DataType::U8 | DataType::I8 => 5,
+        DataType::U16 | DataType::I16 => 7,
+        DataType::U32 | DataType::I32 => 12,
+        DataType::U64 | DataType::I64 => 21,
+        DataType::F16 | DataType::BF16 | DataType::F32 => 18,
+        DataType::F64 => 26,
+        // Quotes and a comma; every byte may need an escape of six.
+        DataType::String => 3,
+    };
+    let escapes = if tensor.dtype() == DataType::String { 6 * tensor.size_bytes() } else { 0 };
+    tensor.len().saturating_mul(each).saturating_add(escapes)
 }
 
 fn write_head(json: &mut Vec<u8>, response: &InferResponse) {

@@ -3,6 +3,7 @@
 use bytes::{BufMut, Bytes};
 
 use crate::error::{ApiError, ApiResult};
+use crate::fallible::with_room;
 
 /// Splits `bytes` into exactly `count` elements, which share it.
 pub fn decode(bytes: Bytes, count: usize) -> ApiResult<Vec<Bytes>> {
@@ -13,7 +14,7 @@ pub fn decode(bytes: Bytes, count: usize) -> ApiResult<Vec<Bytes>> {
             bytes.len()
         )));
     }
-    let mut elements = Vec::with_capacity(count);
+    let mut elements = with_room(count)?;
     let mut at = 0;
     while let Some(prefix) = bytes[at..].first_chunk::<4>() {
         let length = u32::from_le_bytes(*prefix) as usize;

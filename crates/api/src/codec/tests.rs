@@ -183,7 +183,7 @@ fn text_that_is_not_utf8_needs_binary() {
 }
 
 fn seeds() -> Vec<Vec<u8>> {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/binary_tensor");
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus/binary");
     let mut seeds: Vec<Vec<u8>> = std::fs::read_dir(folder)
         .unwrap()
         .map(|entry| std::fs::read(entry.unwrap().path()).unwrap())

@@ -69,8 +69,7 @@ fn check() -> Result<CheckEvent, CheckEvent> {
         return Err(failed("the model was cut off"));
     }
     report(&CheckEvent::Stage(CheckStage::Compile));
-    let plan = compile_bytes(&onnx).map_err(|err| CheckEvent::from(&err))?;
-    drop(onnx);
+    let plan = compile_bytes(onnx).map_err(|err| CheckEvent::from(&err))?;
     report(&CheckEvent::Stage(CheckStage::Load));
     let device =
         CpuDevice::new(CpuOptions { threads: THREADS, queues: 1, ..CpuOptions::default() });

@@ -25,7 +25,7 @@ impl Random {
 }
 
 fn corpus() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/onnx_import")
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/onnx")
 }
 
 /// CPU time of this thread: independent of the load of the machine.

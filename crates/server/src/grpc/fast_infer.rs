@@ -9,8 +9,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use api::fallible::{out_of_memory, with_room};
 use api::{ApiError, RequestContext, decoded_size, proto};
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{BufMut, Bytes};
 use futures_util::stream;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, Request, Response};
@@ -107,11 +108,11 @@ fn frame(app: &AppState, message: &impl Message) -> Result<(Bytes, Reservation),
     let claimed = u32::try_from(length)
         .map_err(|_| Status::resource_exhausted("the response exceeds the maximum gRPC message"))?;
     let memory = app.bodies.memory.reserve(PREFIX + length).map_err(refused)?;
-    let mut framed = BytesMut::with_capacity(PREFIX + length);
+    let mut framed: Vec<u8> = with_room(PREFIX + length)?;
     framed.put_u8(0);
     framed.put_u32(claimed);
     message.encode(&mut framed).map_err(|error| Status::internal(error.to_string()))?;
-    Ok((framed.freeze(), memory))
+    Ok((framed.into(), memory))
 }
 
 fn refused(error: MemoryError) -> Status {
@@ -243,14 +244,14 @@ impl MessageReader {
             return Ok(self.rest.split_to(length));
         }
         let mut buffer = bodies.buffers.take(length);
-        buffer.extend(&std::mem::take(&mut self.rest));
+        buffer.extend(&std::mem::take(&mut self.rest)).map_err(out_of_memory)?;
         while buffer.len() < length {
             let Some(mut data) = next(&mut self.body).await? else {
                 return Err(Status::internal("Unexpected EOF decoding stream."));
             };
             let own = data.split_to(data.len().min(length - buffer.len()));
             reserve_received(memory, buffer.len() + own.len(), length).map_err(refused)?;
-            buffer.extend(&own);
+            buffer.extend(&own).map_err(out_of_memory)?;
             self.rest = data;
         }
         Ok(buffer.freeze())

@@ -2,6 +2,7 @@
 
 use api::ApiError;
 use api::error::ApiResult;
+use api::fallible::{converted, with_room};
 use api::picture::{self, DecodeLimits, RgbPicture};
 use model::config::{ChannelOrder, ImageLayout, Preprocessing};
 use model::{DataType, Dim, Reservation, Tensor, ValueInfo};
@@ -55,7 +56,7 @@ pub fn to_tensor(
     let limits = DecodeLimits { edge: MAX_EDGE, ..DecodeLimits::default() };
     let image = picture::decode(file, &limits, memory)?;
     let image = resize_and_crop(&image, width, height, preprocessing, memory)?;
-    let values = normalise(&image, preprocessing);
+    let values = normalise(&image, preprocessing)?;
     let (width, height) = (width as usize, height as usize);
     let channels = channel_count(preprocessing.channels);
     let mut shape = match preprocessing.layout {
@@ -68,11 +69,11 @@ pub fn to_tensor(
     match info.dtype {
         DataType::F32 => Ok(Tensor::from_vec(shape, values)?),
         DataType::F16 => {
-            let halves = values.into_iter().map(half::f16::from_f32).collect();
+            let halves = converted(values.into_iter(), |value| Ok(half::f16::from_f32(value)))?;
             Ok(Tensor::from_vec::<half::f16>(shape, halves)?)
         }
         DataType::U8 => {
-            let bytes = values.into_iter().map(|value| value.round() as u8).collect();
+            let bytes = converted(values.into_iter(), |value| Ok(value.round() as u8))?;
             Ok(Tensor::from_vec::<u8>(shape, bytes)?)
         }
         other => Err(ApiError::invalid(format!(
@@ -126,15 +127,16 @@ fn resize_and_crop(
     let input = width as usize * height as usize;
     memory.grow(pixels as usize * 3 + image.width * 12 + input * (3 + 3 * 8))?;
     let (left, top) = ((to_width - width) / 2, (to_height - height) / 2);
-    let resized = image.resize(to_width as usize, to_height as usize, preprocessing.resize);
-    Ok(resized.crop(left as usize, top as usize, width as usize, height as usize))
+    let resized = image.resize(to_width as usize, to_height as usize, preprocessing.resize)?;
+    resized.crop(left as usize, top as usize, width as usize, height as usize)
 }
 
-fn normalise(image: &RgbPicture, preprocessing: &Preprocessing) -> Vec<f32> {
+fn normalise(image: &RgbPicture, preprocessing: &Preprocessing) -> ApiResult<Vec<f32>> {
     let channels = channel_count(preprocessing.channels);
     let pixels = image.width * image.height;
     let of = |values: &[f32], channel: usize| values[channel.min(values.len() - 1)];
-    let mut tensor = vec![0f32; channels * pixels];
+    let mut tensor = with_room(channels * pixels)?;
+    tensor.resize(channels * pixels, 0f32);
     for (position, pixel) in image.pixels().enumerate() {
         let [r, g, b] = [pixel[0], pixel[1], pixel[2]].map(f32::from);
         let colours = match preprocessing.channels {
@@ -151,7 +153,7 @@ fn normalise(image: &RgbPicture, preprocessing: &Preprocessing) -> Vec<f32> {
             tensor[at] = (value - mean) / std;
         }
     }
-    tensor
+    Ok(tensor)
 }
 
 #[cfg(test)]

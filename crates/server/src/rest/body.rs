@@ -1,8 +1,10 @@
 //! Request bodies read under a limit, and the compression of both directions.
 
+use std::collections::TryReserveError;
 use std::io::{Read, Write};
 
 use api::error::ApiResult;
+use api::fallible::{FallibleBytes, out_of_memory};
 use api::{ApiError, ErrorKind};
 use axum::BoxError;
 use bytes::Bytes;
@@ -74,6 +76,9 @@ where
             if error.is::<LengthLimitError>() {
                 return too_large(limit);
             }
+            if let Some(refused) = error.downcast_ref::<TryReserveError>() {
+                return out_of_memory(refused.clone());
+            }
             match error.downcast_ref::<MemoryError>() {
                 Some(refused) => ApiError::from(*refused),
                 None => ended_early(&*error),
@@ -120,12 +125,12 @@ where
         received += data.len();
         reserve_received(&mut memory, received, claimed)?;
         match (&mut first, &mut all) {
-            (_, Some(all)) => all.extend(&data),
+            (_, Some(all)) => all.extend(&data)?,
             (None, None) => first = Some(data),
             (Some(first), None) => {
                 let mut buffer = app.bodies.buffers.take(claimed.max(first.len() + data.len()));
-                buffer.extend(first);
-                buffer.extend(&data);
+                buffer.extend(first)?;
+                buffer.extend(&data)?;
                 all = Some(buffer);
             }
         }
@@ -222,20 +227,24 @@ pub(crate) fn response_coding(headers: &HeaderMap) -> Option<Coding> {
 }
 
 /// Compresses `parts` into one.
-pub(crate) fn compress(parts: &[Bytes], coding: Coding) -> std::io::Result<Vec<u8>> {
-    let level = Compression::fast();
-    match coding {
+pub(crate) fn compress(parts: &[Bytes], coding: Coding) -> ApiResult<Vec<u8>> {
+    let (level, packed) = (Compression::fast(), FallibleBytes::default());
+    let compressed = match coding {
         Coding::Gzip => {
-            let mut encoder = GzEncoder::new(Vec::new(), level);
-            parts.iter().try_for_each(|part| encoder.write_all(part))?;
-            encoder.finish()
+            let mut encoder = GzEncoder::new(packed, level);
+            let written = parts.iter().try_for_each(|part| encoder.write_all(part));
+            written.and_then(|()| encoder.finish())
         }
         Coding::Deflate => {
-            let mut encoder = ZlibEncoder::new(Vec::new(), level);
-            parts.iter().try_for_each(|part| encoder.write_all(part))?;
-            encoder.finish()
+            let mut encoder = ZlibEncoder::new(packed, level);
+            let written = parts.iter().try_for_each(|part| encoder.write_all(part));
+            written.and_then(|()| encoder.finish())
         }
-    }
+    };
+    // Only memory can be short.
+    compressed.map(|packed| packed.0).map_err(|error| {
+        ApiError::unavailable(format!("cannot compress the response: {error}")).retry_after(1)
+    })
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use api::error::ApiResult;
+use api::fallible::with_room;
 use api::{
     ApiError, ClassifyRequest, ErrorKind, RegisterRequest, RequestContext, check_model_name,
 };
@@ -23,6 +24,8 @@ use crate::server::AppState;
 const MAX_CLASSES: usize = 1000;
 /// Bytes that a field reserves first.
 const MIN_STEP: usize = 64 << 10;
+/// Bytes of a label beside its text: its handle, and an allocation.
+const LABEL_BYTES: usize = size_of::<String>() + 32;
 /// Maximum number of labels of a model.
 const MAX_LABELS: usize = 1 << 20;
 
@@ -75,7 +78,11 @@ fn form_error(error: MultipartError) -> ApiError {
 }
 
 /// The bytes of a field. Memory for them is reserved as they arrive.
-async fn bytes_of(mut field: Field<'_>, memory: &mut Reservation) -> ApiResult<Bytes> {
+async fn bytes_of(field: Field<'_>, memory: &mut Reservation) -> ApiResult<Bytes> {
+    collect(field, memory).await.map(Bytes::from)
+}
+
+async fn collect(mut field: Field<'_>, memory: &mut Reservation) -> ApiResult<Vec<u8>> {
     let mut all: Vec<u8> = Vec::new();
     while let Some(chunk) = field.chunk().await.map_err(form_error)? {
         if all.capacity() - all.len() < chunk.len() {
@@ -86,13 +93,12 @@ async fn bytes_of(mut field: Field<'_>, memory: &mut Reservation) -> ApiResult<B
         }
         all.extend_from_slice(&chunk);
     }
-    Ok(all.into())
+    Ok(all)
 }
 
 async fn text_of(field: Field<'_>, memory: &mut Reservation) -> ApiResult<String> {
-    let bytes = bytes_of(field, memory).await?;
-    let text = std::str::from_utf8(&bytes).map_err(|_| ApiError::invalid("a field is not text"))?;
-    Ok(text.to_string())
+    let bytes = collect(field, memory).await?;
+    String::from_utf8(bytes).map_err(|_| ApiError::invalid("a field is not text"))
 }
 
 async fn read_registration(
@@ -105,7 +111,7 @@ async fn read_registration(
         match field.name().unwrap_or_default() {
             "name" => name = Some(text_of(field, memory).await?),
             "model" => onnx = Some(bytes_of(field, memory).await?),
-            "labels" => labels = read_labels(&text_of(field, memory).await?)?,
+            "labels" => labels = read_labels(&text_of(field, memory).await?, memory)?,
             "preprocessing" => preprocessing = read_preprocessing(&text_of(field, memory).await?)?,
             "class" => class = read_class(&text_of(field, memory).await?)?,
             "slo_ms" => slo_ms = read_slo(&text_of(field, memory).await?)?,
@@ -129,12 +135,17 @@ fn unknown_field(name: &str, known: &str) -> ApiError {
     ApiError::invalid(format!("unknown field '{name}'; known are {known}"))
 }
 
-fn read_labels(text: &str) -> ApiResult<Vec<String>> {
-    let labels: Vec<String> = text.lines().map(|line| line.trim_end().to_string()).collect();
-    match labels.len() <= MAX_LABELS {
-        true => Ok(labels),
-        false => Err(ApiError::invalid(format!("more than {MAX_LABELS} labels"))),
+/// One label per line. An empty line takes a byte of the text and many bytes of labels, so these are
+/// counted and reserved first.
+fn read_labels(text: &str, memory: &mut Reservation) -> ApiResult<Vec<String>> {
+    let count = text.lines().take(MAX_LABELS + 1).count();
+    if count > MAX_LABELS {
+        return Err(ApiError::invalid(format!("more than {MAX_LABELS} labels")));
     }
+    memory.grow(count * LABEL_BYTES + text.len())?;
+    let mut labels = with_room(count)?;
+    labels.extend(text.lines().map(|line| line.trim_end().to_string()));
+    Ok(labels)
 }
 
 fn read_preprocessing(text: &str) -> ApiResult<Option<Preprocessing>> {
@@ -186,5 +197,23 @@ fn read_k(text: &str) -> ApiResult<usize> {
     match text.trim().parse() {
         Ok(k) if (1..=MAX_CLASSES).contains(&k) => Ok(k),
         _ => Err(ApiError::invalid(format!("the field 'k' must be a number in 1..{MAX_CLASSES}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::HostMemory;
+
+    use super::*;
+
+    #[test]
+    fn labels_are_reserved_before_they_are_made() {
+        let mut memory = HostMemory::leaked(1 << 20).empty();
+        assert_eq!(read_labels("cat \ndog", &mut memory).unwrap(), ["cat", "dog"]);
+        // A byte each, which would become 24 and more.
+        let error = read_labels(&"\n".repeat(500_000), &mut memory).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::TooLarge, "{error}");
+        let error = read_labels(&"\n".repeat(MAX_LABELS + 1), &mut memory).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::InvalidArgument, "{error}");
     }
 }

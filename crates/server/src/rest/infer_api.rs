@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use api::codec::response::text_bytes;
 use api::codec::{self, Decoded, EncodedResponse, HEADER_LENGTH};
 use api::error::ApiResult;
 use api::trace::TRACEPARENT;
@@ -14,7 +15,7 @@ use axum::extract::{Extension, State};
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderValue};
 use http::{HeaderMap, HeaderName, Response};
-use model::{DataType, Reservation, Tensor};
+use model::Reservation;
 use tracing::Instrument;
 
 use super::body::{self, Coding};
@@ -151,8 +152,7 @@ pub(super) async fn encode(
         let mut encoded = codec::encode(&response, &encoding)?;
         let coding = coding.filter(|_| encoded.len() >= COMPRESS_BYTES);
         if let Some(coding) = coding {
-            let packed = body::compress(&encoded.parts, coding)
-                .map_err(|error| ApiError::internal(format!("cannot compress: {error}")))?;
+            let packed = body::compress(&encoded.parts, coding)?;
             encoded.parts = vec![packed.into()];
         }
         Ok((encoded, coding))
@@ -171,23 +171,6 @@ pub(super) async fn encode(
         headers.insert(CONTENT_ENCODING, HeaderValue::from_static(coding.as_str()));
     }
     Ok(reply)
-}
-
-/// The most bytes that the JSON of a tensor takes.
-fn text_bytes(tensor: &Tensor) -> usize {
-    let each = match tensor.dtype() {
-        DataType::Bool => 6,
-        DataType::U8 | DataType::I8 => 5,
-        DataType::U16 | DataType::I16 => 7,
-        DataType::U32 | DataType::I32 => 12,
-        DataType::U64 | DataType::I64 => 21,
-        DataType::F16 | DataType::BF16 | DataType::F32 => 18,
-        DataType::F64 => 26,
-        // Quotes and a comma; every byte may need an escape of six.
-        DataType::String => 3,
-    };
-    let escapes = if tensor.dtype() == DataType::String { 6 * tensor.size_bytes() } else { 0 };
-    tensor.len().saturating_mul(each).saturating_add(escapes)
 }
 
 #[cfg(test)]

@@ -1,0 +1,4 @@
+//! `binary` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("binary");

@@ -1,0 +1,4 @@
+//! `compile` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("compile");

@@ -1,0 +1,4 @@
+//! `grpc` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("grpc");

@@ -1,0 +1,4 @@
+//! `headers` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("headers");

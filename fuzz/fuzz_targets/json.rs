@@ -1,0 +1,4 @@
+//! `json` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("json");

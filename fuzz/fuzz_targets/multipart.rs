@@ -1,0 +1,4 @@
+//! `multipart` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("multipart");

@@ -1,0 +1,4 @@
+//! `onnx` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("onnx");

@@ -1,0 +1,4 @@
+//! `pbtxt` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("pbtxt");

@@ -1,0 +1,4 @@
+//! `picture` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("picture");

@@ -1,0 +1,4 @@
+//! `plan` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("plan");

@@ -1,0 +1,4 @@
+//! `profiles` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("profiles");

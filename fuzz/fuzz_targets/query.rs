@@ -1,0 +1,4 @@
+//! `query` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("query");

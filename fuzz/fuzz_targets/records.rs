@@ -1,0 +1,4 @@
+//! `records` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("records");

@@ -1,0 +1,4 @@
+//! `rest` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("rest");

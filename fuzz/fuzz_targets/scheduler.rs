@@ -1,0 +1,4 @@
+//! `scheduler` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("scheduler");

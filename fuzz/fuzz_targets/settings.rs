@@ -1,0 +1,4 @@
+//! `settings` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("settings");

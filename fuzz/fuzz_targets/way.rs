@@ -1,0 +1,4 @@
+//! `way` under libFuzzer.
+#![no_main]
+
+fuzz::under_libfuzzer!("way");
