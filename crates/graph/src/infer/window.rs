@@ -198,6 +198,11 @@ pub fn conv_transpose(op: &ConvTranspose, x: &Operands) -> Inferred<Fact> {
     if input.len() < 3 {
         return fail(format!("a convolution over rank {}", input.len()));
     }
+    if let Some(rank) = x.rank(1)
+        && rank != input.len()
+    {
+        return fail(format!("a weight of rank {rank} for an input of rank {}", input.len()));
+    }
     let spatial = input.len() - 2;
     let kernel = kernel_of(&op.window, spatial, x.shape(1))?;
     let sliding_windows = sliding_windows(&op.window, &kernel)?;

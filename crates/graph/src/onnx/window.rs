@@ -95,7 +95,9 @@ fn conv_transpose(cx: &mut Context) -> Mapped {
     let rank = cx.shape(cx.input(0)?).map(<[_]>::len);
     let output_shape = match cx.attributes.sizes("output_shape")? {
         // Some writers put batch and channels in front.
-        Some(shape) if rank.is_some_and(|rank| shape.len() == rank) => Some(shape[2..].to_vec()),
+        Some(shape) if rank.is_some_and(|rank| rank >= 2 && shape.len() == rank) => {
+            Some(shape[2..].to_vec())
+        }
         Some(shape) if !shape.is_empty() => Some(shape),
         _ => None,
     };

@@ -49,6 +49,15 @@ fn digest(bytes: &[u8], what: &str) -> bool {
     good
 }
 
+/// What the fuzzers found, and what covers more than other inputs.
+#[test]
+fn the_whole_corpus_is_digested() {
+    let files = std::fs::read_dir(corpus()).unwrap().map(|entry| entry.unwrap().path());
+    let digested =
+        files.map(|path| digest(&std::fs::read(&path).unwrap(), &path.to_string_lossy()));
+    assert!(digested.filter(|good| *good).count() >= seeds().len());
+}
+
 /// The seeds in the fuzzer's corpus are the ones the tests use. `ATOLL_BLESS=1` writes them.
 #[test]
 fn the_corpus_is_current_and_imports() {
