@@ -60,6 +60,16 @@ pub enum PlanError {
         /// The smallest SLO, in steps of a tenth of a millisecond, that some slice meets.
         nearest_ms: f64,
     },
+    /// A plan has a line for each slice, and nobody has as many.
+    #[error("service '{service}' needs {slices:.0} slices at its rate; at most {max} are planned")]
+    TooManySlices {
+        /// The service.
+        service: String,
+        /// Slices it needs.
+        slices: f64,
+        /// The maximum.
+        max: u32,
+    },
     /// Two services of one name.
     #[error("service '{service}' is given twice")]
     Duplicate {

@@ -50,6 +50,9 @@ impl Default for PlanRules {
     }
 }
 
+/// Slices of one service: more are an error in its rate or in its profile.
+const SLICES_MAX: u32 = 1 << 20;
+
 /// Input of a solver.
 #[derive(Clone, Debug)]
 pub struct Problem {
@@ -115,7 +118,14 @@ impl Problem {
         };
         let kinds = 0..self.gpu.slices.len();
         if kinds.clone().any(|kind| points.iter().any(|p| self.fits_alone(service, kind, p))) {
-            return None;
+            let best = self.alone(service).throughput.into_iter().fold(0.0, f64::max);
+            let slices = (service.demand(&self.rules) / best).ceil();
+            let max = SLICES_MAX;
+            return (slices > f64::from(max)).then_some(PlanError::TooManySlices {
+                service: name,
+                slices,
+                max,
+            });
         }
         let patient = Service { slo_ms: f64::MAX, ..service.clone() };
         let fastest = points
@@ -243,4 +253,28 @@ pub fn merge_prefix_group(
     });
     services.push(group);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn services_beyond_all_clusters_are_refused() {
+        let problem = |throughput: f64| {
+            let columns = "model,mig_gpcs,batch,procs,throughput_total_rps,latency_ms";
+            let text = format!("{columns}\na,1,1,1,{throughput},1\n");
+            let (name, model) = ("s".to_string(), "a".to_string());
+            Problem {
+                gpu: GpuKind::find("a100-80gb").unwrap(),
+                services: vec![Service { name, model, rate: 100.0, slo_ms: 100.0 }],
+                profiles: Profiles::from_csv(&text).unwrap(),
+                rules: PlanRules::default(),
+            }
+        };
+        assert!(problem(0.001).validate().is_ok());
+        // It was planned slice by slice until the memory ended.
+        let error = problem(1e-200).validate().unwrap_err();
+        assert!(matches!(error, PlanError::TooManySlices { .. }), "{error}");
+    }
 }

@@ -40,10 +40,57 @@ impl OperatingPoint {
     }
 }
 
+/// Largest batch, and number of processes, of a point: their product is a whole number.
+const COUNT_MAX: u32 = u16::MAX as u32;
+/// Largest throughput and latency of a point; solvers compare sums of them exactly.
+const FIGURE_MAX: f64 = 1e9;
+/// Most memory of a point.
+const MEMORY_MAX_MIB: u64 = 1 << 30;
+
+impl OperatingPoint {
+    /// What solvers rely on, whatever file a point comes from.
+    fn check(&self) -> Result<(), String> {
+        if self.gpcs == 0 || self.batch == 0 || self.processes == 0 {
+            return Err("slice, batch and processes are at least 1".to_string());
+        }
+        if self.batch > COUNT_MAX || self.processes > COUNT_MAX {
+            return Err(format!("batch and processes are at most {COUNT_MAX}"));
+        }
+        let figures = [self.throughput, self.latency_ms];
+        if !figures.iter().all(|figure| *figure > 0.0 && *figure <= FIGURE_MAX) {
+            return Err(format!("throughput and latency are above 0 and at most {FIGURE_MAX:e}"));
+        }
+        if self.memory_mib.is_some_and(|memory| memory > MEMORY_MAX_MIB) {
+            return Err(format!("memory is at most {MEMORY_MAX_MIB} MiB"));
+        }
+        Ok(())
+    }
+}
+
 /// The points of every model.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "ProfilesFile")]
 pub struct Profiles {
     models: BTreeMap<String, Vec<OperatingPoint>>,
+}
+
+/// Profiles in JSON, before their points are checked.
+#[derive(Deserialize)]
+struct ProfilesFile {
+    models: BTreeMap<String, Vec<OperatingPoint>>,
+}
+
+impl TryFrom<ProfilesFile> for Profiles {
+    type Error = String;
+
+    fn try_from(file: ProfilesFile) -> Result<Profiles, String> {
+        for (model, points) in &file.models {
+            for (index, point) in points.iter().enumerate() {
+                point.check().map_err(|why| format!("point {index} of '{model}': {why}"))?;
+            }
+        }
+        Ok(Profiles { models: file.models })
+    }
 }
 
 /// Maximum number of models named in a message.
@@ -107,12 +154,7 @@ impl Profiles {
 
     /// Adds a point to a model.
     pub fn push(&mut self, model: &str, point: OperatingPoint) -> Result<(), String> {
-        if point.gpcs == 0 || point.batch == 0 || point.processes == 0 {
-            return Err("slice, batch and processes are at least 1".to_string());
-        }
-        if point.throughput <= 0.0 || point.latency_ms <= 0.0 {
-            return Err("throughput and latency are above 0".to_string());
-        }
+        point.check()?;
         self.models.entry(model.to_string()).or_default().push(point);
         Ok(())
     }
@@ -184,6 +226,30 @@ mod tests {
         assert!(bad.contains("line 2") && bad.contains("batch"), "{bad}");
         assert!(error(&format!("{HEADER}a,1,1,1,0,10,ok\n")).contains("above 0"));
         assert!(error(&format!("{HEADER}a,1,1\n")).contains("3 cells"));
+    }
+
+    #[test]
+    fn points_that_no_solver_can_use_are_refused() {
+        let error = |rows: &str| Profiles::from_csv(rows).unwrap_err().to_string();
+        // A planner took all memory for it.
+        assert!(error(&format!("{HEADER}a,1,1,1,1e308,10,ok\n")).contains("at most 1e9"));
+        // The product overflowed.
+        assert!(error(&format!("{HEADER}a,1,100000,100000,1,10,ok\n")).contains("at most 65535"));
+        // The same holds in JSON, where a planner divided by no processes.
+        let point = |processes: u32| OperatingPoint {
+            gpcs: 1,
+            batch: 1,
+            processes,
+            throughput: 10.0,
+            latency_ms: 90.0,
+            memory_mib: None,
+        };
+        let file = |processes| ProfilesFile {
+            models: BTreeMap::from([("a".to_string(), vec![point(processes)])]),
+        };
+        assert!(Profiles::try_from(file(1)).is_ok());
+        let error = Profiles::try_from(file(0)).unwrap_err();
+        assert!(error.contains("point 0 of 'a'"), "{error}");
     }
 
     #[test]
