@@ -3,6 +3,8 @@
 //! Two bytes of protobuf may become a message of 300, and three of JSON a string of 100. Both
 //! counts are upper bounds, so that a budget that grants them is enough.
 
+use std::ops::Range;
+
 use bytes::Bytes;
 
 use crate::codec::MAX_TENSORS;
@@ -217,6 +219,30 @@ impl MessageSize {
         };
         self.add(count.saturating_mul(size * GROWTH));
     }
+}
+
+/// A field's number, the bytes it takes and, where it has a length, those of its payload.
+pub(crate) struct FieldPlace {
+    pub(crate) number: u64,
+    pub(crate) whole: Range<usize>,
+    pub(crate) payload: Option<Range<usize>>,
+    pub(crate) is_group: bool,
+}
+
+/// Where the fields of a message are, up to the first malformed one.
+pub(crate) fn places(message: &[u8]) -> impl Iterator<Item = FieldPlace> {
+    let mut fields = Fields(message);
+    std::iter::from_fn(move || {
+        let start = message.len() - fields.0.len();
+        let (number, payload) = fields.next()?;
+        let end = message.len() - fields.0.len();
+        let is_group = matches!(payload, Payload::Fixed(0));
+        let payload = match payload {
+            Payload::Bytes(bytes) => Some(end - bytes.len()..end),
+            _ => None,
+        };
+        Some(FieldPlace { number, whole: start..end, payload, is_group })
+    })
 }
 
 enum Payload<'a> {

@@ -24,6 +24,10 @@ use proto::infer_parameter::ParameterChoice;
 use proto::model_infer_request::InferInputTensor;
 use proto::model_infer_response::InferOutputTensor;
 
+mod message;
+
+pub use message::decode_message;
+
 type ParameterMap = std::collections::BTreeMap<String, proto::InferParameter>;
 
 fn parameters(map: ParameterMap) -> ApiResult<Parameters> {

@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use api::fallible::{out_of_memory, with_room};
-use api::{ApiError, RequestContext, decoded_size, proto};
+use api::grpc::decode_message;
+use api::{RequestContext, decoded_size, proto};
 use bytes::{BufMut, Bytes};
 use futures_util::stream;
 use http::header::CONTENT_TYPE;
@@ -271,11 +272,7 @@ async fn decode(
     };
     let (bytes, size) = heavy(weight, measure).await?;
     bodies.reserve_decoding(size, &mut memory)?;
-    let work = move || {
-        let message = proto::ModelInferRequest::decode(bytes);
-        Ok((message.map_err(|error| ApiError::internal(error.to_string()))?, memory))
-    };
-    Ok(heavy(weight, work).await?)
+    Ok(heavy(weight, move || Ok((decode_message(bytes)?, memory))).await?)
 }
 
 /// Whether the message after this prefix is compressed, and its length.
