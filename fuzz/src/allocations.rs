@@ -24,11 +24,11 @@ pub const CASES: [&str; 7] =
     ["register", "json", "binary", "gzip", "grpc", "grpc_contents", "classify"];
 
 /// Allocations of at least this size must be able to fail. Buffers of the transport are smaller:
-/// those of HTTP/1 have 408 KiB at most.
-pub const LARGE: usize = 512 << 10;
+/// HTTP/1 has pieces of 408 KiB, of which the reader of forms joins two.
+pub const LARGE: usize = 1 << 20;
 
-/// Rows and columns of the tensors: each has 1 MiB, as the weight.
-const ROWS: usize = 512;
+/// Rows and columns of the tensors: each has 2 MiB, the weight 1 MiB.
+const ROWS: usize = 1024;
 const COLUMNS: usize = 512;
 
 /// What came of the failures of one case.
@@ -96,16 +96,15 @@ fn picture_model() -> Vec<u8> {
         node("GlobalAveragePool", &["x"], "m"),
         node("Flatten", &["m"], "y"),
         text(2, "g"),
-        value(11, "x", &[1, 3, 512, 512]),
+        value(11, "x", &[1, 3, 640, 640]),
         value(12, "y", &[1, 3]),
     ])
 }
 
 fn form(name: &str, file_field: &str, file: &[u8]) -> Vec<u8> {
     let part = "--X\r\ncontent-disposition: form-data; name=";
-    let head = format!(
-        "{part}\"name\"\r\n\r\n{name}\r\n{part}\"{file_field}\"; filename=\"f\"\r\n\r\n"
-    );
+    let head =
+        format!("{part}\"name\"\r\n\r\n{name}\r\n{part}\"{file_field}\"; filename=\"f\"\r\n\r\n");
     [head.as_bytes(), file, b"\r\n--X--\r\n"].concat()
 }
 

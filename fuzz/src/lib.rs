@@ -4,9 +4,9 @@
 //! for seconds with it. `cargo xtask fuzz` builds the same targets with coverage counters and
 //! libFuzzer, and runs them for hours. [`targets::TARGETS`] lists them.
 
+pub mod allocations;
 #[allow(unsafe_code)]
 pub mod allocator;
-pub mod allocations;
 pub mod driver;
 pub mod generate;
 #[cfg(feature = "libfuzzer")]

@@ -43,10 +43,38 @@ pub const NUMBERS: [u64; 22] = [
 
 /// The same for texts, and what parsers of numbers stumble over.
 const TEXTS: [&str; 32] = [
-    "0", "-1", "1", "2", "255", "256", "65536", "2147483648", "4294967296", "1e308", "1e-400",
-    "1e400", "-0.0", "NaN", "inf", "-inf", "0x10", "1_000", "9223372036854775807",
-    "18446744073709551616", "null", "true", "false", "\"\"", "[]", "{}", "[[[[", "{\"a\":",
-    "\\u0000", "\\ud800", "\u{feff}", "\u{1F600}",
+    "0",
+    "-1",
+    "1",
+    "2",
+    "255",
+    "256",
+    "65536",
+    "2147483648",
+    "4294967296",
+    "1e308",
+    "1e-400",
+    "1e400",
+    "-0.0",
+    "NaN",
+    "inf",
+    "-inf",
+    "0x10",
+    "1_000",
+    "9223372036854775807",
+    "18446744073709551616",
+    "null",
+    "true",
+    "false",
+    "\"\"",
+    "[]",
+    "{}",
+    "[[[[",
+    "{\"a\":",
+    "\\u0000",
+    "\\ud800",
+    "\u{feff}",
+    "\u{1F600}",
 ];
 
 /// A random element.
@@ -153,7 +181,8 @@ fn token(data: &[u8], place: usize) -> std::ops::Range<usize> {
         return place..place + 1;
     }
     let start = data[..place].iter().rposition(|byte| !is_word(byte)).map_or(0, |at| at + 1);
-    let end = data[place..].iter().position(|byte| !is_word(byte)).map_or(data.len(), |n| place + n);
+    let end =
+        data[place..].iter().position(|byte| !is_word(byte)).map_or(data.len(), |n| place + n);
     start..end
 }
 

@@ -115,13 +115,7 @@ pub const TARGETS: &[Target] = &[
         max_len: KIB,
         ..PARSER
     },
-    Target {
-        name: "picture",
-        run: picture::run,
-        memory: 96 * MIB,
-        max_len: 4 * KIB,
-        ..PARSER
-    },
+    Target { name: "picture", run: picture::run, memory: 96 * MIB, max_len: 4 * KIB, ..PARSER },
     Target {
         name: "pbtxt",
         run: files::pbtxt,

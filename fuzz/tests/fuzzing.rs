@@ -25,7 +25,7 @@ fn targets_hold_for_seconds() {
     assert_eq!(ran.count(), fuzz::targets::TARGETS.len(), "{text}");
 }
 
-/// The tensors and the model have 1 MiB and more: what is this large has its size from outside.
+/// The tensors and the model have more than 1 MiB: what is this large has its size from outside.
 #[test]
 fn large_allocations_may_fail() {
     let min = fuzz::allocations::LARGE.to_string();

@@ -14,7 +14,7 @@ use figures::{Figures, Slice};
 
 pub(crate) const HELP: &str = "\
 usage: cargo xtask fuzz --hours N [--target NAME]... [--slice SECONDS] [--plain]
-       cargo xtask fuzz --merge | --allocations | --table
+       cargo xtask fuzz --merge | --allocations | --table | --add FILE...
 
   --hours N      run for N hours, guided by coverage; figures are added to evidence/fuzz.json
   --target NAME  only this target
@@ -22,6 +22,7 @@ usage: cargo xtask fuzz --hours N [--target NAME]... [--slice SECONDS] [--plain]
   --plain        without coverage: more inputs a second, none of them guided
   --merge        add to fuzz/corpus what the runs found to cover more, as far as it is small
   --allocations  count what becomes of requests whose k-th allocation fails, for every k
+  --add FILE     add reports of `fuzz_driver run --json FILE` to the figures
   --table        write the figures into evidence/fuzz.md; every other command does that too";
 
 /// Bytes that the merge adds to the corpus of one target at most.
@@ -51,10 +52,11 @@ const RUSTFLAGS: [&str; 6] = [
 pub(crate) fn run(root: &Path, arguments: &[String]) -> Result<(), String> {
     let options = Options::parse(arguments)?;
     let fuzzing = Fuzzing::new(root)?;
-    match options.what {
-        What::Run { time, plain } => fuzzing.run(&options, time, plain)?,
+    match &options.what {
+        What::Run { time, plain } => fuzzing.run(&options, *time, *plain)?,
         What::Merge => fuzzing.merge(&options)?,
         What::Allocations => fuzzing.allocations()?,
+        What::Add(files) => fuzzing.add(files)?,
         What::Table => {}
     }
     Figures::read(root)?.write(root)
@@ -64,6 +66,7 @@ enum What {
     Run { time: Duration, plain: bool },
     Merge,
     Allocations,
+    Add(Vec<String>),
     Table,
 }
 
@@ -88,6 +91,7 @@ impl Options {
                 "--plain" => plain = true,
                 "--merge" => what = Some(What::Merge),
                 "--allocations" => what = Some(What::Allocations),
+                "--add" => what = Some(What::Add(words.by_ref().map(String::from).collect())),
                 "--table" => what = Some(What::Table),
                 _ => return Err(HELP.to_string()),
             }
@@ -205,6 +209,19 @@ impl Fuzzing {
         Ok(())
     }
 
+    /// Adds reports that the driver wrote.
+    fn add(&self, files: &[String]) -> Result<(), String> {
+        let mut figures = Figures::read(&self.root)?;
+        let commit = commit(&self.root);
+        for file in files {
+            let text = std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?;
+            for (target, slice) in Slice::of_driver(&text).map_err(|e| format!("{file}: {e}"))? {
+                figures.add(&target, &slice, &commit);
+            }
+        }
+        figures.write(&self.root)
+    }
+
     fn plain_slice(&self, driver: &Path, target: &str, time: Duration) -> Result<Slice, String> {
         let report = self.target_folder.join("fuzz-report.json");
         let since = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
@@ -217,7 +234,8 @@ impl Fuzzing {
             .status();
         status.map_err(|error| format!("{}: {error}", driver.display()))?;
         let text = std::fs::read_to_string(&report).map_err(|error| error.to_string())?;
-        Slice::of_driver(&text)
+        let one = Slice::of_driver(&text)?.into_iter().next();
+        one.map(|(_, slice)| slice).ok_or("the driver reports nothing".to_string())
     }
 
     fn guided_slice(&self, folder: &Path, target: &str, time: Duration) -> Result<Slice, String> {
@@ -289,7 +307,7 @@ impl Fuzzing {
         let driver = self.build_driver()?;
         let report = self.target_folder.join("fuzz-report.json");
         let mut figures = Figures::read(&self.root)?;
-        for min in ["524288", "0"] {
+        for min in ["1048576", "0"] {
             let mut count = Command::new(&driver);
             succeed(count.args(["allocations", "--min", min]).arg("--json").arg(&report))?;
             let text = std::fs::read_to_string(&report).map_err(|error| error.to_string())?;

@@ -32,10 +32,33 @@ const OPERATORS: &[(&str, Operands, &[&str])] = &[
     ("MatMul", "xx", &[]),
     ("MatMul", "xw", &[]),
     ("Gemm", "xw?c", &["alpha:float", "beta:float", "transA:int", "transB:int"]),
-    ("Conv", "xw?c", &["kernel_shape:ints", "strides:ints", "pads:ints", "dilations:ints", "group:int", "auto_pad=SAME_UPPER"]),
-    ("ConvTranspose", "xw?c", &["strides:ints", "pads:ints", "output_padding:ints", "output_shape:ints", "group:int"]),
-    ("MaxPool", "x", &["kernel_shape:ints", "strides:ints", "pads:ints", "ceil_mode:int", "dilations:ints"]),
-    ("AveragePool", "x", &["kernel_shape:ints", "strides:ints", "pads:ints", "count_include_pad:int"]),
+    (
+        "Conv",
+        "xw?c",
+        &[
+            "kernel_shape:ints",
+            "strides:ints",
+            "pads:ints",
+            "dilations:ints",
+            "group:int",
+            "auto_pad=SAME_UPPER",
+        ],
+    ),
+    (
+        "ConvTranspose",
+        "xw?c",
+        &["strides:ints", "pads:ints", "output_padding:ints", "output_shape:ints", "group:int"],
+    ),
+    (
+        "MaxPool",
+        "x",
+        &["kernel_shape:ints", "strides:ints", "pads:ints", "ceil_mode:int", "dilations:ints"],
+    ),
+    (
+        "AveragePool",
+        "x",
+        &["kernel_shape:ints", "strides:ints", "pads:ints", "count_include_pad:int"],
+    ),
     ("LpPool", "x", &["kernel_shape:ints", "p:int"]),
     ("GlobalAveragePool", "x", &[]),
     ("BatchNormalization", "xcccc", &["epsilon:float"]),
@@ -76,14 +99,27 @@ const OPERATORS: &[(&str, Operands, &[&str])] = &[
     ("Trilu", "x?n", &["upper:int"]),
     ("NonZero", "x", &[]),
     ("Compress", "xx", &["axis:int"]),
-    ("Resize", "x?cci", &["mode=linear", "mode=cubic", "coordinate_transformation_mode=align_corners", "nearest_mode=ceil"]),
+    (
+        "Resize",
+        "x?cci",
+        &[
+            "mode=linear",
+            "mode=cubic",
+            "coordinate_transformation_mode=align_corners",
+            "nearest_mode=ceil",
+        ],
+    ),
     ("Upsample", "xc", &["mode=nearest"]),
     ("GridSample", "xx", &["mode=bilinear", "padding_mode=border", "align_corners:int"]),
     ("DepthToSpace", "x", &["blocksize:int", "mode=CRD"]),
     ("SpaceToDepth", "x", &["blocksize:int"]),
     ("CenterCropPad", "xi", &["axes:ints"]),
     ("ReverseSequence", "xi", &["batch_axis:int", "time_axis:int"]),
-    ("Einsum", "xx", &["equation=ij,jk->ik", "equation=...ij,...jk", "equation=ii->i", "equation=abc,cd"]),
+    (
+        "Einsum",
+        "xx",
+        &["equation=ij,jk->ik", "equation=...ij,...jk", "equation=ii->i", "equation=abc,cd"],
+    ),
     ("LSTM", "xww?ci", &["hidden_size:int", "direction=bidirectional", "layout:int"]),
     ("GRU", "xww?ci", &["hidden_size:int", "direction=reverse", "linear_before_reset:int"]),
     ("RNN", "xww?c", &["hidden_size:int", "direction=forward"]),
@@ -91,7 +127,11 @@ const OPERATORS: &[(&str, Operands, &[&str])] = &[
     ("QuantizeLinear", "xs?n", &["axis:int"]),
     ("DequantizeLinear", "xs?n", &["axis:int"]),
     ("DynamicQuantizeLinear", "x", &[]),
-    ("Attention", "xxx?x", &["q_num_heads:int", "kv_num_heads:int", "is_causal:int", "scale:float"]),
+    (
+        "Attention",
+        "xxx?x",
+        &["q_num_heads:int", "kv_num_heads:int", "is_causal:int", "scale:float"],
+    ),
     ("RotaryEmbedding", "xcc?i", &["num_heads:int", "interleaved:int"]),
     ("HannWindow", "n", &["periodic:int"]),
     ("NegativeLogLikelihoodLoss", "xi?c", &["reduction=none", "ignore_index:int"]),
@@ -143,10 +183,13 @@ impl Builder<'_> {
         let element = *pick(self.random, &[1, 1, 1, 1, 1, 1, 7, 9, 10, 11, 6, 2, 3]);
         let mut dims = Vec::new();
         for size in shape(self.random) {
-            dims.push(Field::Message(1, vec![match one_in(self.random, 5) {
-                true => text(2, pick::<&str>(self.random, &["N", "T", "2*N", "N+1"])),
-                false => Field::Varint(1, size as u64),
-            }]));
+            dims.push(Field::Message(
+                1,
+                vec![match one_in(self.random, 5) {
+                    true => text(2, pick::<&str>(self.random, &["N", "T", "2*N", "N+1"])),
+                    false => Field::Varint(1, size as u64),
+                }],
+            ));
         }
         let kind = Field::Message(2, tensor_type(element, &dims));
         self.inputs.push(Field::Message(11, vec![text(1, &name), kind]));

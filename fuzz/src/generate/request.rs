@@ -39,7 +39,9 @@ const PARAMETERS: [&str; 8] = [
 fn number(random: &mut Random, dtype: &str) -> String {
     match dtype {
         "BOOL" => pick(random, &["true", "false", "1"]).to_string(),
-        "BYTES" => pick(random, &["\"\"", "\"a\"", "\"\\u00e9\\n\"", "\"\\ud83d\\ude00\""]).to_string(),
+        "BYTES" => {
+            pick(random, &["\"\"", "\"a\"", "\"\\u00e9\\n\"", "\"\\ud83d\\ude00\""]).to_string()
+        }
         "FP16" | "FP32" | "FP64" => match random.below(6) {
             0 => pick(random, &["1e30", "-0.0", "1e-45", "3.4e38", "1e309", "7"]).to_string(),
             _ => format!("{:.3}", random.symmetric_f32()),
@@ -113,10 +115,8 @@ fn request(random: &mut Random, binary: bool) -> (String, Vec<u8>) {
     text.push(']');
     if one_in(random, 2) {
         let parameter = pick(random, &["\"binary_data\":true", "\"classification\":2", ""]);
-        let _ = write!(
-            text,
-            ",\"outputs\":[{{\"name\":\"OUTPUT0\",\"parameters\":{{{parameter}}}}}]"
-        );
+        let _ =
+            write!(text, ",\"outputs\":[{{\"name\":\"OUTPUT0\",\"parameters\":{{{parameter}}}}}]");
     }
     text.push('}');
     (text, tail)

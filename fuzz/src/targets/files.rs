@@ -6,39 +6,125 @@ use base::MonotonicClock;
 use cluster::query::spec::QuerySpec;
 use model::ModelConfig;
 use model::config::pbtxt as pbtxt_format;
-use planner::plan::GpuFile;
 use planner::parvagpu::ParvaGpuVariant;
+use planner::plan::GpuFile;
 use planner::{
     Algorithm, GpuKind, Plan, PlanRules, Problem, Profiles, SearchControl, Service, check, render,
 };
+use server::node::image;
 
 /// Words of `config.pbtxt`.
 pub(super) const PBTXT_WORDS: &[&str] = &[
-    "name", "platform", "backend", "onnxruntime_onnx", "max_batch_size", "input", "output",
-    "data_type", "TYPE_FP32", "dims", "reshape", "shape", "label_filename", "dynamic_batching",
-    "preferred_batch_size", "max_queue_delay_microseconds", "instance_group", "count", "kind",
-    "KIND_GPU", "parameters", "key", "value", "string_value", "version_policy", "optimization",
-    "sequence_batching", "ensemble_scheduling", "priority_levels", "default_priority_level",
+    "name",
+    "platform",
+    "backend",
+    "onnxruntime_onnx",
+    "max_batch_size",
+    "input",
+    "output",
+    "data_type",
+    "TYPE_FP32",
+    "dims",
+    "reshape",
+    "shape",
+    "label_filename",
+    "dynamic_batching",
+    "preferred_batch_size",
+    "max_queue_delay_microseconds",
+    "instance_group",
+    "count",
+    "kind",
+    "KIND_GPU",
+    "parameters",
+    "key",
+    "value",
+    "string_value",
+    "version_policy",
+    "optimization",
+    "sequence_batching",
+    "ensemble_scheduling",
+    "priority_levels",
+    "default_priority_level",
 ];
 
 /// Words of a model's settings.
 pub(super) const SETTINGS_WORDS: &[&str] = &[
-    "class", "priority", "slo_ms", "timeout_ms", "max_batch_size", "labels", "pinned", "batching",
-    "policy", "preprocessing", "width", "height", "mean", "std", "layout", "resize", "crop",
-    "queue_capacity", "rt", "be", "auto", "window", "elastic", "none",
+    "class",
+    "priority",
+    "slo_ms",
+    "timeout_ms",
+    "max_batch_size",
+    "labels",
+    "pinned",
+    "batching",
+    "policy",
+    "preprocessing",
+    "width",
+    "height",
+    "mean",
+    "std",
+    "layout",
+    "resize",
+    "crop",
+    "queue_capacity",
+    "rt",
+    "be",
+    "auto",
+    "window",
+    "elastic",
+    "none",
 ];
 
 /// Words of a query.
 pub(super) const QUERY_WORDS: &[&str] = &[
-    "name", "slo_ms", "stage", "stages", "model", "inputs", "outputs", "fan_out", "picture",
-    "regions", "text", "labels", "each", "from", "threshold", "max", "min", "width", "height",
+    "name",
+    "slo_ms",
+    "stage",
+    "stages",
+    "model",
+    "inputs",
+    "outputs",
+    "fan_out",
+    "picture",
+    "regions",
+    "text",
+    "labels",
+    "each",
+    "from",
+    "threshold",
+    "max",
+    "min",
+    "width",
+    "height",
 ];
 
 /// Words of plans and profiles.
 pub(super) const PLAN_WORDS: &[&str] = &[
-    "gpus", "slices", "profile", "size", "start", "services", "name", "batch", "processes", "rate",
-    "cycle_ms", "1g.10gb", "2g.20gb", "3g.40gb", "7g.80gb", "bert", "resnet50", "model",
-    "mig_gpcs", "procs", "throughput_total_rps", "latency_ms", "memory_mib", "status", "ok",
+    "gpus",
+    "slices",
+    "profile",
+    "size",
+    "start",
+    "services",
+    "name",
+    "batch",
+    "processes",
+    "rate",
+    "cycle_ms",
+    "1g.10gb",
+    "2g.20gb",
+    "3g.40gb",
+    "7g.80gb",
+    "bert",
+    "resnet50",
+    "model",
+    "mig_gpcs",
+    "procs",
+    "throughput_total_rps",
+    "latency_ms",
+    "memory_mib",
+    "status",
+    "ok",
 ];
 
 /// `config.pbtxt`, beside no label file.
@@ -53,6 +139,10 @@ pub(super) fn settings(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
     if let Ok(config) = toml::from_str::<ModelConfig>(text) {
         let _ = config.batching.check();
+        // What a registration may bring; other settings are read from the same file every time.
+        if config.preprocessing.as_ref().is_some_and(|one| image::check(one).is_err()) {
+            return;
+        }
         let stored = serde_json::to_string(&config).expect("settings have a JSON form");
         serde_json::from_str::<ModelConfig>(&stored).expect("stored settings can be read");
     }

@@ -1,20 +1,52 @@
 //! Inference requests as clients send them.
 
 use api::codec::{self, Decoded, OutputEncoding};
-use api::{ApiError, InferResponse, Inputs, NamedTensor, decoded_size, grpc as grpc_codec, proto};
+use api::{ApiError, InferResponse, Inputs, NamedTensor, decoded_size, grpc as grpc_codec};
 use bytes::Bytes;
 use model::tensor::element_count;
-use prost::Message;
 
 use crate::allocator;
 
 /// Words of requests.
 pub(super) const WORDS: &[&str] = &[
-    "id", "inputs", "outputs", "name", "shape", "datatype", "data", "parameters",
-    "binary_data_size", "binary_data", "binary_data_output", "classification", "priority",
-    "timeout", "atoll_class", "rt", "be", "sequence_id", "shared_memory_region", "BOOL", "UINT8",
-    "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
-    "BF16", "BYTES", "INPUT0", "OUTPUT0", "unload_dependents", "ready", "identity",
+    "id",
+    "inputs",
+    "outputs",
+    "name",
+    "shape",
+    "datatype",
+    "data",
+    "parameters",
+    "binary_data_size",
+    "binary_data",
+    "binary_data_output",
+    "classification",
+    "priority",
+    "timeout",
+    "atoll_class",
+    "rt",
+    "be",
+    "sequence_id",
+    "shared_memory_region",
+    "BOOL",
+    "UINT8",
+    "UINT16",
+    "UINT32",
+    "UINT64",
+    "INT8",
+    "INT16",
+    "INT32",
+    "INT64",
+    "FP16",
+    "FP32",
+    "FP64",
+    "BF16",
+    "BYTES",
+    "INPUT0",
+    "OUTPUT0",
+    "unload_dependents",
+    "ready",
+    "identity",
 ];
 
 /// Memory of an error's text, which may quote names from the request.
@@ -76,7 +108,7 @@ pub(super) fn grpc(data: &[u8]) {
     let Ok(bound) = decoded_size::of_message(data) else { return };
     let body = Bytes::copy_from_slice(data);
     let request = bounded(bound, data.len(), || {
-        let message = proto::ModelInferRequest::decode(body).ok()?;
+        let message = grpc_codec::decode_message(body).ok()?;
         grpc_codec::decode_infer(message).ok()
     });
     if let Some(request) = request {

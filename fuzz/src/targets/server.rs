@@ -21,17 +21,51 @@ use echo::Echo;
 
 /// Words of forms.
 pub(super) const FORM_WORDS: &[&str] = &[
-    "--X\r\n", "--X--\r\n", "\r\n\r\n", "\r\n", "Content-Disposition: form-data; name=\"model\"",
-    "Content-Disposition: form-data; name=\"name\"", "; filename=\"a\"", "Content-Type: text/plain",
-    "labels", "preprocessing", "class", "slo_ms", "image", "rt", "be", "width", "height", "mean",
-    "std", "resize",
+    "--X\r\n",
+    "--X--\r\n",
+    "\r\n\r\n",
+    "\r\n",
+    "Content-Disposition: form-data; name=\"model\"",
+    "Content-Disposition: form-data; name=\"name\"",
+    "; filename=\"a\"",
+    "Content-Type: text/plain",
+    "labels",
+    "preprocessing",
+    "class",
+    "slo_ms",
+    "image",
+    "rt",
+    "be",
+    "width",
+    "height",
+    "mean",
+    "std",
+    "resize",
 ];
 
 /// Words of headers.
 pub(super) const HEADER_WORDS: &[&str] = &[
-    "Bearer ", "Basic ", "atoll_", "eyJhbGciOiJFZERTQSJ9", ".", "localhost", "127.0.0.1", "[::1]",
-    ":80", "https:", "null", "gzip", "deflate", "identity", "00-", "-01", "1H", "1n",
-    "application/json", "multipart/form-data; boundary=", "chunked",
+    "Bearer ",
+    "Basic ",
+    "atoll_",
+    "eyJhbGciOiJFZERTQSJ9",
+    ".",
+    "localhost",
+    "127.0.0.1",
+    "[::1]",
+    ":80",
+    "https:",
+    "null",
+    "gzip",
+    "deflate",
+    "identity",
+    "00-",
+    "-01",
+    "1H",
+    "1n",
+    "application/json",
+    "multipart/form-data; boundary=",
+    "chunked",
 ];
 
 /// Bytes of a gRPC call before its message: the method and how the message is framed.
@@ -224,7 +258,8 @@ pub(super) fn headers(data: &[u8]) {
     // Hyper refuses these itself, and closes the connection.
     let value: Vec<u8> = value.iter().copied().filter(|byte| *byte >= 32 && *byte != 127).collect();
     let host = if name == "host: " { "" } else { "host: localhost\r\n" };
-    let mut request = format!("POST /v2/models/identity/infer HTTP/1.1\r\n{host}{name}").into_bytes();
+    let mut request =
+        format!("POST /v2/models/identity/infer HTTP/1.1\r\n{host}{name}").into_bytes();
     request.extend_from_slice(&value);
     request.extend_from_slice(b"\r\ncontent-length: 2\r\n\r\n{}");
     with(&GUARDED, |harness| check_status(harness.send(&request)));

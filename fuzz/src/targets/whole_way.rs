@@ -100,8 +100,7 @@ impl ModelHarness {
     }
 }
 
-static HARNESS: LazyLock<Mutex<ModelHarness>> =
-    LazyLock::new(|| Mutex::new(ModelHarness::start()));
+static HARNESS: LazyLock<Mutex<ModelHarness>> = LazyLock::new(|| Mutex::new(ModelHarness::start()));
 
 /// How the model is used, and the model.
 pub(super) fn run(data: &[u8]) {

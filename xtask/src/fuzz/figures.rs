@@ -49,18 +49,22 @@ impl fmt::Display for Slice {
 }
 
 impl Slice {
-    /// Reads the report of `fuzz_driver run --json` about one target.
-    pub(super) fn of_driver(text: &str) -> Result<Slice, String> {
-        let list: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
-        let one = &list[0];
-        let finds = one["finds"].as_array().ok_or("the driver reports nothing")?;
-        Ok(Slice {
-            inputs: one["inputs"].as_u64().unwrap_or_default(),
-            seconds: one["seconds"].as_f64().unwrap_or_default(),
-            edges: 0,
-            peak_mib: one["peak"].as_u64().unwrap_or_default().div_ceil(1 << 20),
-            finds: finds.iter().filter_map(Value::as_str).map(String::from).collect(),
-        })
+    /// Reads the report of `fuzz_driver run --json`: targets and what they did.
+    pub(super) fn of_driver(text: &str) -> Result<Vec<(String, Slice)>, String> {
+        let list: Vec<Value> = serde_json::from_str(text).map_err(|error| error.to_string())?;
+        let slice = |one: &Value| {
+            let finds = one["finds"].as_array()?;
+            let slice = Slice {
+                inputs: one["inputs"].as_u64()?,
+                seconds: one["seconds"].as_f64()?,
+                edges: 0,
+                peak_mib: one["peak"].as_u64()?.div_ceil(1 << 20),
+                finds: finds.iter().filter_map(Value::as_str).map(String::from).collect(),
+            };
+            Some((one["target"].as_str()?.to_string(), slice))
+        };
+        let all: Option<Vec<_>> = list.iter().map(slice).collect();
+        all.ok_or("it is not a report of the driver".to_string())
     }
 
     /// Reads what libFuzzer prints.
@@ -99,7 +103,9 @@ impl Figures {
     /// Reads the file; empty figures where there is none.
     pub(super) fn read(root: &Path) -> Result<Figures, String> {
         match std::fs::read_to_string(root.join(JSON)) {
-            Ok(text) => serde_json::from_str(&text).map(Figures).map_err(|e| format!("{JSON}: {e}")),
+            Ok(text) => {
+                serde_json::from_str(&text).map(Figures).map_err(|e| format!("{JSON}: {e}"))
+            }
             Err(_) => Ok(Figures(json!({"targets": {}, "commits": [], "allocations": {}}))),
         }
     }
@@ -242,6 +248,15 @@ stat::peak_rss_mb:              77
         assert!(slice.finds[0].contains("codec.rs:7") && slice.finds[0].contains("a/crash-1"));
         let well = Slice::of_libfuzzer(LIBFUZZER, Duration::from_secs(2), true);
         assert!(well.finds.is_empty());
+    }
+
+    #[test]
+    fn reports_of_the_driver_are_read() {
+        let text = r#"[{"target":"json","inputs":5,"seconds":1.5,"peak":2000000,"finds":["x"]}]"#;
+        let finds = vec!["x".to_string()];
+        let slice = Slice { inputs: 5, seconds: 1.5, edges: 0, peak_mib: 2, finds };
+        assert_eq!(Slice::of_driver(text).unwrap(), [("json".to_string(), slice)]);
+        assert!(Slice::of_driver("[{}]").is_err());
     }
 
     #[test]
