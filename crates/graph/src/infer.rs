@@ -37,6 +37,8 @@ pub(crate) fn fail<T>(message: impl Into<String>) -> Inferred<T> {
     Err(InferError(message.into()))
 }
 
+pub(crate) use einsum::labels as einsum_labels;
+
 /// A shape whose rank may be unknown.
 pub type Shape = Option<Vec<SymDim>>;
 

@@ -10,6 +10,7 @@ pub mod attention;
 pub mod batch_norm;
 pub mod dead;
 pub mod editor;
+pub mod einsum;
 pub mod epilogue;
 pub mod fold;
 pub mod identity;
@@ -60,12 +61,13 @@ impl PassReport {
 type Pass = fn(&mut Graph) -> usize;
 
 /// In this order: simple shapes first, then patterns that later fusions would hide, then fusions.
-const PASSES: [(&str, Pass); 10] = [
+const PASSES: [(&str, Pass); 11] = [
     ("identity", identity::run),
     ("reshape", reshape::run),
     ("dead", dead::run),
     ("norm", norm::run),
     ("activation", activation::run),
+    ("einsum", einsum::run),
     ("attention", attention::run),
     ("product", product::run),
     ("padding", padding::run),

@@ -22,15 +22,15 @@ impl Evaluator for Folder {
 }
 
 /// A graph that is being written, with its inputs.
-struct Net {
+pub struct Net {
     graph: Graph,
     feeds: HashMap<ValueId, Tensor>,
-    random: Random,
+    pub random: Random,
     dtype: DataType,
 }
 
 impl Net {
-    fn new(seed: u64, dtype: DataType) -> Net {
+    pub fn new(seed: u64, dtype: DataType) -> Net {
         let (graph, feeds) = (Graph::default(), HashMap::new());
         Net { graph, feeds, random: Random::new(seed), dtype }
     }
@@ -43,7 +43,7 @@ impl Net {
         cpu::evaluate(&op, &[Some(tensor)], 1).unwrap().remove(0)
     }
 
-    fn feed(&mut self, tensor: Tensor) -> ValueId {
+    pub fn feed(&mut self, tensor: Tensor) -> ValueId {
         let tensor = self.typed(tensor);
         let name = format!("x{}", self.feeds.len());
         let id = self.graph.add_value(name, Fact::of_tensor(&tensor));
@@ -53,26 +53,26 @@ impl Net {
         id
     }
 
-    fn input(&mut self, shape: &[usize]) -> ValueId {
+    pub fn input(&mut self, shape: &[usize]) -> ValueId {
         let tensor = self.random.floats(shape);
         self.feed(tensor)
     }
 
-    fn constant(&mut self, tensor: Tensor) -> ValueId {
+    pub fn constant(&mut self, tensor: Tensor) -> ValueId {
         let tensor = self.typed(tensor);
         let name = format!("c{}", self.graph.values.len());
         self.graph.add_constant(name, tensor)
     }
 
-    fn number(&mut self, value: f32) -> ValueId {
+    pub fn number(&mut self, value: f32) -> ValueId {
         self.constant(Tensor::from_vec(vec![], vec![value]).unwrap())
     }
 
-    fn ints(&mut self, values: &[i64]) -> ValueId {
+    pub fn ints(&mut self, values: &[i64]) -> ValueId {
         self.constant(Tensor::from_vec(vec![values.len()], values.to_vec()).unwrap())
     }
 
-    fn node(&mut self, op: Op, inputs: &[ValueId]) -> ValueId {
+    pub fn node(&mut self, op: Op, inputs: &[ValueId]) -> ValueId {
         let inputs: Vec<Option<ValueId>> = inputs.iter().map(|id| Some(*id)).collect();
         let fact = self.graph.infer(&op, &inputs, 1).unwrap().remove(0);
         let name = format!("v{}", self.graph.values.len());
@@ -81,7 +81,7 @@ impl Net {
         output
     }
 
-    fn binary(&mut self, op: Binary, a: ValueId, b: ValueId) -> ValueId {
+    pub fn binary(&mut self, op: Binary, a: ValueId, b: ValueId) -> ValueId {
         self.node(Op::Binary(op), &[a, b])
     }
 
@@ -94,21 +94,21 @@ impl Net {
         }
     }
 
-    fn reshape(&mut self, x: ValueId, shape: &[usize]) -> ValueId {
+    pub fn reshape(&mut self, x: ValueId, shape: &[usize]) -> ValueId {
         let shape: Vec<i64> = shape.iter().map(|size| *size as i64).collect();
         let target = self.ints(&shape);
         self.node(Op::Reshape { allow_zero: false }, &[x, target])
     }
 
-    fn transpose(&mut self, x: ValueId, perm: &[usize]) -> ValueId {
+    pub fn transpose(&mut self, x: ValueId, perm: &[usize]) -> ValueId {
         self.node(Op::Transpose { perm: Some(perm.to_vec()) }, &[x])
     }
 
-    fn matmul(&mut self, a: ValueId, b: ValueId) -> ValueId {
+    pub fn matmul(&mut self, a: ValueId, b: ValueId) -> ValueId {
         self.node(Op::MatMul(MatMul::default()), &[a, b])
     }
 
-    fn softmax(&mut self, x: ValueId, axis: i64) -> ValueId {
+    pub fn softmax(&mut self, x: ValueId, axis: i64) -> ValueId {
         let kind = SoftmaxKind::Softmax;
         self.node(Op::Softmax(Softmax { kind, axis, flatten: false }), &[x])
     }
@@ -117,7 +117,7 @@ impl Net {
         self.graph.shape(id).unwrap().iter().map(|dim| dim.size().unwrap()).collect()
     }
 
-    fn finish(mut self, output: ValueId) -> (Graph, HashMap<ValueId, Tensor>) {
+    pub fn finish(mut self, output: ValueId) -> (Graph, HashMap<ValueId, Tensor>) {
         self.graph.outputs.push(output);
         (self.graph, self.feeds)
     }
@@ -168,7 +168,7 @@ fn wide(tensor: &Tensor) -> Vec<f64> {
 }
 
 /// Optimises a copy, compares the results, and returns it.
-fn optimized(graph: &Graph, feeds: &HashMap<ValueId, Tensor>, case: &str) -> Graph {
+pub fn optimized(graph: &Graph, feeds: &HashMap<ValueId, Tensor>, case: &str) -> Graph {
     let mut after = graph.clone();
     graph::optimize(&mut after, Some(&Folder));
     let (want, got) = (run(graph, feeds), run(&after, feeds));
@@ -184,7 +184,7 @@ fn optimized(graph: &Graph, feeds: &HashMap<ValueId, Tensor>, case: &str) -> Gra
     after
 }
 
-fn count(graph: &Graph, name: &str) -> usize {
+pub fn count(graph: &Graph, name: &str) -> usize {
     graph.nodes.iter().filter(|node| node.op.name() == name).count()
 }
 

@@ -31,22 +31,53 @@ impl Term {
     }
 }
 
-pub fn einsum(equation: &str, x: &Operands) -> Inferred<Fact> {
-    x.require(x.count().max(1))?;
-    let dtype = x.same_type(0..x.count())?;
+/// The operands and the result of an equation.
+fn parse(equation: &str) -> Inferred<(Vec<Term>, Term)> {
     let equation: String = equation.chars().filter(|c| !c.is_whitespace()).collect();
     let (left, right) = match equation.split_once("->") {
         Some((left, right)) => (left, Some(right)),
         None => (equation.as_str(), None),
     };
     let terms: Vec<Term> = left.split(',').map(Term::parse).collect::<Inferred<_>>()?;
-    if terms.len() != x.count() {
-        return fail(format!("the equation has {} operands, the node {}", terms.len(), x.count()));
-    }
     let out = match right {
         Some(text) => Term::parse(text)?,
         None => implicit_output(&terms),
     };
+    Ok((terms, out))
+}
+
+/// The labels of every dimension of operands of these ranks, and of the result. The dimensions of
+/// an ellipsis get labels that no equation can contain.
+pub fn labels(equation: &str, ranks: &[usize]) -> Option<(Vec<Vec<char>>, Vec<char>)> {
+    let (terms, out) = parse(equation).ok()?;
+    if terms.len() != ranks.len() {
+        return None;
+    }
+    let unnamed = |term: &Term, rank: usize| match term.after {
+        Some(_) => rank.checked_sub(term.labels().count()),
+        None => (term.labels().count() == rank).then_some(0),
+    };
+    let counts: Vec<usize> =
+        terms.iter().zip(ranks).map(|(term, rank)| unnamed(term, *rank)).collect::<Option<_>>()?;
+    let most = counts.iter().copied().max().unwrap_or(0);
+    let all = |term: &Term, count: usize| {
+        // They are aligned at their ends.
+        let unnamed = (most - count..most).filter_map(|i| char::from_u32(0xe000 + i as u32));
+        let (before, after) = (term.before.iter(), term.after.iter().flatten());
+        before.copied().chain(unnamed).chain(after.copied()).collect::<Vec<char>>()
+    };
+    let operands = terms.iter().zip(counts).map(|(term, count)| all(term, count)).collect();
+    let result = all(&out, if out.after.is_some() { most } else { 0 });
+    Some((operands, result))
+}
+
+pub fn einsum(equation: &str, x: &Operands) -> Inferred<Fact> {
+    x.require(x.count().max(1))?;
+    let dtype = x.same_type(0..x.count())?;
+    let (terms, out) = parse(equation)?;
+    if terms.len() != x.count() {
+        return fail(format!("the equation has {} operands, the node {}", terms.len(), x.count()));
+    }
     let mut sizes: BTreeMap<char, SymDim> = BTreeMap::new();
     let mut ellipsis = Vec::new();
     for (index, term) in terms.iter().enumerate() {

@@ -3,7 +3,8 @@
 //! The recogniser works on algebra. From the product with the values it goes up to the softmax, and
 //! from there to the product of queries and keys; every operator in between is a factor, a term of
 //! the bias, a condition that excludes keys, a cast between floats, or a change of the batch
-//! dimensions. Factors may also be on the queries and the keys, behind any views.
+//! dimensions. Factors may also be on the queries and the keys, behind any views; one that differs
+//! between rows or batches, but not between keys, becomes a factor of the queries.
 //!
 //! Batch dimensions may be merged and split on the way (`[batch * heads, ..]`, windows of an image,
 //! groups of heads that share their keys). The operator gets the finest of these levels, and
@@ -19,7 +20,7 @@ use crate::ir::Graph;
 use model::dim::SymDim;
 
 mod build;
-mod level;
+pub(super) mod level;
 
 /// From here on, a number in place of a score excludes its key: the exponential is zero beside any
 /// other. Clamps at this magnitude and beyond have no effect.
@@ -70,6 +71,16 @@ struct Scores {
     terms: Vec<Term>,
     /// Nodes that multiply queries or keys with a number, and their other operand.
     factors: Vec<(usize, ValueId)>,
+    /// What the rows of the scores are multiplied with, and the batch dimensions of the scores
+    /// there.
+    row_factors: Vec<(ValueId, Level)>,
+}
+
+impl Scores {
+    fn new(q: Matrix, k: Matrix, scale: f32) -> Scores {
+        let (terms, factors, row_factors) = (Vec::new(), Vec::new(), Vec::new());
+        Scores { q, k, scale, terms, factors, row_factors }
+    }
 }
 
 /// An attention.
@@ -139,7 +150,7 @@ fn simpler(editor: &Editor, index: usize) -> Option<Found> {
         Some(Matrix { value, perm: None, level: level.clone() })
     };
     let (q, k, v) = (matrix(0)?, matrix(1)?, matrix(2)?);
-    let mut scores = Scores { q, k, scale, terms: Vec::new(), factors: Vec::new() };
+    let mut scores = Scores::new(q, k, scale);
     if let Some(value) = node.inputs.get(3).copied().flatten() {
         let kind = match editor.graph.value(value).dtype {
             DataType::Bool => TermKind::Choose { keep: true, low: f32::NEG_INFINITY },
@@ -241,6 +252,14 @@ fn scores_of(editor: &Editor, id: ValueId, factor: f32, depth: usize) -> Option<
             match (uniform(editor, a), uniform(editor, b)) {
                 (None, Some(number)) if editor.same_rank(a, id) => inner(a, factor * number),
                 (Some(number), None) if editor.same_rank(b, id) => inner(b, factor * number),
+                (None, None) => {
+                    let by_row = |scores: ValueId, other: ValueId| {
+                        let rows = is_per_row(editor, other) && editor.same_shape(scores, id);
+                        let found = rows.then(|| inner(scores, factor))??;
+                        with_row_factor(editor, found, id, other)
+                    };
+                    by_row(a, b).or_else(|| by_row(b, a))
+                }
                 _ => None,
             }
         }
@@ -297,6 +316,25 @@ fn with_term(
     typed.then_some(scores)
 }
 
+/// Whether `id` is the same for all keys.
+fn is_per_row(editor: &Editor, id: ValueId) -> bool {
+    let shape = editor.graph.shape(id);
+    is_float(editor.graph.value(id).dtype)
+        && shape.is_some_and(|shape| shape.last().is_none_or(|dim| dim.is(1)))
+}
+
+/// Scores that are multiplied with `value`, which is the same for all keys. What was added before
+/// would be multiplied too.
+fn with_row_factor(
+    editor: &Editor,
+    mut scores: Scores,
+    at: ValueId,
+    value: ValueId,
+) -> Option<Scores> {
+    scores.row_factors.push((value, batch_of(editor.graph, at)?));
+    scores.terms.is_empty().then_some(scores)
+}
+
 /// The operand of a clamp that changes no score that counts.
 fn unclamped(editor: &Editor, id: ValueId, op: &Op, inputs: &[Option<ValueId>]) -> Option<ValueId> {
     let low = |id: ValueId| uniform(editor, id).is_some_and(|number| number <= EXCLUDED);
@@ -338,7 +376,7 @@ fn product(
     let q = Matrix { value: a, perm: perm(a, matmul.transpose_a)?, level: level.clone() };
     let k = Matrix { value: b, perm: perm(b, !matmul.transpose_b)?, level };
     let scale = factor * matmul.alpha;
-    let mut scores = Scores { q, k, scale, terms: Vec::new(), factors: Vec::new() };
+    let mut scores = Scores::new(q, k, scale);
     for value in inputs.iter().skip(2).copied().flatten() {
         scores = with_term(editor, scores, id, value, TermKind::Add { factor })?;
     }
@@ -428,9 +466,9 @@ fn reduced(
 
 /// Factors on queries and keys are part of the scale.
 fn reduce_operands(editor: &Editor, scores: Scores) -> Option<Scores> {
-    let Scores { q, k, mut scale, terms, mut factors } = scores;
+    let Scores { q, k, mut scale, terms, mut factors, row_factors } = scores;
     let q = reduced(editor, q, &mut scale, &mut factors);
     let k = reduced(editor, k, &mut scale, &mut factors);
     let usable = scale.is_finite() && scale != 0.0;
-    usable.then_some(Scores { q, k, scale, terms, factors })
+    usable.then_some(Scores { q, k, scale, terms, factors, row_factors })
 }

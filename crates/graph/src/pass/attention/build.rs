@@ -26,13 +26,18 @@ pub fn replace(editor: &mut Editor, index: usize, found: Found) -> Option<()> {
     let k = unexpanded(editor, scores.k);
     let v = unexpanded(editor, v);
     let levels = [&scores.q.level, &k.level, &v.level, &level];
-    let fine = finest(levels.into_iter().chain(scores.terms.iter().map(|term| &term.level)))?;
+    let others = scores.terms.iter().map(|term| &term.level);
+    let others = others.chain(scores.row_factors.iter().map(|(_, level)| level));
+    let fine = finest(levels.into_iter().chain(others))?;
     let types = [scores.q.value, k.value, v.value].map(|id| graph.value(id).dtype);
     let dtype = types.into_iter().reduce(wider)?;
     let node = editor.node(index)?;
     let (name, output) = (node.name.clone(), first(&node.outputs)?);
     let mut writer = Writer { editor: &mut *editor, index, name, dtype, fine };
-    let q = writer.operand("q", &scores.q, true)?;
+    let mut q = writer.operand("q", &scores.q, true)?;
+    for (value, level) in &scores.row_factors {
+        q = writer.multiplied(q, *value, level)?;
+    }
     let k = writer.operand("k", &k, false)?;
     let v = writer.operand("v", &v, false)?;
     let terms = std::mem::take(&mut scores.terms);
@@ -167,6 +172,13 @@ impl Writer<'_, '_> {
         }
         x = self.at_fine(&format!("{part}/level"), x, &matrix.level, whole)?;
         self.cast(&format!("{part}/cast"), x, self.dtype)
+    }
+
+    /// The queries with a factor for each of their rows.
+    fn multiplied(&mut self, q: ValueId, factor: ValueId, level: &Level) -> Option<ValueId> {
+        let factor = self.at_fine("factor", factor, level, false)?;
+        let factor = self.cast("factor/cast", factor, self.dtype)?;
+        self.insert("q/factor", Op::Binary(Binary::Mul), &[q, factor])
     }
 
     /// The sum of all terms: nothing, one condition, or numbers.
