@@ -11,7 +11,7 @@ shift
 atoll=${ATOLL:-$here/../target/release/atoll}
 mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$out/device.txt"
-for precision in f32 f16 bf16; do
+for precision in f32 tf32 f16 bf16; do
     result=$out/conformance_$precision.json
     "$atoll" conformance --device cuda:0 --precision "$precision" --json > "$result" || true
     grep -E '"(passed|failed|skipped)":' "$result" | tr -d '\n'

@@ -151,7 +151,9 @@ def main() -> None:
     if any(args.run.glob("latency*.json")):
         write_latency(args.run, head)
     precisions = [
-        name for name in ("f32", "f16", "bf16") if (args.run / f"conformance_{name}.json").is_file()
+        name
+        for name in ("f32", "tf32", "f16", "bf16")
+        if (args.run / f"conformance_{name}.json").is_file()
     ]
     if precisions:
         conformance = {

@@ -21,7 +21,7 @@ pub struct DeviceArgs {
 /// How a device is used.
 #[derive(Clone, Debug, Args)]
 pub struct DeviceSettings {
-    /// Number format in which a GPU stores values; it always sums in single precision
+    /// Number format in which a GPU stores and multiplies; it always sums in single precision
     #[arg(long, env = "ATOLL_PRECISION", value_enum, default_value_t)]
     pub precision: PrecisionArg,
 
@@ -82,16 +82,14 @@ pub enum PrecisionArg {
     Bf16,
     /// Single precision, without tensor cores
     F32,
+    /// Single precision, whose products run on tensor cores with operands of ten bits of mantissa
+    Tf32,
 }
 
 impl PrecisionArg {
     /// The name on the command line.
     pub fn name(self) -> &'static str {
-        match self {
-            PrecisionArg::F16 => "f16",
-            PrecisionArg::Bf16 => "bf16",
-            PrecisionArg::F32 => "f32",
-        }
+        Precision::from(self).name()
     }
 }
 
@@ -101,6 +99,7 @@ impl From<PrecisionArg> for Precision {
             PrecisionArg::F16 => Precision::F16,
             PrecisionArg::Bf16 => Precision::BF16,
             PrecisionArg::F32 => Precision::F32,
+            PrecisionArg::Tf32 => Precision::TF32,
         }
     }
 }

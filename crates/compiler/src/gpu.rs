@@ -71,6 +71,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("recurrent.cuh", include_str!("../kernels/recurrent.cuh")),
     ("reduce.cuh", include_str!("../kernels/reduce.cuh")),
     ("tensor.cuh", include_str!("../kernels/tensor.cuh")),
+    ("tensor_float.cuh", include_str!("../kernels/tensor_float.cuh")),
     ("tensor_load.cuh", include_str!("../kernels/tensor_load.cuh")),
     ("wgmma.cuh", include_str!("../kernels/wgmma.cuh")),
     ("window.cuh", include_str!("../kernels/window.cuh")),
@@ -252,7 +253,12 @@ fn step(
             .filter_map(|(address, map)| Some(TensorMap { to: location(*address)?, ..map.clone() }))
             .collect(),
     };
-    let choices: Vec<Launch> = work.drafts.iter().map(launch).collect();
+    // GPUs of one generation differ in the shared memory of a block.
+    let most = lowering.target.block_shared_bytes();
+    let fits = |draft: &&LaunchDraft| draft.kernel.shared_bytes <= most;
+    let none_fits = !work.drafts.iter().any(|draft| fits(&draft));
+    let drafts = work.drafts.iter().filter(|draft| none_fits || fits(draft));
+    let choices: Vec<Launch> = drafts.map(launch).collect();
     let single = || choices.iter().position(|launch| launch.cluster == 1);
     let be = choices.iter().position(Launch::suits_best_effort).or_else(single).unwrap_or(0);
     let ranges =

@@ -109,11 +109,7 @@ impl CudaDevice {
             preemption: PreemptionLevel::InsideTile,
             memory,
             queues: options.queues.max(1),
-            rounding: match options.precision {
-                Precision::F16 => 1.0 / 2048.0,
-                Precision::BF16 => 1.0 / 256.0,
-                Precision::F32 => 0.0,
-            },
+            rounding: options.precision.rounding(),
         };
         let partition = context.partition(options.partition_multiprocessors)?;
         let recorder = GraphRecorder::new(&context, partition)?;
@@ -210,11 +206,7 @@ impl CudaDevice {
 
     pub(crate) fn tuning_path(&self) -> Option<PathBuf> {
         let facts = self.services.device.context.facts();
-        let precision = match self.services.device.options.precision {
-            Precision::F16 => "f16",
-            Precision::BF16 => "bf16",
-            Precision::F32 => "f32",
-        };
+        let precision = self.services.device.options.precision.name();
         let name = tuning::file_name(&facts.name, facts.driver_version, precision);
         Some(self.services.device.options.cache_dir.as_ref()?.join(name))
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::{DataType, Tensor};
 
-/// The type in which numbers are stored and multiplied. Sums are always single precision.
+/// How numbers are stored and multiplied. Sums are always single precision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Precision {
     /// IEEE half precision.
@@ -19,6 +19,31 @@ pub enum Precision {
     BF16,
     /// Single precision, without tensor cores.
     F32,
+    /// Stored in single precision; products round their operands to ten bits of mantissa and run
+    /// on tensor cores.
+    TF32,
+}
+
+impl Precision {
+    /// The name on the command line and in file names.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Precision::F16 => "f16",
+            Precision::BF16 => "bf16",
+            Precision::F32 => "f32",
+            Precision::TF32 => "tf32",
+        }
+    }
+
+    /// The largest relative error of rounding to it. Single precision counts as none: it is what
+    /// other devices compute in.
+    pub const fn rounding(self) -> f64 {
+        match self {
+            Precision::F16 | Precision::TF32 => 1.0 / 2048.0,
+            Precision::BF16 => 1.0 / 256.0,
+            Precision::F32 => 0.0,
+        }
+    }
 }
 
 /// The device a plan is made for.
@@ -30,6 +55,17 @@ pub struct GpuTarget {
     pub multiprocessors: u32,
     /// Storage of activations and weights.
     pub precision: Precision,
+}
+
+impl GpuTarget {
+    /// Shared memory that a block may use.
+    pub const fn block_shared_bytes(&self) -> u32 {
+        match self.capability {
+            80 | 87 => 163 << 10,
+            86 | 89 | 120 | 121 => 99 << 10,
+            _ => 227 << 10,
+        }
+    }
 }
 
 /// A model compiled for one set of sizes.

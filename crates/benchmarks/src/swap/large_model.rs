@@ -52,7 +52,7 @@ impl LargeModel {
             }
             None => {
                 let whole = !args.device.starts_with("cuda")
-                    || matches!(args.settings.precision, PrecisionArg::F32);
+                    || matches!(args.settings.precision, PrecisionArg::F32 | PrecisionArg::Tf32);
                 let value_bytes = if whole { 4 } else { 2 };
                 let plan = random_model(args.large_model_mb * 1_000_000 / value_bytes, args.seed)?;
                 (format!("a model of {} MB", args.large_model_mb), plan)

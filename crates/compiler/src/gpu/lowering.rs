@@ -110,7 +110,7 @@ impl<'a> Lowering<'a> {
         match self.target.precision {
             Precision::F16 => Element::F16,
             Precision::BF16 => Element::BF16,
-            Precision::F32 => Element::F32,
+            Precision::F32 | Precision::TF32 => Element::F32,
         }
     }
 

@@ -1,5 +1,6 @@
 //! Products of any strides and types: matrix products, convolutions and transposed convolutions.
-//! Those of 16-bit operands run on tensor cores (`kernels/tensor.cuh`), all others do not
+//! Those of 16-bit operands run on tensor cores (`kernels/tensor.cuh`), those of single precision
+//! only where tf32 is allowed (`kernels/tensor_float.cuh`), all others do not
 //! (`kernels/product.cuh`).
 //!
 //! The weights of a convolution must be constant. All strides are supported; if the input has its
@@ -11,7 +12,7 @@ mod einsum;
 mod packed;
 mod tensor;
 
-use model::gpu::GpuTarget;
+use model::gpu::{GpuTarget, Precision};
 use model::op::{Activation, Gemm, MatMul};
 
 use super::args::{Address, ArgsWriter};
@@ -325,6 +326,24 @@ type Tile = [usize; 4];
 
 const TILES: [Tile; 3] = [[128, 128, 8, 8], [64, 64, 4, 4], [32, 64, 2, 4]];
 
+/// Tiles of the product in tf32. The last two numbers say how many threads load it.
+const TF32_TILES: [Tile; 3] = [[128, 128, 8, 8], [64, 64, 8, 4], [32, 64, 4, 4]];
+
+/// Warps along the rows and columns of a tile of tf32.
+fn tf32_warps([rows, ..]: Tile) -> (usize, usize) {
+    match rows {
+        128 => (2, 4),
+        64 => (2, 2),
+        _ => (1, 4),
+    }
+}
+
+/// Whether the operands may be rounded to tf32.
+fn rounds(target: &GpuTarget, views: &Views) -> bool {
+    let [a, b, ..] = views.elements();
+    target.precision == Precision::TF32 && [a, b] == [Element::F32; 2]
+}
+
 /// Up to this many rows, reading `b` limits a product and every tile is too large.
 const FEW_ROWS: usize = 8;
 
@@ -342,7 +361,7 @@ impl Problem {
         let loops = TensorLoops::of(self, false).filter(|_| tensor::multiplies(views));
         let drafts = match loops {
             Some(loops) => loops.drafts(target, views, epilogue)?,
-            None => self.drafts(views, epilogue)?,
+            None => self.drafts(views, epilogue, rounds(target, views))?,
         };
         let reads = views.reads();
         let signature = format!(
@@ -358,15 +377,21 @@ impl Problem {
         Ok(finished(op, signature, drafts, flops, views))
     }
 
-    /// The variants without tensor cores.
-    fn drafts(&self, views: &Views, epilogue: Epilogue) -> Result<Vec<LaunchDraft>, String> {
+    /// The variants of any types, on tensor cores in tf32 only.
+    fn drafts(
+        &self,
+        views: &Views,
+        epilogue: Epilogue,
+        tf32: bool,
+    ) -> Result<Vec<LaunchDraft>, String> {
         for nest in [&self.group, &self.row] {
             nest.check()?;
         }
         if self.depth == 0 || self.inner.rank() > super::loop_nest::MAX_RANK {
             return Err(format!("a product over {} elements", self.depth));
         }
-        let mut tiles: Vec<Tile> = TILES.into_iter().filter(|tile| self.fits(tile)).collect();
+        let all = if tf32 { TF32_TILES } else { TILES };
+        let mut tiles: Vec<Tile> = all.into_iter().filter(|tile| self.fits(tile)).collect();
         // The largest tile that still occupies the device, then the others.
         let best = tiles.iter().position(|tile| self.tiles(tile) >= ENOUGH_TILES);
         let best = best.unwrap_or(tiles.len() - 1);
@@ -374,12 +399,12 @@ impl Problem {
         if self.row.len() <= FEW_ROWS {
             tiles.insert(0, [1, if self.is_deep(1) { 8 } else { 32 }, 0, 0]);
         }
-        tiles.into_iter().map(|tile| self.draft(views, epilogue, tile)).collect()
+        tiles.into_iter().map(|tile| self.draft(views, epilogue, tile, tf32)).collect()
     }
 
     /// Whether most of a tile is used; the smallest tile is always accepted.
     fn fits(&self, tile: &Tile) -> bool {
-        *tile == TILES[TILES.len() - 1]
+        tile[..2] == TILES[TILES.len() - 1][..2]
             || (self.row.len() > tile[0] / 2 && self.columns > tile[1] / 2)
     }
 
@@ -387,7 +412,13 @@ impl Problem {
         self.group.len() * self.row.len().div_ceil(*rows) * self.columns.div_ceil(*columns)
     }
 
-    fn draft(&self, views: &Views, epilogue: Epilogue, tile: Tile) -> Result<LaunchDraft, String> {
+    fn draft(
+        &self,
+        views: &Views,
+        epilogue: Epilogue,
+        tile: Tile,
+        tf32: bool,
+    ) -> Result<LaunchDraft, String> {
         let [rows, columns, of_rows, of_columns] = tile;
         let tiles = self.tiles(&tile);
         if tiles > MAX_ITEMS {
@@ -413,15 +444,27 @@ impl Problem {
             self.row.rank(),
             self.inner.rank(),
         );
-        let (expression, threads) = if of_rows == 0 {
-            (format!("tiles::Dots<{problem}, {columns}, {}>", columns == 8), 256)
-        } else {
-            let shape = format!("{rows}, {columns}, {of_rows}, {of_columns}");
-            let deep = format!("{}, {}", self.is_deep(0), self.is_deep(1));
-            let threads = (rows / of_rows) * (columns / of_columns);
-            (format!("tiles::Product<{problem}, {shape}, {deep}>"), threads)
+        let deep = format!("{}, {}", self.is_deep(0), self.is_deep(1));
+        let shape = format!("{rows}, {columns}, {of_rows}, {of_columns}");
+        let (header, expression) = match (of_rows, tf32) {
+            // Reading limits these, so nothing would be gained by rounding.
+            (0, _) => {
+                let expression = format!("tiles::Dots<{problem}, {columns}, {}>", columns == 8);
+                ("product.cuh", expression)
+            }
+            (_, false) => ("product.cuh", format!("tiles::Product<{problem}, {shape}, {deep}>")),
+            (_, true) => {
+                let (m, n) = tf32_warps(tile);
+                let expression =
+                    format!("tiles::TensorFloat<{problem}, {shape}, {m}, {n}, {deep}>");
+                ("tensor_float.cuh", expression)
+            }
         };
-        let text = kernel("product.cuh", &elements, expression, threads as u32);
+        let threads = match of_rows {
+            0 => 256,
+            _ => (rows / of_rows) * (columns / of_columns),
+        };
+        let text = kernel(header, &elements, expression, threads as u32);
         let variant = format!("{rows}x{columns}");
         Ok(LaunchDraft { variant, ..LaunchDraft::plain(text, tiles, args) })
     }

@@ -49,7 +49,9 @@ impl Element {
             (DataType::F16 | DataType::BF16 | DataType::F32, Precision::BF16) => {
                 Some(Element::BF16)
             }
-            (DataType::F16 | DataType::BF16 | DataType::F32, Precision::F32) => Some(Element::F32),
+            (DataType::F16 | DataType::BF16 | DataType::F32, Precision::F32 | Precision::TF32) => {
+                Some(Element::F32)
+            }
             (other, _) => Element::exact(other),
         }
     }

@@ -178,6 +178,24 @@ inline void multiply_add(
         }
     }
 }
+// The product of 16 rows, 8 columns and 8 depths of tf32.
+inline void multiply_add_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+{
+    unsigned self = threadIdx.x, turn = turns[self]++ % 2, first = self & ~31u, lane = self & 31u;
+    Operands& own = operands[turn][self];
+    for (int i = 0; i < 4; ++i) own.a[i] = __int_as_float(a[i]);
+    own.b[0] = __int_as_float(b0), own.b[1] = __int_as_float(b1);
+    warp_barrier();
+    const Operands* all = operands[turn] + first;
+    for (int out = 0; out < 4; ++out) {
+        unsigned column = lane % 4 * 2 + out % 2;
+        for (unsigned k = 0; k < 8; ++k) {
+            // Registers 0 and 1 of `a` hold depths 0 to 3 of rows 0 to 7 and 8 to 15.
+            float x = all[lane / 4 * 4 + k % 4].a[k / 4 * 2 + out / 2];
+            d[out] = std::fma(x, all[column * 4 + k % 4].b[k / 4], d[out]);
+        }
+    }
+}
 inline void load_matrices(unsigned (&r)[4], unsigned address, bool transposed)
 {
     unsigned self = threadIdx.x, first = self & ~31u, lane = self & 31u;
@@ -235,5 +253,15 @@ inline void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, uns
 inline void multiply_add_brain(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 {
     emulation::multiply_add(d, a, b0, b1, true);
+}
+// To nearest, halves away from zero, as the device does; infinity and NaN stay what they are.
+inline unsigned rounded_to_tf32(float x)
+{
+    unsigned bits = __float_as_uint(x);
+    return (bits & 0x7f800000u) == 0x7f800000u ? bits : bits + 0x1000u & ~0x1fffu;
+}
+inline void multiply_add_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+{
+    emulation::multiply_add_tf32(d, a, b0, b1);
 }
 } // namespace tiles

@@ -3,12 +3,14 @@
 mod attention;
 mod bench;
 mod dress;
+mod einsum;
 mod elementwise;
 mod golden;
 mod index;
 mod product;
 mod recurrent;
 mod reduce;
+mod tensor_float;
 mod window;
 
 use bench::{Bench, Layout};
