@@ -1,6 +1,7 @@
 //! Models lowered to GPU kernels: plans are valid, share weights between sizes, and match golden
 //! files.
 
+mod architectures;
 mod kernels;
 #[path = "../../../cli/tests/support/lowering_device.rs"]
 mod lowering_device;
@@ -26,7 +27,11 @@ fn lower(plan: &LaunchPlan, batch: usize) -> GpuPlan {
 }
 
 fn lower_for(plan: &LaunchPlan, batch: usize, capability: u32) -> GpuPlan {
-    let target = GpuTarget { capability, multiprocessors: 132, precision: Precision::F16 };
+    lower_in(plan, batch, capability, Precision::F16)
+}
+
+fn lower_in(plan: &LaunchPlan, batch: usize, capability: u32, precision: Precision) -> GpuPlan {
+    let target = GpuTarget { capability, multiprocessors: 132, precision };
     let sizes = [("batch".to_string(), batch)];
     GpuCompiler::default().lower(plan, &sizes, &target).unwrap()
 }

@@ -149,7 +149,7 @@ fn conv(b: &mut Builder, random: &mut Random, transposed: bool) -> ValueId {
     b.step(op, &[Some(x), Some(weight), Some(bias)], &sizes)
 }
 
-fn plan(seed: u64) -> LaunchPlan {
+pub(crate) fn plan(seed: u64) -> LaunchPlan {
     let (mut b, mut random) = (Builder::default(), Random(seed));
     let mut outputs = Vec::new();
     for _ in 0..3 {

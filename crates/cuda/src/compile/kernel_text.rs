@@ -36,6 +36,11 @@ pub(crate) fn module_text(kernel: &Kernel, class: KernelClass) -> String {
     )
 }
 
+/// A module with the entry points of both classes, which compiles faster than two modules.
+pub(crate) fn whole_text(kernel: &Kernel) -> String {
+    module_text(kernel, KernelClass::RealTime) + "TILES_BEST_EFFORT(Op)\n"
+}
+
 /// NVRTC's name of a GPU of `capability`; from 9.0 on with the instructions of that generation
 /// only.
 pub(crate) fn architecture(capability: u32) -> String {

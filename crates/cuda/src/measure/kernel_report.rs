@@ -4,7 +4,7 @@ use std::path::Path;
 
 use model::gpu::Kernel;
 
-use crate::compile::kernel_text::{KernelClass, architecture, module_text};
+use crate::compile::kernel_text::{KernelClass, architecture, module_text, whole_text};
 use crate::compile::nvrtc::Nvrtc;
 use crate::compile::toolkit::Toolkit;
 use crate::error::OpenError;
@@ -54,6 +54,11 @@ impl KernelReport {
             facts.extend(parse(&compiled.log));
         }
         Ok(facts)
+    }
+
+    /// Compiles both classes of `kernel` at once; the error is the compiler's message.
+    pub fn check(&self, kernel: &Kernel) -> Result<(), String> {
+        self.nvrtc.compile(&whole_text(kernel)).map(drop)
     }
 }
 

@@ -126,7 +126,7 @@ impl Variant {
         let scores = (self.row_tiles * warp_keys) as f64 / 2.0;
         let warps = self.row_warps * self.key_warps;
         let multiprocessors = target.multiprocessors.max(1) as usize;
-        let memory = shared_limit(target.capability) / (self.shared_bytes(extent) + 1024);
+        let memory = shared_limit(target) / (self.shared_bytes(extent) + 1024);
         let registers = if self.row_tiles > 1 { 2 } else { (16 / warps).max(1) };
         let resident = memory.clamp(1, registers);
         let tiles = self.tiles(extent);
@@ -162,20 +162,15 @@ fn fitted(extent: &Extent) -> Option<Variant> {
 }
 
 /// Shared memory that one block may have, less what a best-effort kernel needs itself.
-fn shared_limit(capability: u32) -> usize {
-    let kilobytes = match capability {
-        86 | 89 | 120 | 121 => 99,
-        80 | 87 => 163,
-        _ => 227,
-    };
-    kilobytes * 1024 - 128
+fn shared_limit(target: &GpuTarget) -> usize {
+    target.block_shared_bytes() as usize - 128
 }
 
 /// The variants for a problem, the one with the lowest estimate first.
 pub fn variants(extent: &Extent, target: &GpuTarget) -> Vec<Variant> {
     let wide = extent.width.max(extent.value_width) > 128;
     let shapes: &[Variant] = if wide { &WIDE } else { &NARROW };
-    let limit = shared_limit(target.capability);
+    let limit = shared_limit(target);
     let fits = |variant: &&Variant| variant.shared_bytes(extent) <= limit;
     let useful = |variant: &&Variant| {
         // A tile of which more than half is empty: the next smaller one does the same.
@@ -225,7 +220,8 @@ mod tests {
                         variants.iter().map(|variant| variant.name(&extent)).collect();
                     assert_eq!(names.len(), variants.len(), "{extent:?}");
                     for variant in variants {
-                        assert!(variant.shared_bytes(&extent) <= shared_limit(capability));
+                        let limit = shared_limit(&target(capability));
+                        assert!(variant.shared_bytes(&extent) <= limit);
                         let (splits, part) = (variant.splits(&extent), variant.split_keys(&extent));
                         assert!(splits <= 32 && (splits - 1) * part < keys, "{variant:?}");
                         assert!(splits * part >= keys, "{variant:?}");

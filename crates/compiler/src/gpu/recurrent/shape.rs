@@ -41,16 +41,6 @@ pub(super) struct Shape {
     pub(super) cell_in_memory: bool,
 }
 
-/// Dynamic shared memory of a block, with some left for the static part of a kernel.
-fn shared_limit(capability: u32) -> usize {
-    let kilobytes = match capability {
-        80 | 87 => 163,
-        90..=119 => 227,
-        _ => 99,
-    };
-    kilobytes * 1024 - 512
-}
-
 /// Warps of a block.
 const WARPS: usize = 16;
 
@@ -88,7 +78,8 @@ impl Shape {
             kept: 0,
             cell_in_memory: false,
         };
-        let limit = shared_limit(target.capability);
+        // Some is left for the static part of a kernel.
+        let limit = target.block_shared_bytes() as usize - 512;
         let in_memory = Shape { cell_in_memory: problem.has_cell(), ..plain };
         let fits = |shape: &Shape| shape.shared_bytes(problem) <= limit;
         let mut shape = [plain, in_memory].into_iter().find(fits)?;

@@ -1,0 +1,137 @@
+//! Every kind of kernel compiles for every architecture, in every precision, and fits its blocks.
+//!
+//! All tile shapes in half precision are compiled elsewhere, for two architectures (`kernels.rs`).
+//! Here, one kernel stands for those that differ in numbers only, so that the time is bounded.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Mutex;
+use std::time::Instant;
+
+use compiler::gpu::GpuCompiler;
+use cuda::KernelReport;
+use device::KernelCompiler;
+use model::LaunchPlan;
+use model::gpu::{GpuTarget, Kernel, Precision};
+
+use crate::{kernels, lower_in, models, products};
+
+const ARCHITECTURES: [u32; 4] = [80, 89, 90, 100];
+const PRECISIONS: [Precision; 4] =
+    [Precision::F16, Precision::BF16, Precision::F32, Precision::TF32];
+
+fn plans() -> Vec<LaunchPlan> {
+    vec![
+        kernels::layers(),
+        models::dense(),
+        models::odd(),
+        models::encoder(),
+        models::hard(),
+        models::stages(),
+        products::plan(1),
+        products::plan(2),
+    ]
+}
+
+/// What a kernel is without its numbers: its headers and its type. For a convolution on tensor
+/// cores the numbers are its tile shape, and all of them count where `all_tiles`.
+fn kind(kernel: &Kernel, all_tiles: bool) -> String {
+    let headers: Vec<&str> = kernel.source.lines().filter(|line| line.starts_with('#')).collect();
+    let expression = &kernel.expression;
+    let tiles = expression.contains("ConvConfig<") || expression.contains("HopperConfig<");
+    let keep = |c: &char| all_tiles && tiles || !c.is_ascii_digit();
+    format!("{} {}", headers.join(" "), expression.chars().filter(keep).collect::<String>())
+}
+
+/// One kernel of every kind that plans for `capability` use.
+fn sample(capability: u32) -> BTreeMap<String, Kernel> {
+    // The table of registers has all tile shapes of the other two.
+    let all_tiles = capability == 89 || capability == 100;
+    let mut sample = BTreeMap::new();
+    for plan in plans() {
+        for precision in PRECISIONS {
+            for batch in [1, 8, 32] {
+                for kernel in lower_in(&plan, batch, capability, precision).kernels {
+                    sample.entry(kind(&kernel, all_tiles)).or_insert(kernel);
+                }
+            }
+        }
+    }
+    sample
+}
+
+#[test]
+fn no_launch_exceeds_the_shared_memory_of_its_device() {
+    for capability in [80, 86, 89, 90, 100, 120] {
+        for plan in plans() {
+            for precision in PRECISIONS {
+                let target = GpuTarget { capability, multiprocessors: 132, precision };
+                let gpu = lower_in(&plan, 32, capability, precision);
+                let launches = gpu.steps.iter().flat_map(|step| &step.choices);
+                for kernel in launches.map(|launch| &gpu.kernels[launch.kernel]) {
+                    let (bytes, most) = (kernel.shared_bytes, target.block_shared_bytes());
+                    assert!(bytes <= most, "{capability}: {bytes} in {}", kernel.expression);
+                }
+            }
+        }
+    }
+}
+
+/// Single precision in tf32 has no product without tensor cores but those that reading limits.
+#[test]
+fn tf32_puts_products_on_tensor_cores() {
+    let mut rounded = 0;
+    for seed in 0..10 {
+        let gpu = lower_in(&products::plan(seed), 16, 90, Precision::TF32);
+        for step in gpu.steps.iter().filter(|step| ["MatMul", "Gemm"].contains(&&*step.op)) {
+            for choice in &step.choices {
+                let kernel = &gpu.kernels[choice.kernel].expression;
+                assert!(!kernel.contains("tiles::Product<"), "{}: {kernel}", step.signature);
+                rounded += usize::from(kernel.contains("tiles::TensorFloat<"));
+            }
+        }
+    }
+    assert!(rounded >= 20, "{rounded}");
+}
+
+/// `ATOLL_REQUIRE_NVRTC=1` makes a missing compiler a failure.
+#[test]
+fn every_kind_of_kernel_compiles_for_every_architecture() {
+    let began = Instant::now();
+    let mut count = 0;
+    for capability in ARCHITECTURES {
+        let report = match KernelReport::new(None, capability, GpuCompiler::default().headers()) {
+            Ok(report) => report,
+            Err(err) if std::env::var_os("ATOLL_REQUIRE_NVRTC").is_none() => {
+                return println!("kernels were not compiled: {err}");
+            }
+            Err(err) => panic!("{err}"),
+        };
+        let sample = sample(capability);
+        count += sample.len();
+        let errors = compile_all(&report, sample.values());
+        assert_eq!(errors, BTreeSet::new(), "for {capability}");
+    }
+    println!("{count} kernels for {ARCHITECTURES:?} in {:.1} s", began.elapsed().as_secs_f64());
+}
+
+/// Two at a time: the cores of a small machine.
+fn compile_all<'a>(
+    report: &KernelReport,
+    kernels: impl Iterator<Item = &'a Kernel> + Send,
+) -> BTreeSet<String> {
+    let (queue, errors) = (Mutex::new(kernels), Mutex::new(BTreeSet::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let Some(kernel) = queue.lock().unwrap().next() else { break };
+                    if let Err(err) = report.check(kernel) {
+                        let text = format!("{}: {err}", kernel.expression);
+                        errors.lock().unwrap().insert(text);
+                    }
+                }
+            });
+        }
+    });
+    errors.into_inner().unwrap()
+}
