@@ -117,7 +117,8 @@ pub(super) fn checked_transposed(
     }
     // The padding that gives the output its size.
     let total = |i: usize| {
-        let extra = spec.output_padding.get(i).copied().unwrap_or(0);
+        let place = (i + sizes.rank).checked_sub(3);
+        let extra = place.and_then(|at| spec.output_padding.get(at)).copied().unwrap_or(0);
         let whole = sizes.strides[i] * (sizes.input[i] - 1)
             + extra
             + sizes.dilations[i] * (sizes.kernel[i] - 1)
