@@ -2,7 +2,7 @@
 
 use model::op::{Activation, Gemm, MatMul, Op};
 
-use super::context::{Context, Mapped, invalid};
+use super::context::{Context, MapError, Mapped, invalid};
 
 pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
     match op {
@@ -22,12 +22,17 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
 fn gemm(cx: &mut Context) -> Mapped {
     // Before opset 7 an attribute enabled broadcasting; it works the same.
     cx.attributes.ignore(&["broadcast"]);
-    let gemm = Gemm {
+    let gemm = gemm_of(cx)?;
+    cx.emit_all(Op::Gemm(gemm), 3)
+}
+
+/// The product that the node's attributes describe.
+pub(crate) fn gemm_of(cx: &Context) -> Result<Gemm, MapError> {
+    Ok(Gemm {
         transpose_a: cx.attributes.flag("transA", false)?,
         transpose_b: cx.attributes.flag("transB", false)?,
         alpha: cx.attributes.float_or("alpha", 1.0)?,
         beta: cx.attributes.float_or("beta", 1.0)?,
         activation: Activation::None,
-    };
-    cx.emit_all(Op::Gemm(gemm), 3)
+    })
 }

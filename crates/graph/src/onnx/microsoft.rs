@@ -1,5 +1,8 @@
 //! Operators that ONNX Runtime adds: its optimiser and quantiser write them.
 
+mod attention;
+mod fused;
+
 use model::op::{Activation, Binary, MatMul, Op, Unary};
 
 use super::context::{Context, Mapped, invalid};
@@ -28,17 +31,27 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
             cx.emit_all(Op::MatMul(matmul), 2)
         }
         "LayerNormalization" => super::norm::layer_norm(cx),
-        "SimplifiedLayerNormalization" => {
-            let axis = cx.attributes.int_or("axis", -1)?;
-            let epsilon = cx.attributes.float_or("epsilon", 1e-5)?;
-            cx.attributes.ignore(&["stash_type"]);
-            cx.no_output_from(1, "the inverse deviation is read")?;
-            cx.emit_all(Op::RmsNorm { axis, epsilon }, 2)
-        }
+        "SimplifiedLayerNormalization" => simplified_norm(cx),
+        "Attention" => attention::attention(cx),
+        "MultiHeadAttention" => attention::multi_head_attention(cx),
+        "GroupQueryAttention" => attention::group_query_attention(cx),
+        "RotaryEmbedding" => attention::rotary_embedding(cx),
+        "EmbedLayerNormalization" => fused::embed_layer_norm(cx),
+        "FusedConv" => fused::conv(cx),
+        "FusedGemm" => fused::gemm(cx),
         "SkipLayerNormalization" => skip_norm(cx, false),
         "SkipSimplifiedLayerNormalization" => skip_norm(cx, true),
         _ => Ok(false),
     }
+}
+
+/// ONNX Runtime also writes it without its domain.
+pub(crate) fn simplified_norm(cx: &mut Context) -> Mapped {
+    let axis = cx.attributes.int_or("axis", -1)?;
+    let epsilon = cx.attributes.float_or("epsilon", 1e-5)?;
+    cx.attributes.ignore(&["stash_type"]);
+    cx.no_output_from(1, "the inverse deviation is read")?;
+    cx.emit_all(Op::RmsNorm { axis, epsilon }, 2)
 }
 
 fn biased(cx: &mut Context, tanh: bool) -> Mapped {

@@ -22,19 +22,19 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
     }
 }
 
-fn swap_heads() -> Op {
+pub(super) fn swap_heads() -> Op {
     Op::Transpose { perm: Some(vec![0, 2, 1, 3]) }
 }
 
 /// `[batch, tokens, heads * width]` as `[batch, heads, tokens, width]`.
-fn split_heads(cx: &mut Context, x: ValueId, heads: i64) -> Result<ValueId, MapError> {
+pub(super) fn split_heads(cx: &mut Context, x: ValueId, heads: i64) -> Result<ValueId, MapError> {
     let target = cx.ints(&[0, 0, heads, -1])?;
     let split = cx.part(Op::Reshape { allow_zero: false }, &[x, target])?;
     cx.part(swap_heads(), &[split])
 }
 
 /// The size of dimension `axis` of `id`, which the mapping requires to be a number.
-fn dimension(cx: &Context, id: ValueId, axis: usize) -> Result<i64, MapError> {
+pub(super) fn dimension(cx: &Context, id: ValueId, axis: usize) -> Result<i64, MapError> {
     match cx.shape(id).and_then(|shape| shape.get(axis)).and_then(SymDim::fixed) {
         Some(size) if size > 0 => Ok(size),
         _ => unsupported(format!("dimension {axis} of '{}' is not known", cx.graph.value(id).name)),
@@ -122,7 +122,7 @@ fn attention(cx: &mut Context) -> Mapped {
 }
 
 /// Keys or values of each group repeated for its queries: `[h0, h0, h1, h1, ..]`.
-fn repeat_heads(
+pub(super) fn repeat_heads(
     cx: &mut Context,
     x: ValueId,
     heads: i64,
@@ -161,24 +161,35 @@ fn bias(
         }
     };
     if causal {
-        let rows = count(cx, q)?;
-        let columns = count(cx, k)?;
-        let mut rows = range(cx, rows)?;
-        if let Some(past) = past {
-            let offset = count(cx, past)?;
-            rows = cx.part(Op::Binary(Binary::Add), &[rows, offset])?;
-        }
-        let columns = range(cx, columns)?;
-        let axis = cx.ints(&[1])?;
-        let rows = cx.part(Op::Unsqueeze, &[rows, axis])?;
-        let seen = cx.part(Op::Compare(Compare::LessOrEqual), &[columns, rows])?;
-        let ahead = hide(cx, seen, dtype)?;
+        let ahead = causal_bias(cx, q, k, past)?;
         bias = Some(match bias {
             Some(mask) => cx.part(Op::Binary(Binary::Add), &[mask, ahead])?,
             None => ahead,
         });
     }
     Ok(bias)
+}
+
+/// Minus infinity where a query must not attend to a later token; `past` holds earlier keys.
+pub(super) fn causal_bias(
+    cx: &mut Context,
+    q: ValueId,
+    k: ValueId,
+    past: Option<ValueId>,
+) -> Result<ValueId, MapError> {
+    let rows = count(cx, q)?;
+    let columns = count(cx, k)?;
+    let mut rows = range(cx, rows)?;
+    if let Some(past) = past {
+        let offset = count(cx, past)?;
+        rows = cx.part(Op::Binary(Binary::Add), &[rows, offset])?;
+    }
+    let columns = range(cx, columns)?;
+    let axis = cx.ints(&[1])?;
+    let rows = cx.part(Op::Unsqueeze, &[rows, axis])?;
+    let seen = cx.part(Op::Compare(Compare::LessOrEqual), &[columns, rows])?;
+    let dtype = cx.dtype(q);
+    hide(cx, seen, dtype)
 }
 
 fn covers_all_keys(cx: &Context, mask: ValueId, k: ValueId) -> Result<(), MapError> {
@@ -193,19 +204,19 @@ fn covers_all_keys(cx: &Context, mask: ValueId, k: ValueId) -> Result<(), MapErr
 }
 
 /// Zero where `mask` is true, minus infinity elsewhere.
-fn hide(cx: &mut Context, mask: ValueId, dtype: DataType) -> Result<ValueId, MapError> {
+pub(super) fn hide(cx: &mut Context, mask: ValueId, dtype: DataType) -> Result<ValueId, MapError> {
     let (zero, never) = (cx.scalar(dtype, 0.0)?, cx.scalar(dtype, f64::NEG_INFINITY)?);
     cx.part(Op::Where, &[mask, zero, never])
 }
 
 /// The number of tokens of `[batch, heads, tokens, width]`, as a scalar.
-fn count(cx: &mut Context, x: ValueId) -> Result<ValueId, MapError> {
+pub(super) fn count(cx: &mut Context, x: ValueId) -> Result<ValueId, MapError> {
     let vector = cx.part(Op::Shape { start: 2, end: Some(3) }, &[x])?;
     let axis = cx.ints(&[0])?;
     cx.part(Op::Squeeze, &[vector, axis])
 }
 
-fn range(cx: &mut Context, limit: ValueId) -> Result<ValueId, MapError> {
+pub(super) fn range(cx: &mut Context, limit: ValueId) -> Result<ValueId, MapError> {
     let (zero, one) = (cx.scalar(DataType::I64, 0.0)?, cx.scalar(DataType::I64, 1.0)?);
     cx.part(Op::Range, &[zero, limit, one])
 }
@@ -257,7 +268,7 @@ fn rotary_embedding(cx: &mut Context) -> Mapped {
     cx.at_most(4)?;
     let interleaved = cx.attributes.flag("interleaved", false)?;
     let heads = cx.attributes.int_or("num_heads", 0)?;
-    let rotated = cx.attributes.int_or("rotary_embedding_dim", 0)?;
+    let turned = cx.attributes.int_or("rotary_embedding_dim", 0)?;
     let (mut x, mut cos, mut sin) = (cx.input(0)?, cx.input(1)?, cx.input(2)?);
     let flat = cx.rank(x)? == 3;
     // [batch, tokens, heads, width] either way.
@@ -277,16 +288,33 @@ fn rotary_embedding(cx: &mut Context) -> Mapped {
     let axis = cx.ints(&[2])?;
     cos = cx.part(Op::Unsqueeze, &[cos, axis])?;
     sin = cx.part(Op::Unsqueeze, &[sin, axis])?;
-    let width = dimension(cx, x, 3)?;
-    let rotated = if rotated == 0 { width } else { rotated };
-    if rotated <= 0 || rotated > width || rotated % 2 != 0 {
-        return invalid(format!("{rotated} of {width} elements rotated"));
+    let y = rotated(cx, x, (cos, sin), turned, interleaved)?;
+    if flat {
+        let target = cx.ints(&[0, 0, -1])?;
+        return cx.emit(Op::Reshape { allow_zero: false }, vec![Some(y), Some(target)]);
     }
-    let turning = slice(cx, x, 0, rotated, 1)?;
+    cx.emit(swap_heads(), vec![Some(y)])
+}
+
+/// `x`, `[batch, tokens, heads, width]`, with its first `turned` elements rotated in pairs; all of
+/// them when that is zero. The tables have half as many columns and broadcast to `x`.
+pub(super) fn rotated(
+    cx: &mut Context,
+    x: ValueId,
+    (cos, sin): (ValueId, ValueId),
+    turned: i64,
+    interleaved: bool,
+) -> Result<ValueId, MapError> {
+    let width = dimension(cx, x, 3)?;
+    let turned = if turned == 0 { width } else { turned };
+    if turned <= 0 || turned > width || turned % 2 != 0 {
+        return invalid(format!("{turned} of {width} elements rotated"));
+    }
+    let turning = slice(cx, x, 0, turned, 1)?;
     let (first, second) = match interleaved {
-        true => (slice(cx, turning, 0, rotated, 2)?, slice(cx, turning, 1, rotated, 2)?),
+        true => (slice(cx, turning, 0, turned, 2)?, slice(cx, turning, 1, turned, 2)?),
         false => {
-            (slice(cx, turning, 0, rotated / 2, 1)?, slice(cx, turning, rotated / 2, rotated, 1)?)
+            (slice(cx, turning, 0, turned / 2, 1)?, slice(cx, turning, turned / 2, turned, 1)?)
         }
     };
     let real = rotate(cx, Binary::Sub, [cos, first], [sin, second])?;
@@ -298,19 +326,15 @@ fn rotary_embedding(cx: &mut Context) -> Mapped {
             let real = cx.part(Op::Unsqueeze, &[real, last])?;
             let imaginary = cx.part(Op::Unsqueeze, &[imaginary, last])?;
             let pairs = cx.part(Op::Concat { axis: -1 }, &[real, imaginary])?;
-            let target = cx.ints(&[0, 0, 0, rotated])?;
+            let target = cx.ints(&[0, 0, 0, turned])?;
             cx.part(Op::Reshape { allow_zero: false }, &[pairs, target])?
         }
     };
-    if rotated < width {
-        let rest = slice(cx, x, rotated, width, 1)?;
+    if turned < width {
+        let rest = slice(cx, x, turned, width, 1)?;
         y = cx.part(Op::Concat { axis: -1 }, &[y, rest])?;
     }
-    if flat {
-        let target = cx.ints(&[0, 0, -1])?;
-        return cx.emit(Op::Reshape { allow_zero: false }, vec![Some(y), Some(target)]);
-    }
-    cx.emit(swap_heads(), vec![Some(y)])
+    Ok(y)
 }
 
 fn rotate(

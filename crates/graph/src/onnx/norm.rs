@@ -15,6 +15,7 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
             let epsilon = cx.attributes.float_or("epsilon", 1e-5)?;
             cx.emit_all(Op::RmsNorm { axis, epsilon }, 2)
         }
+        "SimplifiedLayerNormalization" => super::microsoft::simplified_norm(cx),
         "InstanceNormalization" => {
             let epsilon = cx.attributes.float_or("epsilon", 1e-5)?;
             cx.emit_all(Op::InstanceNorm { epsilon }, 3)

@@ -1,0 +1,347 @@
+#!/usr/bin/env python3
+"""Write test cases of ONNX Runtime's own operators, with ONNX Runtime's results.
+
+    python scripts/contrib_cases.py crates/cli/tests/contrib      # needs numpy, onnx, onnxruntime
+
+Every case is a folder as those of ONNX's node tests: a model of one node, inputs and outputs.
+The test `onnx_nodes` of crate cli runs them on every device.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+BATCH, TOKENS, HEADS, WIDTH = 2, 5, 3, 4
+HIDDEN = HEADS * WIDTH
+DOMAIN = "com.microsoft"
+
+
+def results(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """ONNX Runtime's outputs."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, given)
+
+
+class Cases:
+    """Collects cases in a folder; the seed makes them the same in every run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.random = np.random.default_rng(7)
+
+    def floats(self, *shape: int) -> np.ndarray:
+        return self.random.uniform(-1, 1, shape).astype(np.float32)
+
+    def model(
+        self,
+        op: str,
+        inputs: list[np.ndarray | None],
+        outputs: int,
+        fixed: tuple[int, ...],
+        domain: str,
+        skip: tuple[int, ...],
+        **attributes: object,
+    ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+        """A model of one node, and what it is given."""
+        names = ["" if value is None else f"x{i}" for i, value in enumerate(inputs)]
+        results = ["" if i in skip else f"y{i}" for i in range(outputs)]
+        node = helper.make_node(op, names, results, domain=domain, **attributes)
+        infos, constants = [], []
+        for i, value in enumerate(inputs):
+            if value is None:
+                continue
+            if i in fixed:
+                constants.append(numpy_helper.from_array(value, names[i]))
+                continue
+            kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+            infos.append(helper.make_tensor_value_info(names[i], kind, value.shape))
+        wanted = [name for name in results if name]
+        types = [TensorProto.INT32 if n in self.integers else TensorProto.FLOAT for n in wanted]
+        out = [helper.make_tensor_value_info(n, t, None) for n, t in zip(wanted, types, strict=True)]
+        graph = helper.make_graph([node], op, infos, out, constants)
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
+        given = {names[i]: v for i, v in enumerate(inputs) if v is not None and i not in fixed}
+        return helper.make_model(graph, opset_imports=opsets, ir_version=9), given
+
+    def add(
+        self,
+        name: str,
+        op: str,
+        inputs: list[np.ndarray | None],
+        outputs: int = 1,
+        fixed: tuple[int, ...] = (),
+        domain: str = DOMAIN,
+        skip: tuple[int, ...] = (),
+        like: list[np.ndarray | None] | None = None,
+        **attributes: object,
+    ) -> None:
+        """A case. Inputs `fixed` are initializers, outputs `skip` are absent. `like` are inputs
+        that give the same result, for a form that ONNX Runtime has no kernel for on a CPU."""
+        model, given = self.model(op, inputs, outputs, fixed, domain, skip, **attributes)
+        known, fed = model, given
+        if like is not None:
+            known, fed = self.model(op, like, outputs, fixed, domain, skip, **attributes)
+        self.save(name, model, [(given, results(known, fed))])
+
+    def save(
+        self,
+        name: str,
+        model: onnx.ModelProto,
+        sets: list[tuple[dict[str, np.ndarray], list[np.ndarray]]],
+    ) -> None:
+        folder = self.folder / f"test_{name}"
+        for number, (given, expected) in enumerate(sets):
+            data = folder / f"test_data_set_{number}"
+            data.mkdir(parents=True)
+            for kind, values in (("input", list(given.values())), ("output", expected)):
+                for i, value in enumerate(values):
+                    tensor = numpy_helper.from_array(np.asarray(value))
+                    (data / f"{kind}_{i}.pb").write_bytes(tensor.SerializeToString())
+        onnx.save(model, folder / "model.onnx")
+
+    def text(self, name: str, graph: str, sets: list[dict[str, np.ndarray]]) -> None:
+        """A model in ONNX's text form, with several sets of inputs."""
+        header = '<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1]>\n'
+        model = onnx.parser.parse_model(header + graph)
+        self.save(name, model, [(given, results(model, given)) for given in sets])
+
+    integers: tuple[str, ...] = ()
+
+
+def attention(cases: Cases) -> None:
+    f = cases.floats
+    x, w, b = f(BATCH, TOKENS, HIDDEN), f(HIDDEN, 3 * HIDDEN), f(3 * HIDDEN)
+    lengths = np.array([3, 5], np.int32)
+    raw = np.array([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1]], np.int32)
+    square = (cases.random.uniform(size=(BATCH, TOKENS, TOKENS)) < 0.7).astype(np.int32)
+    square[:, :, 0] = 1
+    past = f(2, BATCH, HEADS, 2, WIDTH)
+    long = np.array([[1] * 7, [0, 1, 1, 1, 1, 0, 1]], np.int32)
+    bias = f(1, HEADS, TOKENS, TOKENS)
+    weights = {"fixed": (1, 2), "num_heads": HEADS}
+    cases.add("attention", "Attention", [x, w, b], **weights)
+    cases.add("attention_scale", "Attention", [x, w, b], scale=0.3, **weights)
+    cases.add("attention_lengths", "Attention", [x, w, b, lengths], **weights)
+    cases.add("attention_mask", "Attention", [x, w, b, raw], **weights)
+    cases.add("attention_mask_3d", "Attention", [x, w, b, square], **weights)
+    cases.add("attention_causal", "Attention", [x, w, b], unidirectional=1, **weights)
+    cases.add("attention_bias", "Attention", [x, w, b, None, None, bias], **weights)
+    cases.add("attention_past", "Attention", [x, w, b, None, past], outputs=2, **weights)
+    cases.add(
+        "attention_past_causal_mask", "Attention", [x, w, b, long, past], outputs=2,
+        unidirectional=1, **weights,
+    )
+    sizes = [HIDDEN, HIDDEN, 2 * HIDDEN]
+    w, b = f(HIDDEN, sum(sizes)), f(sum(sizes))
+    cases.add("attention_value_size", "Attention", [x, w, b], qkv_hidden_sizes=sizes, **weights)
+
+
+def multi_head_attention(cases: Cases) -> None:
+    f, op = cases.floats, "MultiHeadAttention"
+    q, k, v = f(BATCH, TOKENS, HIDDEN), f(BATCH, 4, HIDDEN), f(BATCH, 4, 2 * HIDDEN)
+    b = f(4 * HIDDEN)
+    mask = np.array([[1, 0, 1, 1], [1, 1, 1, 1]], np.int32)
+    lengths = np.array([2, 4], np.int32)
+    bias = f(BATCH, 1, TOKENS, 4)
+    heads = {"num_heads": HEADS}
+    cases.add("mha", op, [q, k, v], **heads)
+    cases.add("mha_bias", op, [q, k, v, b], fixed=(3,), **heads)
+    cases.add("mha_mask", op, [q, k, v, None, mask], **heads)
+    cases.add("mha_lengths", op, [q, k, v, None, lengths], **heads)
+    cases.add("mha_attention_bias", op, [q, k, v, None, None, bias], scale=0.25, **heads)
+    packed = f(BATCH, TOKENS, HEADS, 3, WIDTH)
+    flat = [packed[:, :, :, i].reshape(BATCH, TOKENS, HIDDEN) for i in range(3)]
+    cases.add("mha_packed", op, [packed], like=flat, **heads)
+    packed = f(BATCH, 4, HEADS, 2, WIDTH)
+    flat = [packed[:, :, :, i].reshape(BATCH, 4, HIDDEN) for i in range(2)]
+    cases.add("mha_packed_kv", op, [q, packed], like=[q, *flat], **heads)
+    heads_k, heads_v = f(BATCH, HEADS, 6, WIDTH), f(BATCH, HEADS, 6, WIDTH)
+    cases.add("mha_cross", op, [q, heads_k, heads_v], **heads)
+    k, v = f(BATCH, TOKENS, HIDDEN), f(BATCH, TOKENS, HIDDEN)
+    past = [f(BATCH, HEADS, 3, WIDTH), f(BATCH, HEADS, 3, WIDTH)]
+    cases.add("mha_past", op, [q, k, v, None, None, None, *past], outputs=3, **heads)
+    cases.add("mha_causal", op, [q, k, v], unidirectional=1, **heads)
+    cases.add(
+        "mha_past_causal", op, [q, k, v, None, None, None, *past], outputs=3, unidirectional=1,
+        **heads,
+    )
+
+
+def group_query_attention(cases: Cases) -> None:
+    f, op = cases.floats, "GroupQueryAttention"
+    heads, groups, width = 4, 2, 16
+    attributes = {"num_heads": heads, "kv_num_heads": groups}
+    cos, sin = f(16, width // 2), f(16, width // 2)
+
+    def tensors(tokens: int) -> list[np.ndarray]:
+        return [f(BATCH, tokens, n * width) for n in (heads, groups, groups)]
+
+    last = np.full((BATCH,), TOKENS - 1, np.int32)
+    total = np.array([TOKENS], np.int32)
+    none = [f(BATCH, groups, 0, width)] * 2
+    prompt = [*tensors(TOKENS), *none, last, total]
+    fixed = {"fixed": (7, 8), "outputs": 3, **attributes}
+    cases.add("gqa_prompt", op, prompt, outputs=3, **attributes)
+    cases.add("gqa_prompt_without_past", op, [*prompt[:3], None, None, last, total], outputs=3,
+              **attributes)
+    cases.add("gqa_rotary", op, [*prompt, cos, sin], do_rotary=1, **fixed)
+    cases.add("gqa_rotary_interleaved", op, [*prompt, cos, sin], do_rotary=1,
+              rotary_interleaved=1, **fixed)
+    packed = f(BATCH, TOKENS, (heads + 2 * groups) * width)
+    cases.add("gqa_packed", op, [packed, None, None, *none, last, total, cos, sin], do_rotary=1,
+              **fixed)
+    past = [f(BATCH, groups, 6, width), f(BATCH, groups, 6, width)]
+    last, total = np.array([6, 6], np.int32), np.array([7], np.int32)
+    cases.add("gqa_token", op, [*tensors(1), *past, last, total, cos, sin], do_rotary=1, **fixed)
+    # The first sequence has only four tokens of the past.
+    last = np.array([4, 6], np.int32)
+    cases.add("gqa_token_lengths", op, [*tensors(1), *past, last, total, cos, sin], do_rotary=1,
+              skip=(1, 2), **fixed)
+
+
+def rotary_embedding(cases: Cases) -> None:
+    f, op = cases.floats, "RotaryEmbedding"
+    cos, sin = f(16, 4), f(16, 4)
+    flat, heads = f(BATCH, TOKENS, 24), f(BATCH, 3, TOKENS, 8)
+    ids = np.array([[0, 2, 1, 7, 3], [4, 5, 6, 7, 8]], np.int64)
+    start = np.array([3], np.int64)
+    for name, x in (("flat", flat), ("heads", heads)):
+        for interleaved in (0, 1):
+            for at, positions in (("ids", ids), ("start", start)):
+                cases.add(f"rotary_{name}_{at}_{interleaved}", op, [x, positions, cos, sin],
+                          fixed=(2, 3), interleaved=interleaved)
+
+
+def fused(cases: Cases) -> None:
+    f = cases.floats
+    x, w, b = f(1, 3, 6, 5), f(4, 3, 3, 3), f(4)
+    conv = {"fixed": (1, 2), "kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
+    z = f(1, 4, 6, 5)
+    cases.add("fused_conv_relu", "FusedConv", [x, w, b], activation="Relu", **conv)
+    cases.add("fused_conv_sum", "FusedConv", [x, w, b, z], activation="Relu", **conv)
+    for name, values in (("LeakyRelu", [0.2]), ("Clip", [-0.5, 1.5]), ("HardSigmoid", [0.3, 0.4])):
+        cases.add(f"fused_conv_{name.lower()}", "FusedConv", [x, w, b], activation=name,
+                  activation_params=values, **conv)
+    a, c = f(5, 7), f(7, 6)
+    cases.add("fused_gemm", "FusedGemm", [a, c, f(6)], activation="LeakyRelu", alpha=0.5,
+              activation_alpha=0.1)
+    cases.add("fused_matmul", "FusedMatMul", [f(2, 7, 5), f(2, 6, 7)], transA=1, transB=1, alpha=0.3)
+    cases.add("bias_gelu", "BiasGelu", [f(3, 8), f(8)])
+    cases.add("fast_gelu", "FastGelu", [f(3, 8), f(8)])
+    cases.add("quick_gelu", "QuickGelu", [f(3, 8)], alpha=1.5)
+    norm = [f(2, 5, 8), f(2, 5, 8), f(8)]
+    cases.add("skip_norm", "SkipLayerNormalization", [*norm, f(8), f(8)], outputs=4, skip=(1, 2),
+              epsilon=1e-5)
+    cases.add("skip_simplified_norm", "SkipSimplifiedLayerNormalization", [*norm, f(8)], outputs=4,
+              skip=(1, 2), epsilon=1e-5)
+    cases.add("simplified_norm", "SimplifiedLayerNormalization", [norm[0], norm[2]], domain="",
+              epsilon=1e-5)
+    ids = cases.random.integers(0, 9, (BATCH, TOKENS)).astype(np.int32)
+    segments = cases.random.integers(0, 2, (BATCH, TOKENS)).astype(np.int32)
+    tables = [f(9, 8), f(TOKENS, 8), f(2, 8), f(8), f(8)]
+    mask = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], np.int32)
+    embed = {"outputs": 2, "fixed": (2, 3, 4, 5, 6), "epsilon": 1e-5}
+    cases.integers = ("y1",)
+    cases.add("embed_norm", "EmbedLayerNormalization", [ids, segments, *tables, mask], **embed)
+    cases.add("embed_norm_words", "EmbedLayerNormalization",
+              [ids, None, *tables[:2], None, *tables[3:], mask], **embed)
+    cases.integers = ()
+
+
+def control(cases: Cases) -> None:
+    f = cases.floats
+    x = np.abs(f(2, 3))
+    cases.text("if_data", """
+main (float[2,3] x) => (float[2,3] y, float[2,3] z) {
+  sum = ReduceSum <keepdims = 0> (x)
+  zero = Constant <value = float {0}> ()
+  positive = Greater (sum, zero)
+  y, z = If (positive) <
+    then_branch = on () => (float[2,3] a, float[2,3] b) { a = Add (x, x)  b = Relu (x) },
+    else_branch = off () => (float[2,3] a, float[2,3] b) { t = Neg (x)  a = Exp (t)  b = Abs (t) }
+  >
+}""", [{"x": x}, {"x": -x}])
+    cases.text("if_shape", """
+main (float[2,1,3] x) => (float[2,3] y) {
+  size = Shape <start = 1, end = 2> (x)
+  one = Constant <value = int64[1] {1}> ()
+  axis = Constant <value = int64[1] {1}> ()
+  single = Equal (size, one)
+  squeezed = If (single) <
+    then_branch = on () => (float[2,3] a) { a = Squeeze (x, axis) },
+    else_branch = off () => (float[2,1,3] a) { a = Identity (x) }
+  >
+  y = Tanh (squeezed)
+}""", [{"x": f(2, 1, 3)}])
+    body = """body (int64 i, bool c, float[3] s) => (bool d, float[3] t, float[3] row) {
+      d = Identity (c)
+      half = Constant <value = float {0.5}> ()
+      n = Cast <to = 1> (i)
+      scaled = Mul (s, half)
+      sum = Add (scaled, x)
+      t = Add (sum, n)
+      row = Mul (t, x)
+    }"""
+    cases.text("loop", f"""
+main (float[3] x) => (float[3] last, float[4,3] rows) {{
+  count = Constant <value = int64 {{4}}> ()
+  go = Constant <value = bool {{1}}> ()
+  last, rows = Loop (count, go, x) <body = {body}>
+}}""", [{"x": f(3)}])
+    cases.text("loop_with_if", """
+main (float[3] x) => (float[3] last) {
+  count = Constant <value = int64 {3}> ()
+  last = Loop (count, , x) <body = body (int64 i, bool c, float[3] s) => (bool d, float[3] t) {
+      d = Identity (c)
+      sum = ReduceSum <keepdims = 0> (s)
+      one = Constant <value = float {1}> ()
+      large = Greater (sum, one)
+      two = Constant <value = int64 {2}> ()
+      is_last = Equal (i, two)
+      u = If (large) <
+        then_branch = on () => (float[3] a) { a = Sub (s, one) },
+        else_branch = off () => (float[3] a) { a = Add (s, x) }
+      >
+      t = If (is_last) <
+        then_branch = fin () => (float[3] a) { a = Neg (u) },
+        else_branch = mid () => (float[3] a) { a = Identity (u) }
+      >
+    }>
+}""", [{"x": f(3)}, {"x": np.abs(f(3)) + 1}])
+    scan = """body (float[2] s, float[2] e) => (float[2] t, float[2] row) {
+      t = Add (s, e)
+      row = Mul (t, k)
+    }"""
+    for direction in (0, 1):
+        cases.text(f"scan_{direction}", f"""
+main (float[2] s, float[4,2] xs, float[2] k) => (float[2] last, float[4,2] rows) {{
+  last, rows = Scan <num_scan_inputs = 1, scan_input_directions = [{direction}], body = {scan}>
+    (s, xs)
+}}""", [{"s": f(2), "xs": f(4, 2), "k": f(2)}])
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    folder = Path(sys.argv[1])
+    shutil.rmtree(folder, ignore_errors=True)
+    cases = Cases(folder)
+    for add in (attention, multi_head_attention, group_query_attention, rotary_embedding, fused, control):
+        add(cases)
+    print(f"{len(list(folder.iterdir()))} cases in {folder}")
+
+
+if __name__ == "__main__":
+    main()
