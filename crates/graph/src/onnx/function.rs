@@ -114,7 +114,9 @@ impl Expansion {
                 format!("{}/{}", node.label, body.name)
             };
             proto.attributes = resolve(&body.attributes, &node.proto.attributes, &function);
-            self.add(SourceNode::new(proto, opsets.clone(), index), depth + 1)?;
+            let mut inner = SourceNode::new(proto, opsets.clone(), index);
+            (inner.in_function, inner.captures) = (true, Vec::new());
+            self.add(inner, depth + 1)?;
         }
         Ok(())
     }
@@ -139,7 +141,7 @@ fn copied_bytes(body: &NodeProto, call: &SourceNode, function: &FunctionProto) -
 }
 
 /// Bytes of an attribute that a copy does not share.
-fn attribute_bytes(attribute: &AttributeProto) -> usize {
+pub(crate) fn attribute_bytes(attribute: &AttributeProto) -> usize {
     let tensor = attribute.tensor.as_ref().map_or(0, |tensor| {
         let longs = tensor.dims.len() + tensor.ints.len() + tensor.longs.len();
         let wide = longs + tensor.doubles.len() + tensor.unsigneds.len();

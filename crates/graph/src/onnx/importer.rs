@@ -19,6 +19,10 @@ use crate::infer::{Fact, describe};
 use crate::ir::Graph;
 use model::dim::SymDim;
 
+mod control;
+
+use control::ControlError;
+
 /// Operator sets by domain.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Opsets(HashMap<String, i64>);
@@ -45,6 +49,10 @@ pub(crate) struct SourceNode {
     pub proto: NodeProto,
     pub opsets: Arc<Opsets>,
     pub label: String,
+    /// What the bodies of control flow read from outside.
+    pub captures: Vec<String>,
+    /// Whether it is part of a function, whose names differ from those in bodies.
+    pub in_function: bool,
 }
 
 impl SourceNode {
@@ -55,7 +63,8 @@ impl SourceNode {
             ("", None) => format!("{}_{index}", proto.op_type),
             (name, _) => name.to_string(),
         };
-        SourceNode { proto, opsets, label }
+        let captures = control::captures(&proto);
+        SourceNode { proto, opsets, label, captures, in_function: false }
     }
 }
 
@@ -76,6 +85,11 @@ struct Importer<'a> {
     taken: HashSet<String>,
     fresh: usize,
     external: &'a ExternalData,
+    /// The maximum number of nodes.
+    limit: usize,
+    /// Bodies around the node that is mapped.
+    depth: usize,
+    written: control::Written,
 }
 
 pub(crate) fn run(
@@ -107,6 +121,9 @@ pub(crate) fn run(
         taken: HashSet::from(["min".to_string(), "max".to_string()]),
         fresh: 0,
         external,
+        limit: limits.nodes,
+        depth: 0,
+        written: control::Written::default(),
     };
     importer.define(&mut source)?;
     let defined = importer.names.keys().cloned().collect();
@@ -240,9 +257,9 @@ impl Importer<'_> {
         nodes: &[SourceNode],
         outputs: &[ValueInfoProto],
     ) -> Result<(), ImportError> {
-        let read = nodes.iter().flat_map(|node| &node.proto.inputs).cloned();
+        let read = nodes.iter().flat_map(|node| node.proto.inputs.iter().chain(&node.captures));
         let read_names: HashSet<String> =
-            read.chain(outputs.iter().map(|info| info.name.clone())).collect();
+            read.chain(outputs.iter().map(|info| &info.name)).cloned().collect();
         for node in nodes {
             self.map_node(node, &read_names)?;
         }
@@ -256,7 +273,12 @@ impl Importer<'_> {
     ) -> Result<(), ImportError> {
         let inputs: Vec<Option<ValueId>> =
             node.proto.inputs.iter().map(|name| self.names.get(name).copied()).collect();
-        let tainted = inputs.iter().flatten().any(|id| self.poisoned.contains(id));
+        let read = |name: &String| self.names.get(name).copied();
+        let all = inputs.iter().flatten().copied().chain(node.captures.iter().filter_map(read));
+        let tainted = all.into_iter().any(|id| self.poisoned.contains(&id));
+        if control::is_control(&node.proto) {
+            return self.map_control(node, &inputs, tainted);
+        }
         let before = (self.graph.nodes.len(), self.graph.values.len());
         let mut context = Context {
             graph: &mut self.graph,
@@ -300,6 +322,53 @@ impl Importer<'_> {
             }
         }
         self.graph.nodes.truncate(before.0);
+        self.poison_outputs(node);
+        Ok(())
+    }
+
+    /// Maps a node with bodies.
+    fn map_control(
+        &mut self,
+        node: &SourceNode,
+        inputs: &[Option<ValueId>],
+        tainted: bool,
+    ) -> Result<(), ImportError> {
+        let before = self.graph.nodes.len();
+        let results = self.control(node, inputs).and_then(|results| {
+            let names = node.proto.outputs.iter().zip(results);
+            let named = names.filter(|(name, _)| !name.is_empty());
+            named.map(|(name, id)| Ok((name.clone(), self.rename(name, id)?))).collect()
+        });
+        let reason = match results {
+            Ok(results) => {
+                let results: Vec<(String, ValueId)> = results;
+                self.names.extend(results);
+                return Ok(());
+            }
+            // After an unknown node, an error may only mean that something is not known.
+            Err(_) if tainted => None,
+            Err(ControlError::Import(error)) => return Err(error),
+            Err(ControlError::Map(MapError::Unsupported(reason))) => reason,
+            Err(ControlError::Map(MapError::Invalid(reason))) => {
+                return Err(ImportError::Node {
+                    node: node.label.clone(),
+                    op_type: node.proto.op_type.clone(),
+                    inputs: describe(&self.graph, inputs),
+                    reason,
+                });
+            }
+        };
+        if !tainted {
+            self.unsupported.push(UnsupportedNode {
+                node: node.label.clone(),
+                op_type: node.proto.op_type.clone(),
+                domain: canonical_domain(&node.proto.domain).to_string(),
+                opset: node.opsets.version(&node.proto.domain),
+                inputs: describe(&self.graph, inputs),
+                reason,
+            });
+        }
+        self.graph.nodes.truncate(before);
         self.poison_outputs(node);
         Ok(())
     }

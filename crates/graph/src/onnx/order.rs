@@ -26,7 +26,8 @@ pub(crate) fn sort(
     let mut waiting = vec![0usize; nodes.len()];
     let mut readers: Vec<Vec<usize>> = vec![Vec::new(); nodes.len()];
     for (index, node) in nodes.iter().enumerate() {
-        for name in node.proto.inputs.iter().filter(|name| !name.is_empty()) {
+        let read = node.proto.inputs.iter().chain(&node.captures);
+        for name in read.filter(|name| !name.is_empty()) {
             match writers.get(name.as_str()) {
                 Some(writer) => {
                     waiting[index] += 1;

@@ -1,5 +1,6 @@
 //! Importing whole models: good ones, old ones, hostile ones.
 
+mod control;
 mod hostile;
 mod models;
 mod operators;

@@ -79,6 +79,16 @@ pub fn float(name: &str, value: f32) -> AttributeProto {
     }
 }
 
+/// An attribute with a body.
+pub fn body(name: &str, graph: GraphProto) -> AttributeProto {
+    AttributeProto {
+        name: Some(name.to_string()),
+        g: Some(graph),
+        r#type: Some(AttributeType::GRAPH),
+        ..AttributeProto::default()
+    }
+}
+
 pub fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
     with(op, inputs, outputs, vec![])
 }
