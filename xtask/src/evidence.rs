@@ -4,7 +4,7 @@
 //! that rewording a comment does not ask for hours of measurements. `scripts/gpu/evidence.py`
 //! computes the same hash where the figures are measured.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use serde_json::Value;
@@ -45,23 +45,27 @@ pub(crate) fn check(root: &Path) -> Result<Vec<(String, Vec<String>)>, String> {
             report.push((name, stale_sources(root, &text)?));
         }
     }
-    if let Ok(gpu) = std::fs::read_to_string(root.join(GPU_NODE_TESTS)) {
-        let cpu = std::fs::read_to_string(root.join(CPU_NODE_TESTS));
-        let cpu = cpu.map_err(|err| format!("{CPU_NODE_TESTS}: {err}"))?;
-        report.push((GPU_NODE_TESTS.to_string(), not_on_a_gpu(&cpu, &gpu)));
-    }
+    let list = |path: &str| {
+        std::fs::read_to_string(root.join(path)).map_err(|err| format!("{path}: {err}"))
+    };
+    let (cpu, gpu) = (list(CPU_NODE_TESTS)?, list(GPU_NODE_TESTS)?);
+    report.push((GPU_NODE_TESTS.to_string(), not_on_a_gpu(&cpu, &gpu)));
     report.sort();
     Ok(report)
 }
 
-/// The node tests that pass on the CPU and not on a GPU.
+/// The node tests that pass on the CPU and not on a GPU, and those that no GPU has judged.
 fn not_on_a_gpu(cpu: &str, gpu: &str) -> Vec<String> {
-    fn passed(list: &str) -> impl Iterator<Item = &str> {
-        list.lines().filter_map(|line| line.strip_suffix(" passed"))
+    fn entries(list: &str) -> impl Iterator<Item = (&str, &str)> {
+        list.lines().filter_map(|line| line.split_once(' '))
     }
-    let on_gpu: HashSet<&str> = passed(gpu).collect();
-    let behind = passed(cpu).filter(|name| !on_gpu.contains(name));
-    behind.map(|name| format!("{name} does not pass on a GPU")).collect()
+    let on_gpu: HashMap<&str, &str> = entries(gpu).collect();
+    let behind = entries(cpu).filter_map(|(name, verdict)| match on_gpu.get(name) {
+        None => Some(format!("{name} was not run on a GPU")),
+        Some(&"passed") => None,
+        Some(_) => (verdict == "passed").then(|| format!("{name} does not pass on a GPU")),
+    });
+    behind.collect()
 }
 
 fn stale_sources(root: &Path, text: &str) -> Result<Vec<String>, String> {
@@ -171,9 +175,14 @@ mod tests {
     #[test]
     fn the_list_of_a_gpu_must_not_be_shorter() {
         let cpu = "test_a passed\ntest_b unsupported\ntest_c passed\n";
-        assert!(not_on_a_gpu(cpu, "test_a passed\ntest_c passed\n").is_empty());
+        let all = "test_a passed\ntest_b unsupported\ntest_c passed\n";
+        assert!(not_on_a_gpu(cpu, all).is_empty());
         let behind = not_on_a_gpu(cpu, "test_a failed\ntest_b passed\n");
-        assert_eq!(behind.len(), 2, "{behind:?}");
+        assert_eq!(
+            behind,
+            ["test_a does not pass on a GPU", "test_c was not run on a GPU"].map(String::from)
+        );
+        assert_eq!(not_on_a_gpu(cpu, "test_a passed\ntest_c passed\n").len(), 1, "not judged");
     }
 
     #[test]

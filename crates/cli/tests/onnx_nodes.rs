@@ -6,23 +6,24 @@
 //!
 //! They run on the CPU device; on the CPU as a GPU that has the kernels of our compiler, with the
 //! host for the rest; and, with `ATOLL_ONNX_DEVICE=cuda:0`, on a GPU in single precision.
-//! `scripts/gpu/node_tests.sh` runs the last of these where there is no workspace.
+//! `scripts/gpu/node_tests.sh` runs the last of these, in parts, where there is no workspace.
 
 #[path = "support/lowering_device.rs"]
 mod lowering_device;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
 
 use assembly::DeviceArgs;
 use clap::Parser;
 use cpu::{CpuDevice, CpuOptions};
 use device::hybrid::HybridDevice;
 use device::{Completion, CompletionSink, Device, Outcome, Queue, QueueOptions, Segment};
+use model::config::Class;
 use model::op::Op;
 use model::{DataType, Tensor, TensorData};
 
@@ -71,19 +72,27 @@ impl graph::Evaluator for CpuEvaluator {
     }
 }
 
-/// The device with one queue.
+/// The device with a queue for every class that is tested.
 struct TestDevice {
     device: Arc<dyn Device>,
-    queue: Box<dyn Queue>,
-    completions: Receiver<Completion>,
+    queues: Vec<(Box<dyn Queue>, Receiver<Completion>)>,
+    /// How often each operator ran on the host of a GPU.
+    on_host: Mutex<BTreeMap<String, usize>>,
 }
 
 impl TestDevice {
-    fn new(device: Arc<dyn Device>) -> TestDevice {
-        let (sender, completions) = sync_channel(1);
-        let options = QueueOptions { id: 0, capacity: 1, high_priority: false, preemptible: true };
-        let queue = device.open_queue(options, Arc::new(ChannelSink(sender))).expect("a queue");
-        TestDevice { device, queue, completions }
+    fn new(device: Arc<dyn Device>, classes: &[Class]) -> TestDevice {
+        let open = |(id, class): (usize, &Class)| {
+            let (sender, completions) = sync_channel(1);
+            let preemptible = *class == Class::BestEffort;
+            let id = id as u32;
+            let options =
+                QueueOptions { id, capacity: 1, high_priority: !preemptible, preemptible };
+            let sink = Arc::new(ChannelSink(sender));
+            (device.open_queue(options, sink).expect("a queue"), completions)
+        };
+        let queues = classes.iter().enumerate().map(open).collect();
+        TestDevice { device, queues, on_host: Mutex::default() }
     }
 
     /// The verdict on the test in `folder`.
@@ -97,6 +106,9 @@ impl TestDevice {
         let bytes = std::fs::read(folder.join("model.onnx")).map_err(|err| refuse(&err))?;
         let plan =
             compiler::compile_onnx(&bytes, Some(&CpuEvaluator)).map_err(|err| refuse(&err))?;
+        for step in self.device.host_sections(&plan, &[]).iter().flat_map(|s| &s.steps) {
+            *self.on_host.lock().unwrap().entry(step.op.clone()).or_default() += 1;
+        }
         let program = self.device.load(Arc::new(plan)).map_err(|err| refuse(&err))?;
         for set in 0.. {
             let data = folder.join(format!("test_data_set_{set}"));
@@ -105,23 +117,28 @@ impl TestDevice {
             }
             let inputs = tensors(&data, "input")?;
             let want = tensors(&data, "output")?;
-            let task = program.prepare(inputs).map_err(|err| Verdict::Error(err.to_string()))?;
-            let got = self.outputs(task)?;
-            compare(&got, &want)?;
+            for queue in &self.queues {
+                let task = program.prepare(inputs.clone());
+                let task = task.map_err(|err| Verdict::Error(err.to_string()))?;
+                compare(&outputs(queue, task)?, &want)?;
+            }
         }
         Ok(())
     }
+}
 
-    fn outputs(&self, task: Box<dyn device::Task>) -> Result<Vec<Tensor>, Verdict> {
-        let steps = 0..task.step_count();
-        assert!(self.queue.launch(Segment { token: 0, task, steps }).is_ok(), "the queue is full");
-        let completion = self.completions.recv().expect("the queue is alive");
-        match completion.outcome {
-            Outcome::Done => {
-                completion.task.into_outputs().map_err(|err| Verdict::Error(err.to_string()))
-            }
-            other => Err(Verdict::Error(format!("{other:?}"))),
+fn outputs(
+    (queue, completions): &(Box<dyn Queue>, Receiver<Completion>),
+    task: Box<dyn device::Task>,
+) -> Result<Vec<Tensor>, Verdict> {
+    let steps = 0..task.step_count();
+    assert!(queue.launch(Segment { token: 0, task, steps }).is_ok(), "the queue is full");
+    let completion = completions.recv().expect("the queue is alive");
+    match completion.outcome {
+        Outcome::Done => {
+            completion.task.into_outputs().map_err(|err| Verdict::Error(err.to_string()))
         }
+        other => Err(Verdict::Error(format!("{other:?}"))),
     }
 }
 
@@ -231,10 +248,18 @@ fn committed(list: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// Every test's verdict, by name.
-fn judge_all(folder: &Path, device: Arc<dyn Device>) -> BTreeMap<String, Verdict> {
-    let bench = TestDevice::new(device);
-    let only = std::env::var("ATOLL_ONNX_ONLY").unwrap_or_default();
+/// The names of the tests to run, in order. `ATOLL_ONNX_ONLY` is a part of a name,
+/// `ATOLL_ONNX_PART=2/14` takes every fourteenth test from the third on, and the tests that a list
+/// in `ATOLL_ONNX_DONE` judges are left out.
+fn selected(folder: &Path) -> Vec<String> {
+    let variable = |name: &str| std::env::var(name).unwrap_or_default();
+    let (only, part) = (variable("ATOLL_ONNX_ONLY"), variable("ATOLL_ONNX_PART"));
+    let done = std::fs::read_to_string(variable("ATOLL_ONNX_DONE")).unwrap_or_default();
+    let done: HashSet<&str> = done.lines().filter_map(|line| line.split(' ').next()).collect();
+    let (part, parts) = match part.split_once('/') {
+        Some((part, parts)) => (part.parse().expect("a part"), parts.parse().expect("parts")),
+        None => (0, 1),
+    };
     let mut names: Vec<String> = std::fs::read_dir(folder)
         .expect("the folder of tests")
         .flatten()
@@ -242,7 +267,34 @@ fn judge_all(folder: &Path, device: Arc<dyn Device>) -> BTreeMap<String, Verdict
         .filter(|name| name.starts_with("test_") && name.contains(&only))
         .collect();
     names.sort();
-    names.into_iter().map(|name| (name.clone(), bench.judge(&folder.join(&name)))).collect()
+    let names = names.into_iter().skip(part).step_by(parts);
+    names.filter(|name| !done.contains(name.as_str())).collect()
+}
+
+/// Every test's verdict, by name. Calls `after` with what is known after each of them; ends when
+/// the device is lost.
+fn judge_all(
+    folder: &Path,
+    device: Arc<dyn Device>,
+    classes: &[Class],
+    after: impl Fn(&BTreeMap<String, Verdict>),
+) -> BTreeMap<String, Verdict> {
+    let bench = TestDevice::new(device, classes);
+    let mut verdicts = BTreeMap::new();
+    for name in selected(folder) {
+        let verdict = bench.judge(&folder.join(&name));
+        verdicts.insert(name, verdict);
+        after(&verdicts);
+        if let Some(fault) = bench.device.fault() {
+            println!("the device is lost: {fault}");
+            break;
+        }
+    }
+    let on_host = bench.on_host.lock().unwrap();
+    if !on_host.is_empty() {
+        println!("steps on the host: {on_host:?}");
+    }
+    verdicts
 }
 
 /// A reason to refuse without the names of its model's nodes and values.
@@ -331,7 +383,8 @@ fn wrong(verdicts: &BTreeMap<String, Verdict>) -> Vec<&String> {
 #[test]
 fn node_tests_do_as_they_did() {
     let Some(folder) = data_or_skip() else { return };
-    let verdicts = judge_all(&folder, Arc::new(CpuDevice::new(CpuOptions::default())));
+    let device = Arc::new(CpuDevice::new(CpuOptions::default()));
+    let verdicts = judge_all(&folder, device, &[Class::BestEffort], |_| {});
     print(&verdicts);
     if std::env::var("ATOLL_BLESS").is_ok() {
         write_list(CPU_LIST, &verdicts);
@@ -348,10 +401,25 @@ fn nothing_is_refused_beside_a_host() {
     let Some(folder) = data_or_skip() else { return };
     let host = || Arc::new(CpuDevice::new(CpuOptions::default()));
     let device = HybridDevice::new(lowering_device::LoweringDevice::open(host()), host());
-    let verdicts = judge_all(&folder, Arc::new(device));
+    let verdicts = judge_all(&folder, Arc::new(device), &[Class::BestEffort], |_| {});
     print(&verdicts);
     let lost = lost(&verdicts, &committed(CPU_LIST));
     assert!(lost.is_empty(), "passes on the CPU and not beside a GPU: {lost:?}");
+}
+
+/// ONNX Runtime's own operators, with its results: `scripts/contrib_cases.py` wrote them.
+#[test]
+fn operators_of_onnx_runtime_give_its_results() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/contrib");
+    let host = || Arc::new(CpuDevice::new(CpuOptions::default()));
+    let hybrid = HybridDevice::new(lowering_device::LoweringDevice::open(host()), host());
+    let devices: [Arc<dyn Device>; 2] = [host(), Arc::new(hybrid)];
+    for device in devices {
+        let verdicts = judge_all(&folder, device, &[Class::BestEffort], |_| {});
+        let wrong: Vec<_> = verdicts.iter().filter(|(_, now)| **now != Verdict::Passed).collect();
+        assert!(wrong.is_empty(), "{wrong:#?}");
+        assert!(verdicts.len() >= 40 || std::env::var("ATOLL_ONNX_ONLY").is_ok());
+    }
 }
 
 #[derive(Parser)]
@@ -360,22 +428,48 @@ struct Args {
     device: DeviceArgs,
 }
 
+/// The GPU to test, if there is one.
+fn gpu_or_skip() -> Option<String> {
+    let name = std::env::var("ATOLL_ONNX_DEVICE").ok();
+    if name.is_none() {
+        println!("skipped: ATOLL_ONNX_DEVICE names no GPU");
+    }
+    name
+}
+
+/// Needs `ATOLL_ONNX_DEVICE`; `ATOLL_PRECISIONS` names some of the precisions.
+#[test]
+fn a_gpu_conforms_in_every_precision() {
+    let Some(name) = gpu_or_skip() else { return };
+    let wanted = std::env::var("ATOLL_PRECISIONS").unwrap_or("f16 bf16 f32 tf32".to_string());
+    let mut failed = Vec::new();
+    for precision in wanted.split_whitespace() {
+        let args = Args::parse_from(["test", "--device", &name, "--precision", precision]);
+        let device = assembly::open_device(&args.device).unwrap_or_else(|err| panic!("{err:?}"));
+        let report = device::conformance::run(&*device);
+        println!("{precision}: {report}");
+        failed.extend(report.failures().map(|case| format!("{precision}: {}", case.name)));
+    }
+    assert!(failed.is_empty(), "{failed:?}");
+}
+
 /// Needs `ATOLL_ONNX_DEVICE`.
 #[test]
 fn node_tests_on_a_gpu() {
-    let Ok(name) = std::env::var("ATOLL_ONNX_DEVICE") else {
-        println!("skipped: ATOLL_ONNX_DEVICE names no GPU");
-        return;
-    };
+    let Some(name) = gpu_or_skip() else { return };
     let Some(folder) = data_or_skip() else { return };
     let args = Args::parse_from(["test", "--device", &name, "--precision", "f32"]);
     let device = assembly::open_device(&args.device).unwrap_or_else(|err| panic!("{err:?}"));
-    let verdicts = judge_all(&folder, device);
-    print(&verdicts);
     let before = committed(CUDA_LIST);
-    if std::env::var("ATOLL_BLESS").is_ok() {
-        write_list(CUDA_LIST, &verdicts);
-    }
+    // After every test: what is known is kept when the GPU is lost or time runs out.
+    let bless = std::env::var("ATOLL_BLESS").is_ok();
+    let keep = |verdicts: &BTreeMap<String, Verdict>| {
+        if bless {
+            write_list(CUDA_LIST, verdicts);
+        }
+    };
+    let verdicts = judge_all(&folder, device, &[Class::BestEffort, Class::RealTime], keep);
+    print(&verdicts);
     let (shrunk, behind) = (lost(&verdicts, &before), lost(&verdicts, &committed(CPU_LIST)));
     assert!(shrunk.is_empty(), "passed before and not now: {shrunk:?}");
     assert!(behind.is_empty(), "passes on the CPU and not on {name}: {behind:?}");
