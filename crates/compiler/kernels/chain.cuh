@@ -80,8 +80,9 @@ struct ChainPlace {
 };
 
 // `Function` has kInputs, kRank, kCount (elements of a vector), and `apply(place, yield_point)`,
-// which loads, computes and stores.
-template <class Function>
+// which loads, computes and stores. A thread computes `Items` vectors: where they are short, the
+// start of a block costs more than one of them.
+template <class Function, int Items = 1>
 struct Chain {
     using Args = ChainArgs<Function::kInputs, Function::kRank>;
     using Place = ChainPlace<Function::kInputs, Function::kRank, Function::kCount>;
@@ -92,10 +93,13 @@ struct Chain {
         const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
         yield_point.finishing();
-        int item = t * kThreads + threadIdx.x;
+        int first = t * (kThreads * Items) + threadIdx.x;
         dependency.wait();
         yield_point.poll();
-        return item >= a.items || Function::apply(Place(a, item), yield_point);
+#pragma unroll
+        for (int item = first; item < first + kThreads * Items; item += kThreads)
+            if (item < a.items && !Function::apply(Place(a, item), yield_point)) return false;
+        return true;
     }
 };
 

@@ -14,13 +14,20 @@
         rt(const __grid_constant__ Op::Args args) \
     { tiles::run_real_time<Op>(args); }
 
-#define TILES_BEST_EFFORT(Op) \
+#define TILES_LOOP(Op) \
     extern "C" __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be( \
         const __grid_constant__ Op::Args args, const __grid_constant__ tiles::BeControl control) \
-    { tiles::run_best_effort<Op>(args, control); } \
+    { tiles::run_best_effort<Op>(args, control); }
+
+#define TILES_GRID(Op) \
     extern "C" __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_grid( \
         const __grid_constant__ Op::Args args, const __grid_constant__ tiles::BeControl control) \
-    { tiles::run_best_effort_grid<Op, false>(args, control); } \
+    { tiles::run_best_effort_grid<Op, false>(args, control); }
+
+#define TILES_CHECKED_GRID(Op) \
     extern "C" __global__ void __launch_bounds__(Op::kThreads, Op::kBlocks) be_long( \
         const __grid_constant__ Op::Args args, const __grid_constant__ tiles::BeControl control) \
     { tiles::run_best_effort_grid<Op, true>(args, control); }
+
+// All entry points of best effort; a step uses one of them.
+#define TILES_BEST_EFFORT(Op) TILES_LOOP(Op) TILES_GRID(Op) TILES_CHECKED_GRID(Op)

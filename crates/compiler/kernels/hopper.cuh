@@ -28,8 +28,11 @@ struct HopperArgs {
 // BM x BN outputs per tile by GM x GN warpgroups, `Stages` steps of depth 64 in shared memory,
 // `Blocks` per SM. One warpgroup per tile means that two of them alternate: one multiplies while
 // the other one writes its tile, and the tile of a best-effort launch is two output tiles.
-template <int BM_, int BN_, int GM_, int GN_, int Stages_, int Blocks_, bool Window_>
+// The activation is a parameter: the text of all of them, unrolled over a tile, takes four times as
+// long to compile. -1 reads it from the arguments.
+template <int BM_, int BN_, int GM_, int GN_, int Stages_, int Blocks_, bool Window_, int Act_ = -1>
 struct HopperConfig {
+    static constexpr int kAct = Act_;
     static constexpr int BM = BM_, BN = BN_, BK = 64, GM = GM_, GN = GN_;
     static constexpr int kStages = Stages_, kBlocks = Blocks_;
     static constexpr bool kWindow = Window_; // the input's map is one of taps
@@ -311,7 +314,8 @@ __device__ __forceinline__ void hopper_emit(
 #pragma unroll
             for (int j = 0; j < 8; ++j)
                 v[j] = sums.v[i / 2][g * 16 + j / 2 * 4 + i % 2 * 2 + j % 2];
-            activate(v, a.act);
+            if constexpr (C::kAct < 0) activate(v, a.act);
+            else activate_all<C::kAct>(v);
             *(uint4*)(to + g * 32) = pack(v);
         }
     }

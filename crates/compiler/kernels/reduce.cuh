@@ -164,6 +164,7 @@ struct Reduce {
         dependency.wait();
         yield_point.poll();
         if (live)
+#pragma unroll 4
             for (int i = Threads::along(); i < a.length; i += Threads::kAlong)
                 F::add(
                     state, (C)computed(load_one((const T*)a.input + at[0] + a.inner.offset(i))), i);
@@ -221,6 +222,7 @@ struct Normalize {
     {
         typename F::State state = F::start();
         if (live)
+#pragma unroll 4
             for (int i = Threads::along(); i < a.length; i += Threads::kAlong)
                 F::add(state, map(computed(load_one(row + a.inner.offset(i)))), i);
         return Threads::template join<F>(state);
@@ -259,6 +261,7 @@ struct Normalize {
     static __device__ __forceinline__ void write(
         const Args& a, const RowMap& map, const int (&base)[6])
     {
+#pragma unroll 4
         for (int i = Threads::along(); i < a.length; i += Threads::kAlong) {
             int at[4];
             a.inner.offsets(i, at);

@@ -120,13 +120,14 @@ struct Taps {
     float weight[kCount];
 };
 
-// The weighted sum of the taps of `Axes` dimensions.
-template <int Mode, int Axes, class T, class C>
-__device__ __forceinline__ C blend(
-    const T* input, const Taps<Mode> (&taps)[Axes], const int (&stride)[Axes])
+// The weighted sums of the taps of `Axes` dimensions, for `Vec` adjacent elements.
+template <int Mode, int Axes, class T, class C, int Vec>
+__device__ __forceinline__ void blend(
+    const T* input, const Taps<Mode> (&taps)[Axes], const int (&stride)[Axes], C (&sum)[Vec])
 {
     constexpr int kCount = Taps<Mode>::kCount;
-    C sum = C(0);
+#pragma unroll
+    for (int v = 0; v < Vec; ++v) sum[v] = C(0);
     for (int i = 0; i < kCount; ++i) {
         if (taps[0].at[i] < 0) continue;
         for (int j = 0; j < (Axes > 1 ? kCount : 1); ++j) {
@@ -138,16 +139,19 @@ __device__ __forceinline__ C blend(
                 int offset = taps[0].at[i] * stride[0];
                 if (Axes > 1) offset += y * stride[Axes > 1];
                 if (Axes > 2) offset += x * stride[Axes > 2 ? 2 : 0];
-                C v = (C)computed(load_one(input + offset));
-                if (Mode == kSampleNearest) return v;
+                Pack<T, Vec> pixel = load_pack<T, Vec>(input + offset);
                 float weight = taps[0].weight[i];
                 if (Axes > 1) weight *= taps[Axes > 1].weight[j];
                 if (Axes > 2) weight *= taps[Axes > 2 ? 2 : 0].weight[k];
-                sum += (C)(weight * (float)v);
+#pragma unroll
+                for (int v = 0; v < Vec; ++v) {
+                    C value = (C)computed(pixel.v[v]);
+                    if (Mode == kSampleNearest) sum[v] = value;
+                    else sum[v] += (C)(weight * (float)value);
+                }
             }
         }
     }
-    return sum;
 }
 
 // ---- resizing -----------------------------------------------------------------------------------
@@ -201,10 +205,11 @@ struct ResizeArgs {
     int coordinates, nearest, exclude_outside;
     float cubic, extrapolation;
     ResizeAxis axis[Axes];
-    StridedLoop<Rank, 2 + Axes> loop; // output, input, position along each resized dimension
+    // Output, input, position along each resized dimension. The fastest counts vectors.
+    StridedLoop<Rank, 2 + Axes> loop;
 };
 
-template <int Mode, class T, class C, int Rank, int Axes>
+template <int Mode, class T, class C, int Rank, int Axes, int Vec>
 struct Resize {
     using Args = ResizeArgs<Rank, Axes>;
     static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
@@ -261,10 +266,14 @@ struct Resize {
             all[i] = taps(a, a.axis[i], x);
             stride[i] = a.axis[i].stride;
         }
-        C y = outside ? (C)a.extrapolation
-                      : blend<Mode, Axes, T, C>((const T*)a.input + at[1], all, stride);
+        C y[Vec];
+        blend<Mode, Axes, T, C, Vec>((const T*)a.input + at[1], all, stride, y);
+        Pack<T, Vec> out;
+#pragma unroll
+        for (int v = 0; v < Vec; ++v)
+            out.v[v] = Stored<T>::of(outside ? (C)a.extrapolation : y[v]);
         if (yield_point.is_preempted()) return false;
-        ((T*)a.output)[at[0]] = Stored<T>::of(y);
+        store_pack((T*)a.output + at[0], out);
         return true;
     }
 };
@@ -345,9 +354,10 @@ struct GridSample {
             all[i] =
                 taps(a, computed(load_one((const G*)a.grid + at[2] + (Axes - 1 - i) * a.component)),
                     a.size[i]);
-        float y = blend<Mode, Axes, T, float>((const T*)a.input + at[1], all, a.stride);
+        float y[1];
+        blend<Mode, Axes, T, float, 1>((const T*)a.input + at[1], all, a.stride, y);
         if (yield_point.is_preempted()) return false;
-        ((T*)a.output)[at[0]] = Stored<T>::of(y);
+        ((T*)a.output)[at[0]] = Stored<T>::of(y[0]);
         return true;
     }
 };

@@ -15,6 +15,7 @@ pub mod depthwise;
 pub mod dispatch;
 pub mod draft;
 pub mod elementwise;
+pub mod factored;
 pub mod index;
 pub mod loop_nest;
 pub mod lowering;
@@ -28,6 +29,7 @@ pub mod quantize;
 pub mod recurrent;
 pub mod reduce;
 pub mod shape;
+pub mod sum_behind;
 pub mod tile;
 pub mod view;
 
@@ -70,6 +72,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("product.cuh", include_str!("../kernels/product.cuh")),
     ("recurrent.cuh", include_str!("../kernels/recurrent.cuh")),
     ("reduce.cuh", include_str!("../kernels/reduce.cuh")),
+    ("rows.cuh", include_str!("../kernels/rows.cuh")),
     ("tensor.cuh", include_str!("../kernels/tensor.cuh")),
     ("tensor_float.cuh", include_str!("../kernels/tensor_float.cuh")),
     ("tensor_load.cuh", include_str!("../kernels/tensor_load.cuh")),

@@ -13,6 +13,7 @@ pub mod editor;
 pub mod einsum;
 pub mod epilogue;
 pub mod fold;
+pub mod group_norm;
 pub mod identity;
 pub mod norm;
 pub mod padding;
@@ -66,6 +67,7 @@ const PASSES: [(&str, Pass); 11] = [
     ("reshape", reshape::run),
     ("dead", dead::run),
     ("norm", norm::run),
+    ("group_norm", group_norm::run),
     ("activation", activation::run),
     ("einsum", einsum::run),
     ("attention", attention::run),

@@ -7,10 +7,11 @@ use model::{DataType, Tensor, ValueId};
 
 use super::args::{Address, ArgsWriter};
 use super::draft::{KernelText, LaunchDraft, StepDraft};
+use super::factored::{FactoredView, refined};
 use super::loop_nest::address;
 use super::lowering::{Lowering, UnsupportedReason};
 use super::tile::{ARRIVALS_MAX, WORKSPACE_BYTES_MAX};
-use super::view::{Element, View};
+use super::view::{Element, View, packed_in};
 
 mod mask;
 mod variant;
@@ -239,6 +240,14 @@ fn merged(dimensions: impl Iterator<Item = Outer>) -> Vec<Outer> {
     out
 }
 
+/// The outer dimensions of queries, keys and values of the same rank, joined where possible.
+fn merged_batch(views: &[View]) -> Vec<Outer> {
+    let rank = views.iter().map(|view| view.shape.len()).min().unwrap_or(0).saturating_sub(2);
+    let strides = |axis: usize| [0, 1, 2, 0, 0].map(|at: usize| views[at].strides[axis]);
+    let size = |axis: usize| views.iter().map(|view| view.shape[axis]).max().unwrap_or(1);
+    merged((0..rank).map(|axis| (size(axis), strides(axis))))
+}
+
 /// `softmax(scale * q @ k^T + bias) @ v` in one launch; `None` when the kernel does not support it.
 /// With `causal`, query `i` sees the keys up to `i + causal`.
 pub fn work(
@@ -287,26 +296,57 @@ impl Lowering<'_> {
         if self.float() != Element::F16 || shape.len() < 2 {
             return Ok(false);
         }
-        let (q, k, v) = (self.input(node, 0)?, self.input(node, 1)?, self.input(node, 2)?);
-        let matrices = [&q, &k, &v].into_iter().all(|view| view.shape.len() >= 2);
-        if !matrices || [&q, &k, &v].iter().any(|view| view.element != Element::F16) {
+        let parts = self.attention_operands(node)?;
+        let [q, k, v] = &parts;
+        let matrices = parts.iter().all(|view| view.counts.len() >= 2);
+        if !matrices || parts.iter().any(|view| view.factors.element != Element::F16) {
             return Ok(false);
         }
-        let (queries, keys) = (shape[shape.len() - 2], k.shape[k.shape.len() - 2]);
-        let (mask, causal) = match self.visible(node, queries, keys) {
+        let keys = k.shape()[k.counts.len() - 2];
+        let (mask, causal) = match self.visible(node, shape[shape.len() - 2], keys) {
             Visible::All => (None, None),
             Visible::Causal(offset) => (None, Some(offset)),
             Visible::Unknown => (self.optional(node, 3)?, None),
         };
-        let q = self.aligned_rows(q)?;
-        let k = self.aligned_rows(k)?;
-        let v = self.aligned_rows(v)?;
-        let y = self.for_the_reader(output)?;
+        let result = self.for_the_reader(output)?;
+        let mut all = vec![q.clone(), k.clone(), v.clone(), FactoredView::new(&result)];
+        if let Some(mask) = &mask {
+            let last = shape.len() - 1;
+            let scores = [&shape[..last], &[keys]].concat();
+            let Some(mask) = mask.broadcast(&scores) else { return Ok(false) };
+            all.push(FactoredView::new(&mask));
+        }
+        // Batches and heads that are apart in memory become outer dimensions of their own.
+        let Some(views) = refined(&all, 2) else { return Ok(false) };
+        let [q, k, v, y, mask @ ..] = &views[..] else { return Ok(false) };
+        let (y, mask) = (y.clone(), mask.first().cloned());
+        let q = self.aligned_rows(q.clone())?;
+        let k = self.aligned_rows(k.clone())?;
+        let v = self.aligned_rows(v.clone())?;
         let operands = Operands { q: &q, k: &k, v: &v, bias: mask.as_ref(), y: &y };
         let Some(work) = work(scale, causal, &operands, &self.target) else { return Ok(false) };
         self.push(work);
-        self.define(output, y);
+        self.define(output, result);
         Ok(true)
+    }
+
+    /// Queries, keys and values; joined dimensions are kept apart if the kernel can walk them.
+    fn attention_operands(
+        &mut self,
+        node: &GraphNode,
+    ) -> Result<[FactoredView; 3], UnsupportedReason> {
+        let parts = [self.factored(node, 0)?, self.factored(node, 1)?, self.factored(node, 2)?];
+        let walkable = |view: &FactoredView| {
+            let tokens = view.counts.len().saturating_sub(2);
+            let outer = view.dimensions().into_iter().take(tokens).flatten();
+            view.last_are_plain(2) && outer.filter(|(size, _)| *size != 1).count() <= OUTER
+        };
+        let common = || refined(&parts, 2).map(|views| merged_batch(&views).len());
+        if parts.iter().all(walkable) && common().is_some_and(|outer| outer <= OUTER) {
+            return Ok(parts);
+        }
+        let plain = |view: View| FactoredView::new(&view);
+        Ok([plain(self.input(node, 0)?), plain(self.input(node, 1)?), plain(self.input(node, 2)?)])
     }
 
     /// What a constant mask lets every query see.
@@ -350,8 +390,8 @@ impl Lowering<'_> {
         }
         permutations(rank - 1).into_iter().find_map(|mut order| {
             order.push(rank - 1);
-            let mut view = packed_in(shape, &order);
-            for (op, after) in &chain {
+            let mut view = packed_in(shape, &order, Element::F16);
+            for (op, after, _) in &chain {
                 view = match op {
                     Op::Transpose { perm: Some(perm) } if perm.len() == view.shape.len() => {
                         view.permuted(perm)
@@ -364,8 +404,9 @@ impl Lowering<'_> {
         })
     }
 
-    /// The chain of operators behind `id` that only change its view, with the sizes after each.
-    fn views_behind(&self, id: ValueId) -> Vec<(&Op, Vec<usize>)> {
+    /// The chain of operators behind `id` that only change its view, with the sizes and the value
+    /// after each.
+    pub fn views_behind(&self, id: ValueId) -> Vec<(&Op, Vec<usize>, ValueId)> {
         let mut chain = Vec::new();
         let mut id = id;
         while self.reads[id.index()] == 1 && chain.len() < 8 {
@@ -386,23 +427,11 @@ impl Lowering<'_> {
                 break;
             };
             let Ok(shape) = self.shape(next) else { break };
-            chain.push((&node.op, shape));
+            chain.push((&node.op, shape, next));
             id = next;
         }
         chain
     }
-}
-
-/// A view of `shape` whose dimensions are packed in `order`.
-fn packed_in(shape: &[usize], order: &[usize]) -> View {
-    let mut strides = vec![0; shape.len()];
-    let mut next = 1;
-    for axis in order.iter().rev() {
-        strides[*axis] = next;
-        next *= shape[*axis].max(1);
-    }
-    let buffer = super::view::BufferId(0);
-    View { buffer, offset: 0, shape: shape.to_vec(), strides, element: Element::F16, slack: 0 }
 }
 
 /// Every order of `0..count`, the natural one first.

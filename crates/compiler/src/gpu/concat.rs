@@ -5,11 +5,40 @@ use graph::ir::GraphNode;
 use model::ValueId;
 use model::op::Op;
 
-use super::lowering::{Lowering, UnsupportedReason};
-use super::view::View;
+use super::factored::FactoredView;
+use super::lowering::{Buffer, DeferredValue, Lowering, UnsupportedReason};
+use super::view::{View, packed_in};
 
 /// Channels of a vector load; parts must begin and end at multiples of it.
 const VECTOR: usize = 8;
+
+/// A part of a concatenation: in memory, or still to be computed.
+enum Part {
+    Stored(View),
+    Joined(FactoredView),
+    Computed(DeferredValue),
+}
+
+impl Part {
+    fn shape(&self) -> Vec<usize> {
+        match self {
+            Part::Stored(view) => view.shape.clone(),
+            Part::Joined(view) => view.shape(),
+            Part::Computed(value) => value.shape.clone(),
+        }
+    }
+
+    /// The view, or one of the same sizes and order.
+    fn view(&self, buffers: &[Buffer]) -> View {
+        match self {
+            Part::Stored(view) => view.clone(),
+            Part::Joined(view) => {
+                packed_in(&view.shape(), &view.copy_order(), view.factors.element)
+            }
+            Part::Computed(value) => value.natural_view(buffers),
+        }
+    }
+}
 
 impl Lowering<'_> {
     /// Decides, for every concatenation of images along channels, where its parts are written.
@@ -92,32 +121,55 @@ impl Lowering<'_> {
         let axis = usize::try_from(axis).ok().filter(|axis| *axis < shape.len());
         let axis = axis.ok_or("an axis beyond the rank")?;
         let inputs: Vec<ValueId> = node.inputs.iter().flatten().copied().collect();
-        let mut views = Vec::new();
+        let mut parts = Vec::new();
         for id in &inputs {
-            views.push(self.operand(*id)?);
+            parts.push(self.part(*id)?);
         }
         let whole = match self.placement(output_id) {
             Some(view) => view.clone(),
             None => {
-                let order = views.iter().find(|view| !view.is_empty()).map(View::memory_order);
+                let views = parts.iter().map(|part| part.view(&self.buffers));
+                let order = views.into_iter().find(|view| !view.is_empty());
+                let order = order.map(|view| view.memory_order());
                 let order = order.unwrap_or_else(|| (0..shape.len()).collect());
                 let element = self.element(output_id)?;
                 self.ordered(&shape, &order, element)
             }
         };
         let mut start = 0;
-        for view in views {
-            let length = view.shape[axis];
-            let part = whole.sliced(axis, start, length, 1);
-            let there = view.buffer == part.buffer
-                && view.offset == part.offset
-                && view.strides == part.strides;
-            if !there && length > 0 {
-                self.copy_into(&view, &part)?;
-            }
+        for part in parts {
+            let length = part.shape()[axis];
+            let target = whole.sliced(axis, start, length, 1);
             start += length;
+            match part {
+                _ if length == 0 => {}
+                Part::Computed(value) => self.compute_into(&value, &target)?,
+                Part::Joined(view) => self.copy_factors(&view, &target)?,
+                Part::Stored(view) => {
+                    let there = view.buffer == target.buffer
+                        && view.offset == target.offset
+                        && view.strides == target.strides;
+                    if !there {
+                        self.copy_into(&view, &target)?;
+                    }
+                }
+            }
         }
         self.define(output_id, whole);
         Ok(())
+    }
+
+    /// A part of a concatenation. An expression that nothing else reads is computed in its place.
+    fn part(&mut self, id: ValueId) -> Result<Part, UnsupportedReason> {
+        if let Some(view) = self.joined_value(id) {
+            return Ok(Part::Joined(view.clone()));
+        }
+        if self.reads[id.index()] == 1
+            && self.placement(id).is_none()
+            && let Some(value) = self.take_deferred(id)
+        {
+            return Ok(Part::Computed(value));
+        }
+        self.operand(id).map(Part::Stored)
     }
 }

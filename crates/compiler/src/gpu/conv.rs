@@ -28,6 +28,7 @@ pub fn activation_code(activation: Activation) -> Option<i32> {
         Activation::Silu => 4,
         Activation::Sigmoid => 5,
         Activation::Tanh => 6,
+        Activation::Gelu { tanh: true } => 7,
         _ => return None,
     })
 }
@@ -147,6 +148,7 @@ impl Product {
             columns: self.out_c,
             depth: self.depth(),
             parts: 1,
+            weight_bytes: self.weight_bytes,
             vec: self.vec,
             access: self.access(),
             normalizes: self.normalize.is_some(),
@@ -229,10 +231,12 @@ impl Product {
             draft.workspace_bytes = variant.workspace_bytes(&problem);
             draft
         };
-        let variants = problem.variants();
-        let estimate_us = variants.first().map_or(f64::MAX, |best| problem.estimate_us(best));
-        let mut drafts: Vec<LaunchDraft> = variants.into_iter().map(draft).collect();
-        hopper::add(&self, target, estimate_us, &mut drafts);
+        let variants = problem.variants().into_iter();
+        let mut drafts: Vec<(f64, LaunchDraft)> =
+            variants.map(|variant| (problem.estimate_us(&variant), draft(variant))).collect();
+        drafts.extend(hopper::drafts(&self, target));
+        drafts.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+        let drafts = drafts.into_iter().map(|(_, draft)| draft).collect();
         if self.input.extent().end.max(self.output.extent().end) > i32::MAX as usize {
             return Err("larger than the kernels' index range".to_string());
         }
@@ -497,11 +501,11 @@ impl Lowering<'_> {
         // Rows may be in any order: the output then has the same.
         let order = row_order(&input, &first);
         let Some(input) = rows_of(&input.permuted(&order), rows, depth) else { return Ok(false) };
-        let residual = match matrix.residual {
+        let residual = match &matrix.residual {
             None => None,
-            Some(id) if self.shape(id)? != first => return Ok(false),
-            Some(id) => {
-                let view = self.operand(id)?.permuted(&row_order_of(&order, first.len()));
+            Some(view) if view.shape != first => return Ok(false),
+            Some(view) => {
+                let view = view.permuted(&row_order_of(&order, first.len()));
                 let view = match rows_of(&view, rows, columns) {
                     Some(view) => view,
                     // Another order of rows: a copy costs less than another kernel.
@@ -658,8 +662,8 @@ pub struct Matrix {
     pub alpha: f32,
     /// Factor on the biases.
     pub beta: f32,
-    /// Added last; only to a single part.
-    pub residual: Option<ValueId>,
+    /// Added last, in the sizes of the output; only to a single part.
+    pub residual: Option<View>,
     /// Applied to the sum.
     pub activation: Activation,
 }
@@ -677,7 +681,8 @@ pub struct MatrixPart {
 }
 
 impl Matrix {
-    fn depth(&self) -> usize {
+    /// Elements of a row of the left operand.
+    pub fn depth(&self) -> usize {
         let shape = self.parts[0].weight.shape();
         if self.transposed { shape[shape.len() - 1] } else { shape[shape.len() - 2] }
     }
@@ -685,7 +690,7 @@ impl Matrix {
 
 /// The dimensions of `input` with those of its rows in memory order, if the output's rows are the
 /// same; as they are otherwise, and where that is possible.
-fn row_order(input: &View, output: &[usize]) -> Vec<usize> {
+pub fn row_order(input: &View, output: &[usize]) -> Vec<usize> {
     let rank = input.shape.len();
     let plain: Vec<usize> = (0..rank).collect();
     let same = rank == output.len() && rank > 1 && input.shape[..rank - 1] == output[..rank - 1];
@@ -701,11 +706,12 @@ fn row_order(input: &View, output: &[usize]) -> Vec<usize> {
 }
 
 /// `order` for a value of `rank` dimensions: the same, or that of the dimensions.
-fn row_order_of(order: &[usize], rank: usize) -> Vec<usize> {
+pub fn row_order_of(order: &[usize], rank: usize) -> Vec<usize> {
     if order.len() == rank { order.to_vec() } else { (0..rank).collect() }
 }
 
-fn inverse(order: &[usize]) -> Vec<usize> {
+/// The order that undoes `order`.
+pub fn inverse(order: &[usize]) -> Vec<usize> {
     let mut inverse = vec![0; order.len()];
     for (position, axis) in order.iter().enumerate() {
         inverse[*axis] = position;

@@ -14,6 +14,11 @@ impl Lowering<'_> {
     /// Lowers one node.
     pub fn node(&mut self, node: &GraphNode) -> Result<(), UnsupportedReason> {
         self.begin(node);
+        // A step of an earlier node may have computed this one too.
+        let mut outputs = node.outputs.iter().flatten().peekable();
+        if outputs.peek().is_some() && outputs.all(|id| self.is_defined(*id)) {
+            return Ok(());
+        }
         if self.nothing_to_compute(node)? || self.known_outputs(node)? || self.elementwise(node)? {
             return Ok(());
         }
@@ -67,10 +72,6 @@ impl Lowering<'_> {
         node: &GraphNode,
         product: &op::MatMul,
     ) -> Result<bool, UnsupportedReason> {
-        let output = node.outputs.first().copied().flatten().ok_or("no output")?;
-        if self.is_defined(output) {
-            return Ok(true);
-        }
         let Some(own) = self.matrix_part(node) else { return Ok(false) };
         let input = node.inputs.first().copied().flatten().ok_or("no operand")?;
         let residual = node.inputs.get(3).copied().flatten();
@@ -81,7 +82,8 @@ impl Lowering<'_> {
         if residual.is_none() {
             parts.extend(self.siblings(node, product));
         }
-        self.fast_matrix(&Matrix {
+        let residual = residual.map(|id| self.operand(id)).transpose()?;
+        self.matrix_and_sum(Matrix {
             input,
             parts,
             transposed: product.transpose_b,
@@ -129,7 +131,7 @@ impl Lowering<'_> {
         let Some(part) = self.matrix_part(node).filter(|_| !gemm.transpose_a) else {
             return Ok(false);
         };
-        self.fast_matrix(&Matrix {
+        self.matrix_and_sum(Matrix {
             input,
             parts: vec![part],
             transposed: gemm.transpose_b,

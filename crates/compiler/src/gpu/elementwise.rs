@@ -138,8 +138,12 @@ pub fn work(expr: &Expr, inputs: &[View], output: &View) -> Result<StepDraft, St
     let plan = plan(&operands, &axes, output)?;
     plan.nest.check()?;
     let (args, items) = arguments(&plan, inputs, output);
-    let kernel = kernel(expr, &axes, &plan, inputs, output)?;
-    let draft = LaunchDraft::plain(kernel, items.div_ceil(128), args);
+    let mut kernel = kernel(expr, &axes, &plan, inputs, output)?;
+    let each = vectors_of_a_thread(&plan, output);
+    if each > 1 {
+        kernel.expression = format!("tiles::Chain<tiles::Function, {each}>");
+    }
+    let draft = LaunchDraft::plain(kernel, items.div_ceil(128 * each), args);
     let reads: Vec<&View> = inputs.iter().collect();
     let signature =
         format!("elementwise {expr:?} {} of {}", describe(output), describe_all(&reads));
@@ -298,6 +302,14 @@ fn aligned(nest: &LoopNest, operand: usize, view: &View, count: usize) -> bool {
     let unit = (16 / view.element.size()).min(count);
     let even = |elements: usize| elements.is_multiple_of(unit);
     even(view.offset) && nest.loops.iter().all(|dim| even(dim.strides[operand]))
+}
+
+/// Short vectors of a long value are computed several by one thread: blocks of few bytes take
+/// longer to start than to run.
+fn vectors_of_a_thread(plan: &ChainLoops, output: &View) -> usize {
+    const MANY: usize = 1 << 19;
+    let bytes = plan.count * output.element.size();
+    if plan.nest.len() < MANY || bytes >= 16 { 1 } else { 4 }
 }
 
 fn arguments(plan: &ChainLoops, inputs: &[View], output: &View) -> (ArgsWriter, usize) {

@@ -11,6 +11,7 @@ use model::{Tensor, ValueId};
 use super::args::Address;
 use super::draft::StepDraft;
 use super::elementwise;
+use super::factored::FactoredView;
 use super::view::{BufferId, Element, View, packed_strides};
 
 /// Why a node cannot be lowered.
@@ -62,6 +63,8 @@ pub struct Lowering<'a> {
     pub reads: Vec<usize>,
     views: Vec<Option<View>>,
     deferred: HashMap<ValueId, DeferredValue>,
+    /// Values whose dimensions are joined from dimensions apart in memory, not copied yet.
+    joined: HashMap<ValueId, FactoredView>,
     placements: HashMap<ValueId, View>,
     weight_numbers: HashMap<WeightKey, u32>,
     identities: &'a HashMap<usize, ValueId>,
@@ -81,6 +84,27 @@ pub struct DeferredValue {
     pub element: Element,
 }
 
+impl DeferredValue {
+    /// The order of dimensions of its largest operand, the slowest first; of several, that of the
+    /// one computed last, which following layers have too.
+    fn natural_order(&self, buffers: &[Buffer]) -> Vec<usize> {
+        let whole = self.inputs.iter().filter(|view| view.shape == self.shape);
+        let computed = |view: &View| {
+            let buffer = buffers.get(view.buffer.0 as usize);
+            buffer.is_some_and(|buffer| buffer.location == BufferLocation::Arena)
+        };
+        match whole.max_by_key(|view| (computed(view), view.buffer)) {
+            Some(view) => view.memory_order(),
+            None => (0..self.shape.len()).collect(),
+        }
+    }
+
+    /// A view of these sizes that is packed in the order of its largest operand.
+    pub fn natural_view(&self, buffers: &[Buffer]) -> View {
+        super::view::packed_in(&self.shape, &self.natural_order(buffers), self.element)
+    }
+}
+
 impl<'a> Lowering<'a> {
     /// A lowering of `graph`. `identities` gives, by address, the constants of the launch plan:
     /// they are the same in every lowering of it.
@@ -98,6 +122,7 @@ impl<'a> Lowering<'a> {
             reads: graph.reads(),
             views: vec![None; graph.values.len()],
             deferred: HashMap::new(),
+            joined: HashMap::new(),
             placements: HashMap::new(),
             weight_numbers: HashMap::new(),
             identities,
@@ -200,6 +225,10 @@ impl<'a> Lowering<'a> {
             let view = self.materialize(id, value)?;
             self.views[id.index()] = Some(view);
         }
+        if let Some(value) = self.joined.remove(&id) {
+            let view = self.copied(&value)?;
+            self.views[id.index()] = Some(view);
+        }
         if let Some(view) = &self.views[id.index()] {
             return Ok(view.clone());
         }
@@ -236,9 +265,62 @@ impl<'a> Lowering<'a> {
         self.views[id.index()] = Some(view);
     }
 
+    /// Whether the value `id` is in memory.
+    pub fn is_in_memory(&self, id: ValueId) -> bool {
+        self.views[id.index()].is_some()
+    }
+
     /// Whether the value `id` is in memory or an expression.
     pub fn is_defined(&self, id: ValueId) -> bool {
-        self.views[id.index()].is_some() || self.deferred.contains_key(&id)
+        self.views[id.index()].is_some()
+            || self.deferred.contains_key(&id)
+            || self.joined.contains_key(&id)
+    }
+
+    /// The operand at `index` of `node` without the copy that its dimensions as views would take.
+    pub fn factored(
+        &mut self,
+        node: &GraphNode,
+        index: usize,
+    ) -> Result<FactoredView, UnsupportedReason> {
+        let id = node.inputs.get(index).copied().flatten();
+        match id.and_then(|id| self.joined.get(&id)) {
+            Some(view) => Ok(view.clone()),
+            None => Ok(FactoredView::new(&self.input(node, index)?)),
+        }
+    }
+
+    /// Defines the value `id` as `view`: as a plain view, or copied when a reader needs one.
+    pub fn define_factored(&mut self, id: ValueId, view: FactoredView) {
+        match view.plain() {
+            Some(plain) => self.define(id, plain),
+            None => drop(self.joined.insert(id, view)),
+        }
+    }
+
+    /// A copy of `view` in which every dimension has one stride.
+    fn copied(&mut self, view: &FactoredView) -> Result<View, UnsupportedReason> {
+        let shape = view.shape();
+        let order = view.copy_order();
+        let copy = self.ordered(&shape, &order, view.factors.element);
+        self.copy_factors(&view.permuted(&order), &copy.permuted(&order))?;
+        Ok(copy)
+    }
+
+    /// The value `id` with its dimensions joined from others, if it is not copied yet.
+    pub fn joined_value(&self, id: ValueId) -> Option<&FactoredView> {
+        self.joined.get(&id)
+    }
+
+    /// Copies `from` to `to`, of the same sizes.
+    pub fn copy_factors(
+        &mut self,
+        from: &FactoredView,
+        to: &View,
+    ) -> Result<(), UnsupportedReason> {
+        let pieces = FactoredView::new(to).reshaped(&from.factors.shape);
+        let to = pieces.and_then(|pieces| pieces.plain()).ok_or("a copy of other sizes")?;
+        self.copy_into(&from.factors, &to)
     }
 
     /// Defines the value `id` as an expression that is computed when it is needed.
@@ -260,11 +342,7 @@ impl<'a> Lowering<'a> {
         let view = match self.placements.get(&id) {
             Some(view) => view.clone(),
             None => {
-                let same = |view: &&View| view.shape == value.shape;
-                let order = match value.inputs.iter().find(same) {
-                    Some(view) => view.memory_order(),
-                    None => (0..value.shape.len()).collect(),
-                };
+                let order = value.natural_order(&self.buffers);
                 self.ordered(&value.shape, &order, value.element)
             }
         };
@@ -406,6 +484,11 @@ impl<'a> Lowering<'a> {
             let strides = packed_strides(&slot.shape);
             let to =
                 View { buffer, offset: 0, shape: slot.shape.clone(), strides, element, slack: 0 };
+            if let Some(view) = self.joined.get(&id).cloned() {
+                self.copy_factors(&view, &to)?;
+                slots.push(slot);
+                continue;
+            }
             // An expression without another reader is computed directly into the reply.
             let work = match self.take_deferred(id) {
                 Some(value) if self.reads[id.index()] == 1 => {

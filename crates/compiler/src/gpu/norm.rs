@@ -4,7 +4,7 @@ use graph::ir::GraphNode;
 use model::Tensor;
 
 use super::args::{Address, ArgsWriter};
-use super::conv::rows_of;
+use super::conv::{row_order, rows_of};
 use super::draft::{KernelText, LaunchDraft, StepDraft};
 use super::loop_nest::address;
 use super::lowering::{Lowering, UnsupportedReason};
@@ -16,11 +16,14 @@ const ROWS_PER_TILE: usize = 4;
 /// The widest row a warp holds in registers.
 const WIDTH_MAX: usize = 2048;
 
-/// `view` as packed rows, if a warp can hold one.
-fn warp_rows(view: &View, width: usize) -> Option<View> {
+/// `view` as packed rows, if a warp can hold one, and the order of the dimensions in which they are
+/// rows: that of the memory if necessary.
+fn warp_rows(view: &View, width: usize) -> Option<(View, Vec<usize>)> {
     let rows = view.len() / width.max(1);
-    let flat = rows_of(view, rows, width)?;
-    (width <= WIDTH_MAX && (rows == 1 || flat.strides[0] == width)).then_some(flat)
+    let order = row_order(view, &view.shape);
+    let flat = rows_of(&view.permuted(&order), rows, width)?;
+    let packed = width <= WIDTH_MAX && (rows == 1 || flat.strides[0] == width);
+    packed.then_some((flat, order))
 }
 
 fn row_kernel(expression: String) -> KernelText {
@@ -55,9 +58,8 @@ impl Lowering<'_> {
         };
         let width = shape.last().copied().unwrap_or(0);
         let input = self.input(node, 0)?;
-        let Some(input) = warp_rows(&input, width).filter(|_| scale.len() == width) else {
-            return Ok(false);
-        };
+        let rows = warp_rows(&input, width).filter(|_| scale.len() == width);
+        let Some((input, order)) = rows else { return Ok(false) };
         let rows = input.shape[0];
         let gamma = self.float_weight(&scale, 1.0)?;
         let beta = match bias {
@@ -67,7 +69,7 @@ impl Lowering<'_> {
                 self.weight(&scale, "zeros", width * 4, zeros)
             }
         };
-        let output = self.packed(&shape, Element::F16);
+        let output = self.ordered(&shape, &order, Element::F16);
         let mut args = ArgsWriter::new();
         args.address(address(&input)).address(address(&output));
         args.address(Lowering::weight_address(gamma)).address(Lowering::weight_address(beta));
@@ -94,9 +96,9 @@ impl Lowering<'_> {
         let shape = self.shape(output_id)?;
         let width = shape.last().copied().unwrap_or(0);
         let input = self.input(node, 0)?;
-        let Some(input) = warp_rows(&input, width) else { return Ok(false) };
+        let Some((input, order)) = warp_rows(&input, width) else { return Ok(false) };
         let rows = input.shape[0];
-        let output = self.packed(&shape, Element::F16);
+        let output = self.ordered(&shape, &order, Element::F16);
         let mut args = ArgsWriter::new();
         args.address(address(&input)).address(address(&output)).int(rows).int(width);
         let kernel = row_kernel(format!("tiles::Softmax<{}>", width.div_ceil(256)));

@@ -1,6 +1,8 @@
 //! Reductions over any dimensions, softmax, normalizations, cumulative sums and top-k:
 //! `kernels/reduce.cuh`.
 
+mod rows;
+
 use model::op::{ArgReduce, ReduceKind, Softmax, SoftmaxKind};
 
 use super::args::{Address, ArgsWriter};
@@ -10,6 +12,7 @@ use super::loop_nest::{
     single,
 };
 use super::view::{Element, View};
+use rows::RowVectors;
 
 /// `y = kind(x)` over `axes`; `y` has them with size one or not at all.
 pub fn reduce(kind: ReduceKind, x: &View, axes: &[usize], y: &View) -> Result<StepDraft, String> {
@@ -423,7 +426,27 @@ fn launch(
     inner: &LoopNest,
 ) -> StepDraft {
     let Operands { x, y, scale, bias, mean, deviation } = *operands;
-    let team = Team::of(outer, inner);
+    let element =
+        |views: [Option<&View>; 2]| views.into_iter().flatten().next().unwrap_or(x).element;
+    let elements = [x.element, y.element, element([scale, bias]), element([mean, deviation])];
+    let names = elements.map(Element::cuda_name).join(", ");
+    let vectors = RowVectors::of(outer, inner, [Some(x), Some(y), scale, bias])
+        .filter(|_| rows::supports(kind, x.element));
+    let loops = vectors.map_or(inner.clone(), |vectors| vectors.nest(inner));
+    let ranks = format!("{}, {}", outer.rank(), loops.rank());
+    let (header, expression, results) = match vectors {
+        Some(vectors) => {
+            let text = vectors.text();
+            let name = format!("tiles::NormalizeRows<tiles::k{kind}, {names}, {ranks}, {text}>");
+            ("rows.cuh", name, vectors.rows())
+        }
+        None => {
+            let team = Team::of(outer, inner);
+            let text = team.text();
+            let name = format!("tiles::Normalize<tiles::k{kind}, {names}, {ranks}, {text}>");
+            ("reduce.cuh", name, team.across)
+        }
+    };
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(y));
     for view in [scale, bias, mean, deviation] {
@@ -431,19 +454,9 @@ fn launch(
     }
     args.int(outer.len()).int(inner.len()).float(epsilon);
     outer.write(&mut args);
-    inner.write(&mut args);
-    let element =
-        |views: [Option<&View>; 2]| views.into_iter().flatten().next().unwrap_or(x).element;
-    let elements = [x.element, y.element, element([scale, bias]), element([mean, deviation])];
-    let names = elements.map(Element::cuda_name).join(", ");
-    let expression = format!(
-        "tiles::Normalize<tiles::k{kind}, {names}, {}, {}, {}>",
-        outer.rank(),
-        inner.rank(),
-        team.text()
-    );
-    let text = kernel("reduce.cuh", &elements, expression, 256);
-    let draft = LaunchDraft::plain(text, outer.len().div_ceil(team.across), args);
+    loops.write(&mut args);
+    let text = kernel(header, &elements, expression, 256);
+    let draft = LaunchDraft::plain(text, outer.len().div_ceil(results), args);
     let reads: Vec<&View> = [Some(x), scale, bias].into_iter().flatten().collect();
     let writes: Vec<&View> = [Some(y), mean, deviation].into_iter().flatten().collect();
     let signature =

@@ -3,6 +3,7 @@
 use graph::ir::GraphNode;
 use model::ValueId;
 
+use super::loop_nest::MAX_RANK;
 use super::lowering::{Lowering, UnsupportedReason};
 use super::view::View;
 
@@ -30,15 +31,39 @@ impl Lowering<'_> {
     pub fn reshape(&mut self, node: &GraphNode) -> Result<(), UnsupportedReason> {
         let output = Self::only_output(node)?;
         let shape = self.shape(output)?;
-        let input = self.input(node, 0)?;
-        let view = match input.reshaped(&shape) {
-            Some(view) => view,
+        self.settle_for(node, &shape)?;
+        let input = self.factored(node, 0)?;
+        if let Some(view) = input.plain().and_then(|view| view.reshaped(&shape)) {
+            self.define(output, view);
+            return Ok(());
+        }
+        match input.reshaped(&shape).filter(|view| view.loops() <= MAX_RANK) {
+            Some(view) => self.define_factored(output, view),
             None => {
+                let input = self.input(node, 0)?;
                 let packed = self.in_row_major(input)?;
-                packed.reshaped(&shape).ok_or("shapes of different sizes")?
+                let view = packed.reshaped(&shape).ok_or("shapes of different sizes")?;
+                self.define(output, view);
             }
-        };
-        self.define(output, view);
+        }
+        Ok(())
+    }
+
+    /// Computes an expression that only `node` reads in row-major order, if in the order of its
+    /// operands it could not be given the sizes of `shape`.
+    fn settle_for(&mut self, node: &GraphNode, shape: &[usize]) -> Result<(), UnsupportedReason> {
+        let Some(id) = node.inputs.first().copied().flatten() else { return Ok(()) };
+        if self.reads[id.index()] != 1 || self.placement(id).is_some() {
+            return Ok(());
+        }
+        let Some(value) = self.take_deferred(id) else { return Ok(()) };
+        if value.natural_view(&self.buffers).reshaped(shape).is_some() {
+            self.defer(id, value);
+            return Ok(());
+        }
+        let view = self.packed(&value.shape, value.element);
+        self.compute_into(&value, &view)?;
+        self.define(id, view);
         Ok(())
     }
 
@@ -49,9 +74,17 @@ impl Lowering<'_> {
         perm: Option<&[usize]>,
     ) -> Result<(), UnsupportedReason> {
         let output = Self::only_output(node)?;
-        let input = self.input(node, 0)?;
-        let reversed: Vec<usize> = (0..input.shape.len()).rev().collect();
-        self.define(output, input.permuted(perm.unwrap_or(&reversed)));
+        let id = node.inputs.first().copied().flatten().ok_or("no operand")?;
+        let reversed: Vec<usize> = (0..self.shape(id)?.len()).rev().collect();
+        let perm = perm.unwrap_or(&reversed);
+        let joined = self.factored(node, 0)?;
+        // Several readers share one copy.
+        if joined.plain().is_some() || self.reads[id.index()] != 1 {
+            let input = self.input(node, 0)?;
+            self.define(output, input.permuted(perm));
+        } else {
+            self.define_factored(output, joined.permuted(perm));
+        }
         Ok(())
     }
 

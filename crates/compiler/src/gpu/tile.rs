@@ -150,6 +150,8 @@ pub struct Problem {
     pub depth: usize,
     /// Products of these sizes: batches, groups, phases.
     pub parts: usize,
+    /// Bytes of constant weights.
+    pub weight_bytes: usize,
     /// Channels of a copy: 8, or 4 for an image.
     pub vec: usize,
     /// The access to the input.
@@ -280,30 +282,96 @@ impl Problem {
         variants
     }
 
-    /// A rough estimate of the time, to sort variants without measurements: the work of an SM with
-    /// all its blocks at the rate of its tensor cores and of its share of L2, or the latency of its
-    /// steps, whichever is longer.
+    /// An estimate of the time, to sort variants without measurements: the start of the launch,
+    /// then the blocks of an SM, as many at a time as it holds, or the weights from memory, and the
+    /// sum of the parts. `scripts/gpu/calibrate.py` has the same lines and fits the constants.
     pub fn estimate_us(&self, variant: &Variant) -> f64 {
-        const FLOP_PER_US: f64 = 3.0e6;
-        const L2_BYTES_PER_US: f64 = 55.0e3;
-        const STEP_LATENCY_US: f64 = 0.35;
         let tile = variant.tile;
-        let blocks = self.tile_count(&tile) * variant.splits;
+        let blocks = (self.tile_count(&tile) * variant.splits).div_ceil(self.multiprocessors);
         let steps = self.depth.div_ceil(tile.bk).div_ceil(variant.splits) as f64;
-        let per_multiprocessor = blocks.div_ceil(self.multiprocessors);
         let resident = tile.blocks_per_multiprocessor(self.normalizes);
-        let step_work = ((2 * tile.bm * tile.bn * tile.bk) as f64 / FLOP_PER_US)
-            .max(((tile.bm + tile.bn) * tile.bk * 2) as f64 / L2_BYTES_PER_US);
-        let busy = per_multiprocessor as f64 * steps * step_work;
-        let rounds = per_multiprocessor.div_ceil(resident) as f64;
-        let latency = rounds * steps * (STEP_LATENCY_US / tile.warps.2 as f64).max(step_work);
+        let mut step = ((2 * tile.bm * tile.bn * tile.bk) as f64 / fitted::FLOPS)
+            .max(((tile.bm + tile.bn) * tile.bk * 2) as f64 / fitted::L2_BYTES);
+        if self.access == InputAccess::Strided {
+            step *= fitted::STRIDED;
+        }
+        let wait = fitted::LATENCY_US / (tile.stages - 1) as f64;
+        let outputs = (blocks * tile.bm * tile.bn) as f64 / variant.splits as f64;
+        let work = rounds_us(blocks, resident, steps, step, wait)
+            + blocks.div_ceil(resident) as f64 * fitted::BLOCK_US
+            + outputs / fitted::OUTPUTS;
         let joining = match variant.reduction {
             SplitReduction::Whole => 0.0,
-            SplitReduction::Cluster => 1.2,
-            SplitReduction::Workspace => 2.0,
+            SplitReduction::Cluster => fitted::CLUSTER_US + fitted::PART_US * variant.splits as f64,
+            SplitReduction::Workspace => {
+                fitted::WORKSPACE_US + fitted::PART_US * variant.splits as f64
+            }
         };
-        busy.max(latency) + rounds * 0.8 + joining
+        let all = self.tile_count(&tile) * variant.splits;
+        let weights = weights_us(self.weight_bytes, all, self.multiprocessors);
+        fitted::LAUNCH_US + overlapped_us(work, weights) + joining
     }
+}
+
+/// The time of weights from memory; SMs without a block do not read.
+pub fn weights_us(bytes: usize, blocks: usize, multiprocessors: usize) -> f64 {
+    let busy = (blocks as f64 / multiprocessors as f64).min(1.0);
+    bytes as f64 / (fitted::DRAM_BYTES * busy)
+}
+
+/// The longer of both; of equal ones, the variant with less of the other is better.
+pub fn overlapped_us(work: f64, weights: f64) -> f64 {
+    work.max(weights) + 0.05 * work.min(weights)
+}
+
+/// The time of an SM's `blocks`, `resident` at a time: each step takes as long as all of them
+/// compute, or as one waits for its copies.
+fn rounds_us(blocks: usize, resident: usize, steps: f64, step: f64, wait: f64) -> f64 {
+    let at_once = |blocks: usize| steps * (blocks as f64 * step).max(wait);
+    let rest = match blocks % resident {
+        0 => 0.0,
+        rest => at_once(rest),
+    };
+    (blocks / resident) as f64 * at_once(resident) + rest
+}
+
+/// Fitted to the fastest variants of the products and convolutions of 13 networks at three batches
+/// on an H200: these must take the estimated time, and no other variant may seem faster.
+pub mod fitted {
+    /// From the launch until its first block runs.
+    pub const LAUNCH_US: f64 = 0.777;
+    /// The start and the end of a block.
+    pub const BLOCK_US: f64 = 0.975;
+    /// From the start of a copy until its data is there.
+    pub const LATENCY_US: f64 = 0.653;
+    /// Operations per microsecond and SM, with `mma.sync`.
+    pub const FLOPS: f64 = 1.2e6;
+    /// Bytes from L2 per microsecond and SM.
+    pub const L2_BYTES: f64 = 302e3;
+    /// Bytes of weights from memory per microsecond; that of the device, not fitted.
+    pub const DRAM_BYTES: f64 = 3.4e6;
+    /// Outputs written per microsecond and SM.
+    pub const OUTPUTS: f64 = 13.1e3;
+    /// The sum of parts in a cluster, and through memory; and for each of them.
+    pub const CLUSTER_US: f64 = 1.45;
+    /// See above.
+    pub const WORKSPACE_US: f64 = 1.41;
+    /// See above.
+    pub const PART_US: f64 = 0.115;
+    /// A step with operands of any strides.
+    pub const STRIDED: f64 = 1.3;
+    /// As above, of the kernels for Hopper.
+    pub const HOPPER_LAUNCH_US: f64 = 0.711;
+    /// See above.
+    pub const HOPPER_LATENCY_US: f64 = 0.442;
+    /// Operations per microsecond and SM, with `wgmma`.
+    pub const HOPPER_FLOPS: f64 = 6e6;
+    /// See above.
+    pub const HOPPER_L2_BYTES: f64 = 110e3;
+    /// See above.
+    pub const HOPPER_OUTPUTS: f64 = 7.24e3;
+    /// How much faster an epilogue is beside the products of another block or warpgroup.
+    pub const HOPPER_OVERLAP: f64 = 1.28;
 }
 
 impl Variant {
@@ -349,6 +417,7 @@ mod tests {
             columns,
             depth,
             parts: 1,
+            weight_bytes: 2 * columns * depth,
             vec: 8,
             access,
             normalizes: false,

@@ -138,6 +138,18 @@ pub fn packed_strides(shape: &[usize]) -> Vec<usize> {
     strides
 }
 
+/// A view of `shape` at the start of the first buffer, its dimensions packed in `order`, slowest
+/// first: for questions that do not depend on an address.
+pub fn packed_in(shape: &[usize], order: &[usize], element: Element) -> View {
+    let mut strides = vec![0; shape.len()];
+    let mut next = 1;
+    for axis in order.iter().rev() {
+        strides[*axis] = next;
+        next *= shape[*axis].max(1);
+    }
+    View { buffer: BufferId(0), offset: 0, shape: shape.to_vec(), strides, element, slack: 0 }
+}
+
 impl View {
     /// Elements.
     pub fn len(&self) -> usize {

@@ -260,6 +260,23 @@ fn copies() {
 }
 
 /// Makes `view` one of its slack and returns the shape.
+/// Rows of an odd length: a thread computes several elements of a large value.
+#[test]
+fn large_values_in_short_vectors() {
+    let mut bench = Bench::default();
+    let mut random = Random::new(23);
+    let x = random.floats(&[3, 2059, 85]);
+    let op = Op::Unary(Unary::Abs);
+    let expected = &reference(&op, &[&x], 1)[0];
+    let view = bench.place(&x, Layout::Gapped, Element::F16);
+    let output = bench.buffer(expected.shape(), Layout::Packed, Element::F16);
+    let made = work(&Expr::Unary(Unary::Abs, input(0)), &[view], &output).unwrap();
+    let kernel = &made.drafts[0].kernel.expression;
+    assert!(kernel.ends_with("Function, 4>"), "{kernel}");
+    bench.check("large", &[made], &[(&output, expected)], tolerance(Element::F16));
+    bench.finish("large_chain");
+}
+
 fn slack(view: &mut View) -> Vec<usize> {
     let row = (0..view.shape.len()).find(|&axis| view.shape[axis] > 1 && view.strides[axis] == 1);
     match row {

@@ -196,3 +196,77 @@ fn normalizations() {
     }
     bench.finish("normalizations");
 }
+
+/// Rows of many widths: vectors of every size, rows in registers and rows read again, few and many
+/// threads of a row.
+#[test]
+fn rows_of_any_width() {
+    let mut bench = Bench::default();
+    let mut random = Random::new(16);
+    let softmax = Softmax { kind: SoftmaxKind::Softmax, axis: -1, flatten: false };
+    let log = Softmax { kind: SoftmaxKind::LogSoftmax, ..softmax };
+    let epsilon = 1e-3;
+    for (rows, width) in
+        [(3, 1), (70, 8), (5, 36), (300, 24), (2, 257), (7, 768), (2, 3000), (1, 36_000)]
+    {
+        let x = random.floats(&[rows, 2, width]);
+        let (scale, bias) = (random.floats(&[width]), random.floats(&[width]));
+        let layouts = [Layout::Packed, Layout::Gapped];
+        for (layout, element) in layouts.into_iter().zip([Element::F16, Element::F32]) {
+            for spec in [softmax, log] {
+                Case::new(Op::Softmax(spec), &[&x])
+                    .lying(layout, layout)
+                    .of(element)
+                    .check(&mut bench, |i, o| Ok(vec![reduce::softmax(&spec, &i[0], &o[0])?]));
+            }
+            Case::new(Op::LayerNorm { axis: -1, epsilon }, &[&x, &scale, &bias])
+                .lying(layout, layout)
+                .of(element)
+                .check(&mut bench, |i, o| {
+                    let outputs = (&o[0], None, None);
+                    let operands = (&i[0], &i[1], Some(&i[2]));
+                    Ok(vec![reduce::layer_norm(-1, epsilon, operands, outputs)?])
+                });
+            Case::new(Op::RmsNorm { axis: -1, epsilon }, &[&x, &scale])
+                .lying(layout, layout)
+                .of(element)
+                .check(&mut bench, |i, o| {
+                    let work = reduce::rms_norm(-1, epsilon, &i[0], &i[1], &o[0])?;
+                    let kernel = &work.drafts[0].kernel.expression;
+                    assert!(kernel.contains("NormalizeRows") || width == 1, "{kernel}");
+                    Ok(vec![work])
+                });
+        }
+    }
+    bench.finish("rows");
+}
+
+/// Groups of channels in every order of memory, with a scale for each channel.
+#[test]
+fn groups_of_channels() {
+    let mut bench = Bench::default();
+    let mut random = Random::new(17);
+    let epsilon = 1e-3;
+    for (channels, groups) in [(16, 2), (20, 2), (24, 8), (9, 3), (12, 12)] {
+        let x = random.floats(&[2, channels, 6, 7]);
+        let (scale, bias) = (random.floats(&[channels]), random.floats(&[channels]));
+        let layouts = [
+            Layout::Packed,
+            Layout::ChannelsLast(0),
+            Layout::ChannelsLast(4),
+            Layout::Gapped,
+            Layout::Reversed,
+        ];
+        for layout in layouts {
+            for element in [Element::F16, Element::BF16] {
+                Case::new(Op::GroupNorm { groups, epsilon }, &[&x, &scale, &bias])
+                    .lying(layout, layout)
+                    .of(element)
+                    .check(&mut bench, |i, o| {
+                        Ok(vec![reduce::group_norm(groups, epsilon, &i[0], &i[1], &i[2], &o[0])?])
+                    });
+            }
+        }
+    }
+    bench.finish("groups");
+}

@@ -167,6 +167,41 @@ fn resizes() {
     bench.finish("resizes");
 }
 
+/// Adjacent channels are resized in vectors.
+#[test]
+fn resizes_of_many_channels() {
+    let mut bench = Bench::default();
+    let mut random = Random::new(34);
+    for (channels, gap, element, vec) in
+        [(16, 0, Element::F16, 8), (12, 4, Element::F16, 4), (6, 0, Element::F32, 2)]
+    {
+        let x = random.floats(&[2, channels, 5, 7]);
+        let region = [0.0f32, 0.0, 0.2, -0.1, 1.0, 1.0, 0.9, 1.2];
+        let scales = [1.0f32, 1.0, 2.0, 1.7];
+        let (roi, factors) = (vector(&region), vector(&scales));
+        for spec in all_resizings() {
+            let layout = Layout::ChannelsLast(gap);
+            Case::new(Op::Resize(spec.clone()), &[&x, &roi, &factors])
+                .lying(layout, layout)
+                .of(element)
+                .check(&mut bench, |i, o| {
+                    let all = window::resize_axes(
+                        &spec,
+                        &i[0].shape,
+                        Some(&region),
+                        Some(&scales),
+                        None,
+                    )?;
+                    let work = window::resize(&spec, &all, &i[0], &o[0])?;
+                    let kernel = &work.drafts[0].kernel.expression;
+                    assert!(kernel.ends_with(&format!(", {vec}>")), "{kernel}");
+                    Ok(vec![work])
+                });
+        }
+    }
+    bench.finish("wide_resizes");
+}
+
 #[test]
 fn grids() {
     let mut bench = Bench::default();

@@ -104,7 +104,8 @@ fn the_layers_use_every_hopper_shape_on_hopper_only() {
     let hopper = |capability| -> BTreeSet<String> {
         let parameters = |kernel: &Kernel| {
             let inside = kernel.expression.split("HopperConfig<").nth(1)?;
-            Some(inside.trim_end_matches('>').to_string())
+            // The last one is the activation.
+            Some(inside.trim_end_matches('>').rsplit_once(", ")?.0.to_string())
         };
         kernels(capability).iter().filter_map(parameters).collect()
     };

@@ -3,6 +3,7 @@
 
 mod architectures;
 mod kernels;
+mod layouts;
 #[path = "../../../cli/tests/support/lowering_device.rs"]
 mod lowering_device;
 mod models;

@@ -24,13 +24,13 @@ use model::{LaunchPlan, Tensor, ValueId};
 use super::lowering_device::LoweringDevice;
 use super::shapes::{Builder, CpuEvaluator};
 
-fn numbers(random: &mut Random, shape: &[usize]) -> Tensor {
+pub fn numbers(random: &mut Random, shape: &[usize]) -> Tensor {
     let count = shape.iter().product();
     let data: Vec<f32> = (0..count).map(|_| random.symmetric_f32()).collect();
     Tensor::from_vec(shape.to_vec(), data).unwrap()
 }
 
-fn weight(b: &mut Builder, random: &mut Random, shape: &[usize]) -> ValueId {
+pub fn weight(b: &mut Builder, random: &mut Random, shape: &[usize]) -> ValueId {
     b.graph.add_constant("weight", numbers(random, shape))
 }
 
@@ -101,13 +101,13 @@ impl CompletionSink for Completions {
     }
 }
 
-struct TestQueue {
+pub struct TestQueue {
     queue: Box<dyn Queue>,
     completions: Receiver<Completion>,
 }
 
 impl TestQueue {
-    fn open(device: &dyn Device, preemptible: bool) -> TestQueue {
+    pub fn open(device: &dyn Device, preemptible: bool) -> TestQueue {
         let (sender, completions) = channel();
         let options = QueueOptions { id: 1, capacity: 2, high_priority: !preemptible, preemptible };
         let queue = device.open_queue(options, Arc::new(Completions(sender))).unwrap();
@@ -123,7 +123,7 @@ impl TestQueue {
         self.completions.recv_timeout(Duration::from_secs(60)).unwrap()
     }
 
-    fn run(&self, program: &dyn Program, input: &Tensor) -> Vec<Tensor> {
+    pub fn run(&self, program: &dyn Program, input: &Tensor) -> Vec<Tensor> {
         self.launch(program.prepare(vec![input.clone()]).unwrap());
         outputs(self.wait())
     }
@@ -134,7 +134,7 @@ fn outputs(completion: Completion) -> Vec<Tensor> {
     completion.task.into_outputs().unwrap()
 }
 
-fn host() -> Arc<CpuDevice> {
+pub fn host() -> Arc<CpuDevice> {
     Arc::new(CpuDevice::new(CpuOptions { threads: 2, queues: 2, ..CpuOptions::default() }))
 }
 
@@ -163,10 +163,13 @@ fn only_what_has_no_kernel_runs_on_the_host() {
     }
 }
 
-/// The GPU, or `None` with the reason printed.
 fn open_gpu(weights_on_demand: bool) -> Option<HybridDevice> {
+    open_gpu_with(weights_on_demand, Precision::F32)
+}
+
+/// The GPU, or `None` with the reason printed.
+pub fn open_gpu_with(weights_on_demand: bool, precision: Precision) -> Option<HybridDevice> {
     let cache_dir = std::env::var_os("ATOLL_TEST_CACHE").map(PathBuf::from);
-    let precision = Precision::F32;
     let options = CudaOptions { precision, cache_dir, weights_on_demand, ..CudaOptions::default() };
     let compiler = Arc::new(GpuCompiler::new(Some(Arc::new(CpuEvaluator))));
     match CudaDevice::open(0, options, compiler) {

@@ -19,18 +19,18 @@ const MAX_COMPILERS: usize = 16;
 /// A kernel on the device.
 pub(crate) struct LoadedKernel {
     module: Module,
-    functions: Vec<Function>,
+    function: Function,
 }
 
 impl LoadedKernel {
-    /// The kernel at `entry` of its class's entry points.
-    pub(crate) fn function(&self, entry: usize) -> &Function {
-        &self.functions[entry]
+    /// The entry point of its class.
+    pub(crate) fn function(&self) -> &Function {
+        &self.function
     }
 
-    /// Lets the kernel at `entry` be launched in clusters of `blocks`.
-    pub(crate) fn allow_cluster(&self, entry: usize, blocks: u32) -> Result<(), CudaError> {
-        self.module.allow_cluster(&self.functions[entry], blocks)
+    /// Lets it be launched in clusters of `blocks`.
+    pub(crate) fn allow_cluster(&self, blocks: u32) -> Result<(), CudaError> {
+        self.module.allow_cluster(&self.function, blocks)
     }
 }
 
@@ -158,11 +158,7 @@ impl KernelCache {
         class: KernelClass,
     ) -> Result<LoadedKernel, CudaError> {
         let module = Module::load(&self.context, cubin)?;
-        let functions = class
-            .entries()
-            .iter()
-            .map(|name| module.function(name, kernel.threads, kernel.shared_bytes))
-            .collect::<Result<Vec<_>, _>>()?;
-        Ok(LoadedKernel { module, functions })
+        let function = module.function(class.entry(), kernel.threads, kernel.shared_bytes)?;
+        Ok(LoadedKernel { module, function })
     }
 }

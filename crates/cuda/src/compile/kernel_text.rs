@@ -4,35 +4,55 @@ use std::ffi::CStr;
 
 use model::gpu::Kernel;
 
+use crate::preempt::best_effort_variant::BestEffortVariant;
+
 /// The class that a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum KernelClass {
-    /// One block per tile, without checks; the entry point is `rt`.
+    /// One block per tile, without checks.
     RealTime,
-    /// Exits when preempted; the entry points are `be`, `be_grid` and `be_long`.
-    BestEffort,
+    /// Exits when preempted. A step has one form; each is a module of its own, because compiling
+    /// all of them takes three times as long.
+    BestEffort(BestEffortVariant),
 }
 
 impl KernelClass {
-    /// The entry points of a module of this class.
-    pub(crate) fn entries(self) -> &'static [&'static CStr] {
+    /// The entry point of a module of this class.
+    pub(crate) fn entry(self) -> &'static CStr {
         match self {
-            KernelClass::RealTime => &[c"rt"],
-            KernelClass::BestEffort => &[c"be", c"be_grid", c"be_long"],
+            KernelClass::RealTime => c"rt",
+            KernelClass::BestEffort(BestEffortVariant::Loop) => c"be",
+            KernelClass::BestEffort(BestEffortVariant::Grid) => c"be_grid",
+            KernelClass::BestEffort(BestEffortVariant::CheckedGrid) => c"be_long",
+        }
+    }
+
+    /// The macro of `entry.cuh` that makes it.
+    fn entry_macro(self) -> &'static str {
+        match self {
+            KernelClass::RealTime => "TILES_REAL_TIME",
+            KernelClass::BestEffort(BestEffortVariant::Loop) => "TILES_LOOP",
+            KernelClass::BestEffort(BestEffortVariant::Grid) => "TILES_GRID",
+            KernelClass::BestEffort(BestEffortVariant::CheckedGrid) => "TILES_CHECKED_GRID",
         }
     }
 }
 
 /// The module of `kernel`. Compiling it checks what the plan assumes of the operator.
 pub(crate) fn module_text(kernel: &Kernel, class: KernelClass) -> String {
+    text_with(kernel, &format!("{}(Op)\n", class.entry_macro()))
+}
+
+/// A module with the entry points of all classes.
+pub(crate) fn whole_text(kernel: &Kernel) -> String {
+    text_with(kernel, "TILES_REAL_TIME(Op)\nTILES_BEST_EFFORT(Op)\n")
+}
+
+fn text_with(kernel: &Kernel, entries: &str) -> String {
     let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
-    let entry = match class {
-        KernelClass::RealTime => "TILES_REAL_TIME",
-        KernelClass::BestEffort => "TILES_BEST_EFFORT",
-    };
     format!(
         "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\n\
-         TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n{entry}(Op)\n"
+         TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n{entries}"
     )
 }
 
@@ -80,10 +100,17 @@ mod tests {
 
     #[test]
     fn classes_differ_in_their_entry_points() {
-        assert!(
-            module_text(&kernel(), KernelClass::BestEffort).ends_with("TILES_BEST_EFFORT(Op)\n")
-        );
-        assert_eq!(KernelClass::BestEffort.entries(), [c"be", c"be_grid", c"be_long"]);
+        let forms = [
+            (BestEffortVariant::Loop, "\nTILES_LOOP(Op)\n", c"be"),
+            (BestEffortVariant::Grid, "\nTILES_GRID(Op)\n", c"be_grid"),
+            (BestEffortVariant::CheckedGrid, "\nTILES_CHECKED_GRID(Op)\n", c"be_long"),
+        ];
+        for (form, end, entry) in forms {
+            let class = KernelClass::BestEffort(form);
+            assert!(module_text(&kernel(), class).ends_with(end));
+            assert_eq!(class.entry(), entry);
+        }
+        assert!(whole_text(&kernel()).ends_with("TILES_REAL_TIME(Op)\nTILES_BEST_EFFORT(Op)\n"));
     }
 
     #[test]

@@ -162,6 +162,7 @@ fn name_of(code: nvrtcResult) -> String {
 mod tests {
     use super::*;
     use crate::compile::kernel_text::{KernelClass, module_text};
+    use crate::preempt::best_effort_variant::BestEffortVariant::{CheckedGrid, Grid, Loop};
     use crate::toy;
 
     /// Compiles without a GPU, where a toolkit is installed.
@@ -175,7 +176,8 @@ mod tests {
         let nvrtc = Nvrtc::new(&toolkit, "sm_90a".to_string(), toy::ToyCompiler.headers());
         let nvrtc = nvrtc.expect("NVRTC");
         for kernel in toy::kernels() {
-            for class in [KernelClass::RealTime, KernelClass::BestEffort] {
+            let forms = [Loop, Grid, CheckedGrid].map(KernelClass::BestEffort);
+            for class in forms.into_iter().chain([KernelClass::RealTime]) {
                 let compiled = nvrtc.compile(&module_text(&kernel, class)).expect("a cubin");
                 assert_eq!(compiled.cubin[..4], *b"\x7fELF");
             }
@@ -201,7 +203,7 @@ mod tests {
             kernel.source +=
                 &format!("\nnamespace n{number} {{ struct Scale : toy::Scale {{}}; }}");
             kernel.expression = format!("n{number}::Scale");
-            module_text(&kernel, KernelClass::BestEffort)
+            module_text(&kernel, KernelClass::BestEffort(Grid))
         };
         std::thread::scope(|scope| {
             for number in 0..8 {

@@ -167,7 +167,7 @@ fn seen_from(
     // SAFETY: the arguments have the layout of `SmLocatorArgs`; both buffers have one word per
     // block and live until the stream is idle.
     unsafe {
-        stream.launch(kernel.function(0), shape, &[&args])?;
+        stream.launch(kernel.function(), shape, &[&args])?;
         stream.copy_out(host.as_ptr(), seen.address(), bytes)?;
     }
     stream.synchronize()?;

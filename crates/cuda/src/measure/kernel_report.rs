@@ -4,7 +4,7 @@ use std::path::Path;
 
 use model::gpu::Kernel;
 
-use crate::compile::kernel_text::{KernelClass, architecture, module_text, whole_text};
+use crate::compile::kernel_text::{architecture, whole_text};
 use crate::compile::nvrtc::Nvrtc;
 use crate::compile::toolkit::Toolkit;
 use crate::error::OpenError;
@@ -48,12 +48,7 @@ impl KernelReport {
 
     /// Both classes of `kernel`; the error is the compiler's message.
     pub fn facts(&self, kernel: &Kernel) -> Result<Vec<EntryFacts>, String> {
-        let mut facts = Vec::new();
-        for class in [KernelClass::RealTime, KernelClass::BestEffort] {
-            let compiled = self.nvrtc.compile(&module_text(kernel, class))?;
-            facts.extend(parse(&compiled.log));
-        }
-        Ok(facts)
+        Ok(parse(&self.nvrtc.compile(&whole_text(kernel))?.log))
     }
 
     /// Compiles both classes of `kernel` at once; the error is the compiler's message.

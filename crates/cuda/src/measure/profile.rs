@@ -342,7 +342,7 @@ impl<'a> Profiler<'a> {
                 None
             }
         };
-        let function = bound.kernel.function(bound.entry);
+        let function = bound.kernel.function();
         Ok(ChoiceProfile {
             variant: launch.variant.clone(),
             time,
@@ -389,7 +389,7 @@ impl<'a> Profiler<'a> {
                 shape.dependent = copy > 0 && self.services.device.has_dependent_launches();
                 // SAFETY: recorded only; the instance and the pool outlive the graph, which is
                 // dropped when this returns.
-                unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
+                unsafe { stream.launch(bound.kernel.function(), shape, &[args]) }?;
             }
             Ok(())
         })?;

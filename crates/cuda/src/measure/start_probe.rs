@@ -147,7 +147,7 @@ impl StartProbe {
         };
         // SAFETY: the arguments have the layout of `ProbeArgs`, and what they point to lives as
         // long as this probe, which waits for the last block of every launch.
-        unsafe { self.stream.launch(self.kernel.function(0), shape, &[&args]) }
+        unsafe { self.stream.launch(self.kernel.function(), shape, &[&args]) }
     }
 
     fn wait(&self, word: &PinnedWord, began: Instant) -> Result<Duration, DeviceError> {

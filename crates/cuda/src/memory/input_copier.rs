@@ -141,7 +141,7 @@ impl InputCopier {
         };
         // SAFETY: the arguments have the layout of `InputCopyArgs`; pinned memory has the same
         // address on the device, and the caller answers for both sides.
-        unsafe { stream.launch(kernel.function(0), shape, &[&args]) }
+        unsafe { stream.launch(kernel.function(), shape, &[&args]) }
     }
 }
 

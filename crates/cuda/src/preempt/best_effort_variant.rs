@@ -10,7 +10,7 @@ const SHORT_STEP_US: f64 = 8.0;
 const LONG_STEP_US: f64 = 120.0;
 
 /// How a step is launched as best effort.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum BestEffortVariant {
     /// Blocks fetch tiles until none remain and check the epoch inside a tile. A resumed step
     /// computes only the tiles that are not done.

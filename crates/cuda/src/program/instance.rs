@@ -256,9 +256,7 @@ impl Instance {
         shape.dependent = dependent && !apart && specialization.device.has_dependent_launches();
         // SAFETY: the arguments were checked against the kernel's size, and every address in them
         // is of this instance or of weights that `specialization` holds.
-        unsafe {
-            stream.launch(bound.kernel.function(bound.entry), shape, &[&self.real_time[index]])
-        }
+        unsafe { stream.launch(bound.kernel.function(), shape, &[&self.real_time[index]]) }
     }
 
     /// Enqueues step `index` as best effort.
@@ -275,7 +273,7 @@ impl Instance {
     ) -> Result<(), CudaError> {
         let block = self.control(specialization, index, how.restored).to_bytes();
         let bound = &specialization.kernels[index].best_effort;
-        let function = bound.kernel.function(bound.entry);
+        let function = bound.kernel.function();
         let mut shape = bound.shape;
         let apart = specialization.kernels[index].apart;
         shape.dependent = how.dependent && !apart && specialization.device.has_dependent_launches();

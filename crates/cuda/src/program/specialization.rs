@@ -47,7 +47,6 @@ pub(crate) struct StepKernels {
 #[derive(Clone)]
 pub(crate) struct BoundKernel {
     pub(crate) kernel: Arc<LoadedKernel>,
-    pub(crate) entry: usize,
     pub(crate) shape: LaunchShape,
 }
 
@@ -100,7 +99,7 @@ impl Specialization {
     ) -> Result<Specialization, DeviceError> {
         check(&gpu).map_err(DeviceError::BadPlan)?;
         services.compile.tuning().apply(&mut gpu);
-        let mut kernels = bind(services, &gpu, progress)?;
+        let mut kernels = bind(services, &gpu, choices, progress)?;
         for (step, apart) in kernels.iter_mut().zip(services.compile.tuning().apart(&gpu)) {
             step.apart = apart;
         }
@@ -262,10 +261,12 @@ fn check(gpu: &GpuPlan) -> Result<(), String> {
     Ok(())
 }
 
-/// The RT and best-effort kernels of every step.
+/// The RT and best-effort kernels of every step. Where variants are compared, nothing runs as best
+/// effort, and the RT kernel is both.
 fn bind(
     services: &DeviceServices,
     gpu: &GpuPlan,
+    choices: LaunchSet,
     progress: CompileProgress<'_>,
 ) -> Result<Vec<StepKernels>, DeviceError> {
     let request = |launch: &Launch, class: KernelClass| -> KernelRequest {
@@ -274,26 +275,41 @@ fn bind(
     let mut all: Vec<KernelRequest> = Vec::new();
     for step in &gpu.steps {
         all.push(request(&step.choices[step.rt], KernelClass::RealTime));
-        all.push(request(&step.choices[best_effort_choice(step)], KernelClass::BestEffort));
+        if choices == LaunchSet::Selected {
+            all.push(best_effort_request(gpu, step));
+        }
     }
     let kernels = services.compile.kernels.get(&all, progress)?;
     gpu.steps
         .iter()
         .map(|step| {
-            let (rt, be) = (&step.choices[step.rt], &step.choices[best_effort_choice(step)]);
+            let rt = &step.choices[step.rt];
             let rt_kernel = kernels[&request(rt, KernelClass::RealTime)].clone();
-            let be_kernel = kernels[&request(be, KernelClass::BestEffort)].clone();
+            let real_time =
+                real_time(gpu, rt, rt_kernel).map_err(|err| services.device.error(err))?;
+            let best_effort = match choices {
+                LaunchSet::Selected => {
+                    let kernel = kernels[&best_effort_request(gpu, step)].clone();
+                    best_effort(services, gpu, step, kernel)
+                        .map_err(|err| services.device.error(err))?
+                }
+                LaunchSet::All => real_time.clone(),
+            };
             Ok(StepKernels {
-                real_time: real_time(gpu, rt, rt_kernel)
-                    .map_err(|err| services.device.error(err))?,
-                best_effort: best_effort(services, gpu, step, be_kernel)
-                    .map_err(|err| services.device.error(err))?,
+                real_time,
+                best_effort,
                 resumes: variant_of(step) == BestEffortVariant::Loop,
                 runs_to_end: runs_to_end(step),
                 apart: false,
             })
         })
         .collect()
+}
+
+/// The kernel of `step` in the form that best effort launches.
+fn best_effort_request(gpu: &GpuPlan, step: &GpuStep) -> KernelRequest {
+    let launch = &step.choices[best_effort_choice(step)];
+    (gpu.kernels[launch.kernel].clone(), KernelClass::BestEffort(variant_of(step)))
 }
 
 fn runs_to_end(step: &GpuStep) -> bool {
@@ -312,7 +328,7 @@ pub(crate) fn real_time(
     launch: &Launch,
     kernel: Arc<LoadedKernel>,
 ) -> Result<BoundKernel, CudaError> {
-    kernel.allow_cluster(0, launch.cluster)?;
+    kernel.allow_cluster(launch.cluster)?;
     let facts = &gpu.kernels[launch.kernel];
     let shape = LaunchShape {
         grid: launch.rt_blocks,
@@ -321,7 +337,7 @@ pub(crate) fn real_time(
         cluster: launch.cluster,
         dependent: false,
     };
-    Ok(BoundKernel { kernel, entry: 0, shape })
+    Ok(BoundKernel { kernel, shape })
 }
 
 fn best_effort(
@@ -332,19 +348,18 @@ fn best_effort(
 ) -> Result<BoundKernel, CudaError> {
     let launch = &step.choices[best_effort_choice(step)];
     let facts = &gpu.kernels[launch.kernel];
-    let (entry, grid) = match variant_of(step) {
+    let grid = match variant_of(step) {
         BestEffortVariant::Loop => {
             let resident =
-                kernel.function(0).blocks.max(1) * services.device.target().multiprocessors.max(1);
-            (0, launch.tiles.min(resident))
+                kernel.function().blocks.max(1) * services.device.target().multiprocessors.max(1);
+            launch.tiles.min(resident)
         }
-        BestEffortVariant::Grid => (1, launch.tiles),
-        BestEffortVariant::CheckedGrid => (2, launch.tiles),
+        BestEffortVariant::Grid | BestEffortVariant::CheckedGrid => launch.tiles,
     };
-    kernel.allow_cluster(entry, launch.cluster)?;
+    kernel.allow_cluster(launch.cluster)?;
     let (threads, shared) = (facts.threads, facts.shared_bytes);
     let shape = LaunchShape { grid, threads, shared, cluster: launch.cluster, dependent: false };
-    Ok(BoundKernel { kernel, entry, shape })
+    Ok(BoundKernel { kernel, shape })
 }
 
 /// All steps in chains of up to `length`. A step that always runs to its end is a chain of its own.

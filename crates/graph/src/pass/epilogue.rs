@@ -78,11 +78,39 @@ fn fuse_activation(editor: &mut Editor, index: usize) -> Option<()> {
         }
         _ => return None,
     };
-    let at = open(editor, x)?;
+    let Some(at) = open(editor, x) else { return activate_before_views(editor, index, activation) };
     let producer = editor.node(at)?;
     let (op, inputs) = (with_activation(&producer.op, activation), producer.inputs.clone());
     editor.replace(index, op, inputs);
     editor.remove(at);
+    Some(())
+}
+
+/// An activation behind operators that only move elements belongs to the product before them.
+fn activate_before_views(editor: &mut Editor, index: usize, activation: Activation) -> Option<()> {
+    let x = first(&editor.node(index)?.inputs)?;
+    let mut source = x;
+    loop {
+        let (_, node) = editor.producer(source)?;
+        let moves = matches!(
+            node.op,
+            Op::Reshape { .. }
+                | Op::Flatten { .. }
+                | Op::Squeeze
+                | Op::Unsqueeze
+                | Op::Identity
+                | Op::Transpose { .. }
+        );
+        if !moves || !editor.is_private(source) {
+            break;
+        }
+        source = first(&node.inputs)?;
+    }
+    let at = open(editor, source).filter(|_| source != x)?;
+    let producer = editor.node(at)?;
+    let (op, inputs) = (with_activation(&producer.op, activation), producer.inputs.clone());
+    editor.replace(at, op, inputs);
+    editor.replace(index, Op::Identity, vec![Some(x)]);
     Some(())
 }
 

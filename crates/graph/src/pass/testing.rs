@@ -353,6 +353,8 @@ fn run(op: &Op, inputs: &[Option<&Array>]) -> Array {
         }
         Op::LayerNorm { axis, epsilon } => normalise(x, inputs, *axis, *epsilon, true),
         Op::RmsNorm { axis, epsilon } => normalise(x, inputs, *axis, *epsilon, false),
+        Op::InstanceNorm { epsilon } => normalise_groups(x, inputs, x.shape[1], *epsilon),
+        Op::GroupNorm { groups, epsilon } => normalise_groups(x, inputs, *groups, *epsilon),
         Op::Transpose { perm } => x.transpose(perm.as_ref().unwrap()),
         Op::Reshape { .. } => reshape(x, operand(1).unwrap()),
         Op::Shape { .. } => {
@@ -405,6 +407,22 @@ fn pad(x: &Array, pads: &Array) -> Array {
         }
         let source: Vec<usize> = (0..rank).map(|axis| index[axis] - pad(axis)).collect();
         x.at(&source)
+    })
+}
+
+fn normalise_groups(x: &Array, inputs: &[Option<&Array>], groups: usize, epsilon: f32) -> Array {
+    let (images, channels) = (x.shape[0], x.shape[1]);
+    let length = x.data.len() / (images * groups);
+    let mut out = x.clone();
+    for group in out.data.chunks_mut(length) {
+        let mean = group.iter().sum::<f32>() / length as f32;
+        let square = group.iter().map(|x| (x - mean) * (x - mean)).sum::<f32>() / length as f32;
+        group.iter_mut().for_each(|x| *x = (*x - mean) / (square + epsilon).sqrt());
+    }
+    let (scale, bias) = (inputs[1].unwrap(), inputs[2].unwrap());
+    assert_eq!((scale.data.len(), bias.data.len()), (channels, channels));
+    Array::make(out.shape.clone(), |index| {
+        out.at(index) * scale.data[index[1]] + bias.data[index[1]]
     })
 }
 

@@ -278,6 +278,71 @@ fn root_mean_square_norm_is_recognised() {
     assert_eq!(names(&graph), ["RmsNorm"]);
 }
 
+#[test]
+fn an_activation_behind_reshapes_belongs_to_the_product() {
+    let build = |second_reader: bool| {
+        let mut b = Builder::default();
+        let x = b.fixed_input("x", &[6, 4]);
+        let weight = b.weight(&[4, 8]);
+        let y = b.node(Op::MatMul(MatMul::default()), &[x, weight]);
+        let shape = b.ints(&[2, 3, 8]);
+        let wide = b.node(Op::Reshape { allow_zero: false }, &[y, shape]);
+        let turned = b.node(Op::Transpose { perm: Some(vec![1, 0, 2]) }, &[wide]);
+        let z = b.node(Op::Unary(Unary::Gelu { tanh: true }), &[turned]);
+        let mut graph = b.output(z);
+        if second_reader {
+            graph.outputs.push(wide);
+        }
+        graph
+    };
+    let (graph, _) = check(&build(false), everything);
+    assert_eq!(names(&graph), ["MatMul", "Reshape", "Transpose"]);
+    let (graph, _) = check(&build(true), everything);
+    assert_eq!(names(&graph), ["MatMul", "Reshape", "Transpose", "Gelu"]);
+}
+
+/// `InstanceNorm` between reshapes, with a factor and a summand per channel of these shapes.
+fn spelled_group_norm(split: &[i64], factor: &[usize], extra_reader: bool) -> Graph {
+    let mut b = Builder::default();
+    let x = b.input("x", &[SymDim::symbol("n"), 6.into(), 4.into(), 5.into()]);
+    let reshape = Op::Reshape { allow_zero: false };
+    let (parts, whole) = (b.ints(split), b.ints(&[0, 6, 4, 5]));
+    let rows = b.node(reshape.clone(), &[x, parts]);
+    let groups = split[1] as usize;
+    let (scale, bias) = (b.positive(&[groups]), b.weight(&[groups]));
+    let normed = b.node(Op::InstanceNorm { epsilon: 1e-3 }, &[rows, scale, bias]);
+    let y = b.node(reshape, &[normed, whole]);
+    let (factor, summand) = (b.weight(factor), b.weight(&[1, 6, 1, 1]));
+    let y = b.node(binary(Binary::Mul), &[factor, y]);
+    let y = b.node(binary(Binary::Add), &[y, summand]);
+    let mut graph = b.output(y);
+    if extra_reader {
+        graph.outputs.push(normed);
+    }
+    graph
+}
+
+#[test]
+fn group_norm_is_recognised_with_scale_and_bias() {
+    for split in [[0, 3, -1], [0, 2, 60], [0, 6, 20]] {
+        let (graph, _) = check(&spelled_group_norm(&split, &[6, 1, 1], false), everything);
+        assert_eq!(names(&graph), ["GroupNorm"], "{split:?}");
+    }
+    let (graph, _) = check(&spelled_group_norm(&[0, 3, -1], &[1], false), everything);
+    assert_eq!(names(&graph), ["GroupNorm"], "a factor for all channels");
+}
+
+#[test]
+fn instance_norm_of_other_pieces_stays() {
+    // Four groups of six channels end inside a channel; a factor per pixel is not one per channel.
+    let (graph, _) = check(&spelled_group_norm(&[0, 4, 30], &[6, 1, 1], false), everything);
+    assert!(names(&graph).contains(&"InstanceNorm".to_string()));
+    let (graph, _) = check(&spelled_group_norm(&[0, 3, -1], &[4, 5], false), everything);
+    assert_eq!(names(&graph), ["GroupNorm", "Mul", "Add"]);
+    let (graph, _) = check(&spelled_group_norm(&[0, 3, -1], &[6, 1, 1], true), everything);
+    assert!(names(&graph).contains(&"InstanceNorm".to_string()), "its result has a reader");
+}
+
 /// How the scale of an attention is written.
 #[derive(Clone, Copy, Debug)]
 enum Scale {

@@ -7,7 +7,7 @@ use super::super::draft::{KernelText, LaunchDraft};
 use super::super::loop_nest::address;
 use super::super::lowering::Lowering;
 use super::super::packing;
-use super::super::tile::{SplitReduction, Tile, Variant};
+use super::super::tile::{SplitReduction, Tile, Variant, fitted, overlapped_us, weights_us};
 use super::{Product, Window2};
 
 /// The only capability with these instructions; its successors have others.
@@ -90,11 +90,11 @@ impl Shape {
         format!("h{}x{}x{DEPTH}{how}", self.bm, self.bn)
     }
 
-    fn kernel(&self, window: bool) -> KernelText {
+    fn kernel(&self, window: bool, act: i32) -> KernelText {
         KernelText {
             source: "#include \"hopper.cuh\"\n".to_string(),
             expression: format!(
-                "tiles::HopperConv<tiles::HopperConfig<{}, {window}>>",
+                "tiles::HopperConv<tiles::HopperConfig<{}, {window}, {act}>>",
                 self.parameters()
             ),
             threads: self.threads() as u32,
@@ -110,30 +110,19 @@ impl Shape {
     }
 }
 
-/// Adds the variants for Hopper to those in `drafts`, the first of which is estimated to take
-/// `estimate_us`; the first of all is the one with the lowest estimate.
-pub(super) fn add(
-    product: &Product,
-    target: &GpuTarget,
-    estimate_us: f64,
-    drafts: &mut Vec<LaunchDraft>,
-) {
+/// The variants for Hopper with their estimates.
+pub(super) fn drafts(product: &Product, target: &GpuTarget) -> Vec<(f64, LaunchDraft)> {
     if target.capability != CAPABILITY {
-        return;
+        return Vec::new();
     }
-    let Some(input) = InputMap::of(product) else { return };
+    let Some(input) = InputMap::of(product) else { return Vec::new() };
     let multiprocessors = (target.multiprocessors as usize).max(1);
-    let estimate = |shape: &Shape| product.estimate_us(shape, multiprocessors);
-    let mut suited: Vec<&Shape> =
-        SHAPES.iter().filter(|shape| product.suits(shape, multiprocessors)).collect();
-    suited.sort_by(|a, b| estimate(a).total_cmp(&estimate(b)));
-    let is_best = suited.first().is_some_and(|best| estimate(best) < estimate_us);
-    let draft = |shape: &&Shape| product.hopper_draft(shape, &input, multiprocessors);
-    let mut hopper: Vec<LaunchDraft> = suited.iter().map(draft).collect();
-    if is_best {
-        std::mem::swap(drafts, &mut hopper);
-    }
-    drafts.append(&mut hopper);
+    let suited = SHAPES.iter().filter(|shape| product.suits(shape, multiprocessors));
+    let draft = |shape: &Shape| {
+        let estimate = product.estimate_us(shape, multiprocessors);
+        (estimate, product.hopper_draft(shape, &input, multiprocessors))
+    };
+    suited.map(draft).collect()
 }
 
 /// How the copy engine reads the input.
@@ -206,23 +195,22 @@ impl Product {
         !(wasteful || narrow && many)
     }
 
-    /// A rough estimate of the time, comparable to those of the other variants: an SM computes its
+    /// An estimate of the time, comparable to those of the other variants: an SM computes its
     /// tiles one after another, at the rate of its tensor cores, of its share of L2, or of copies
-    /// that wait for a free stage.
+    /// that wait for a free stage, unless the weights take longer from memory.
     fn estimate_us(&self, shape: &Shape, multiprocessors: usize) -> f64 {
-        const FLOP_PER_US: f64 = 5.4e6;
-        const L2_BYTES_PER_US: f64 = 90.0e3;
-        const COPY_US: f64 = 1.1;
-        const START_US: f64 = 2.5;
         let rounds = self.hopper_tiles(shape).div_ceil(multiprocessors);
         let resident = rounds.min(shape.blocks);
-        let step = ((2 * shape.bm * shape.bn * DEPTH) as f64 / FLOP_PER_US)
-            .max(((shape.bm + shape.bn) * DEPTH * 2) as f64 / L2_BYTES_PER_US)
-            .max(COPY_US / (shape.stages * resident.max(1)) as f64);
+        let step = ((2 * shape.bm * shape.bn * DEPTH) as f64 / fitted::HOPPER_FLOPS)
+            .max(((shape.bm + shape.bn) * DEPTH * 2) as f64 / fitted::HOPPER_L2_BYTES)
+            .max(fitted::HOPPER_LATENCY_US / (shape.stages * resident.max(1)) as f64);
         // An epilogue overlaps the products of another block or warpgroup.
         let overlapped = resident > 1 || (shape.alternates() && rounds > 1);
-        let epilogue = (shape.bm * shape.bn) as f64 / if overlapped { 100e3 } else { 28e3 };
-        START_US + rounds as f64 * (self.hopper_steps() as f64 * step + epilogue)
+        let faster = if overlapped { fitted::HOPPER_OVERLAP } else { 1.0 };
+        let epilogue = (shape.bm * shape.bn) as f64 / (fitted::HOPPER_OUTPUTS * faster);
+        let work = rounds as f64 * (self.hopper_steps() as f64 * step + epilogue);
+        let weights = weights_us(self.weight_bytes, self.hopper_tiles(shape), multiprocessors);
+        fitted::HOPPER_LAUNCH_US + overlapped_us(work, weights)
     }
 
     fn hopper_draft(&self, shape: &Shape, input: &InputMap, multiprocessors: usize) -> LaunchDraft {
@@ -232,7 +220,7 @@ impl Product {
         let (input_at, weight_at) = (args.map(), args.map());
         args.nested(self.args(&shape.variant()));
         args.int(output_tiles).int(self.hopper_steps());
-        let mut draft = LaunchDraft::plain(shape.kernel(input.is_window()), tiles, args);
+        let mut draft = LaunchDraft::plain(shape.kernel(input.is_window(), self.act), tiles, args);
         draft.variant = shape.name();
         draft.overlaps = shape.alternates();
         draft.rt_blocks = output_tiles.min(multiprocessors * shape.blocks);

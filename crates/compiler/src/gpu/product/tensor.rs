@@ -173,6 +173,7 @@ impl TensorLoops {
             columns: self.columns.next_multiple_of(8),
             depth: self.depth,
             parts: self.part.len(),
+            weight_bytes: 0,
             vec: 8,
             access: InputAccess::Strided,
             normalizes: false,

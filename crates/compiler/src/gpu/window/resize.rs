@@ -87,7 +87,14 @@ pub fn resize(
     let kept = |axis: usize| if axes.contains(&axis) { 0 } else { x.strides[axis] };
     let mut operands = vec![y.strides.clone(), (0..rank).map(kept).collect()];
     operands.extend(axes.iter().map(|at| (0..rank).map(|axis| usize::from(axis == *at)).collect()));
-    let nest = LoopNest::new(&y.shape, &operands).ordered_by(0).merged();
+    let mut nest = LoopNest::new(&y.shape, &operands).ordered_by(0).merged();
+    let resized: Vec<usize> = axes.iter().map(|axis| x.strides[*axis]).collect();
+    let vec = vector(&nest, &resized, x, y);
+    if let Some(fast) = nest.loops.last_mut().filter(|_| vec > 1) {
+        fast.size /= vec;
+        fast.strides.iter_mut().for_each(|stride| *stride *= vec);
+        nest.loops.retain(|each| each.size > 1);
+    }
     nest.check()?;
     let mut args = ArgsWriter::new();
     args.address(address(x)).address(address(y)).int(nest.len());
@@ -102,7 +109,7 @@ pub fn resize(
     }
     nest.write(&mut args);
     let expression = format!(
-        "tiles::Resize<tiles::kSample{:?}, {}, {}, {}, {}>",
+        "tiles::Resize<tiles::kSample{:?}, {}, {}, {}, {}, {vec}>",
         spec.mode,
         x.element.cuda_name(),
         computed_name(x.element),
@@ -122,6 +129,22 @@ pub fn resize(
     };
     let flops = y.len() as u64 * 2 * taps.pow(axes.len() as u32);
     Ok(StepDraft { flops, ..single("Resize", signature, draft, &[x], y) })
+}
+
+/// Elements that a thread copies or blends at once: adjacent ones of a dimension that keeps its
+/// size. `resized` are the strides of the input along the others.
+fn vector(nest: &LoopNest, resized: &[usize], x: &View, y: &View) -> usize {
+    let Some((fast, slower)) = nest.loops.split_last() else { return 1 };
+    // A resized dimension does not move the input, but its own position.
+    let kept = fast.strides[0] == 1 && fast.strides[1] == 1;
+    let fits = |vec: &usize| {
+        let even = |elements: &usize| elements.is_multiple_of(*vec);
+        let apart = slower.iter().all(|each| even(&each.strides[0]) && even(&each.strides[1]));
+        vec * x.element.size() <= 16
+            && [fast.size, x.offset, y.offset].iter().chain(resized).all(even)
+            && apart
+    };
+    [8, 4, 2].into_iter().find(|vec| kept && fits(vec)).unwrap_or(1)
 }
 
 /// Fails for what the kernel does not support.

@@ -96,7 +96,7 @@ impl Network {
         let args = &self.best_effort.args[index];
         // SAFETY: the arguments were checked against the kernel's size, and every address in them
         // is of this network.
-        unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }
+        unsafe { stream.launch(bound.kernel.function(), shape, &[args]) }
     }
 
     /// Whether step `index` may start before the previous one has ended.

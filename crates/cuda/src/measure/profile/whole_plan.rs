@@ -55,7 +55,7 @@ impl<'a> WholePlan<'a> {
                 shape.dependent =
                     index > 0 && !apart[index] && services.device.has_dependent_launches();
                 // SAFETY: recorded only; the instance and the weights outlive the graph.
-                unsafe { stream.launch(bound.kernel.function(bound.entry), shape, &[args]) }?;
+                unsafe { stream.launch(bound.kernel.function(), shape, &[args]) }?;
             }
             Ok(())
         })?;
