@@ -272,7 +272,8 @@ async fn decode(
     };
     let (bytes, size) = heavy(weight, measure).await?;
     bodies.reserve_decoding(size, &mut memory)?;
-    Ok(heavy(weight, move || Ok((decode_message(bytes)?, memory))).await?)
+    let message = heavy(weight, move || Ok(decode_message(bytes))).await??;
+    Ok((message, memory))
 }
 
 /// Whether the message after this prefix is compressed, and its length.
