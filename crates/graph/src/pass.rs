@@ -62,7 +62,7 @@ impl PassReport {
 type Pass = fn(&mut Graph) -> usize;
 
 /// In this order: simple shapes first, then patterns that later fusions would hide, then fusions.
-const PASSES: [(&str, Pass); 11] = [
+const PASSES: [(&str, Pass); 12] = [
     ("identity", identity::run),
     ("reshape", reshape::run),
     ("dead", dead::run),

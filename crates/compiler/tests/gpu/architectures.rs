@@ -125,7 +125,7 @@ fn compile_all<'a>(
             scope.spawn(|| {
                 loop {
                     let Some(kernel) = queue.lock().unwrap().next() else { break };
-                    if let Err(err) = report.check(kernel) {
+                    if let Err(err) = report.facts(kernel) {
                         let text = format!("{}: {err}", kernel.expression);
                         errors.lock().unwrap().insert(text);
                     }

@@ -43,7 +43,7 @@ pub(crate) fn module_text(kernel: &Kernel, class: KernelClass) -> String {
     text_with(kernel, &format!("{}(Op)\n", class.entry_macro()))
 }
 
-/// A module with the entry points of all classes.
+/// A module with the entry points of all classes, which compiles faster than one of each.
 pub(crate) fn whole_text(kernel: &Kernel) -> String {
     text_with(kernel, "TILES_REAL_TIME(Op)\nTILES_BEST_EFFORT(Op)\n")
 }
@@ -54,11 +54,6 @@ fn text_with(kernel: &Kernel, entries: &str) -> String {
         "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\n\
          TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n{entries}"
     )
-}
-
-/// A module with the entry points of both classes, which compiles faster than two modules.
-pub(crate) fn whole_text(kernel: &Kernel) -> String {
-    module_text(kernel, KernelClass::RealTime) + "TILES_BEST_EFFORT(Op)\n"
 }
 
 /// NVRTC's name of a GPU of `capability`; from 9.0 on with the instructions of that generation

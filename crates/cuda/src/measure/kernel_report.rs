@@ -50,11 +50,6 @@ impl KernelReport {
     pub fn facts(&self, kernel: &Kernel) -> Result<Vec<EntryFacts>, String> {
         Ok(parse(&self.nvrtc.compile(&whole_text(kernel))?.log))
     }
-
-    /// Compiles both classes of `kernel` at once; the error is the compiler's message.
-    pub fn check(&self, kernel: &Kernel) -> Result<(), String> {
-        self.nvrtc.compile(&whole_text(kernel)).map(drop)
-    }
 }
 
 /// Parses the assembler's lines: entry point, spills, registers.
