@@ -85,15 +85,20 @@ class Cases:
         domain: str = DOMAIN,
         skip: tuple[int, ...] = (),
         like: list[np.ndarray | None] | None = None,
+        unread: tuple[int, ...] = (),
         **attributes: object,
     ) -> None:
         """A case. Inputs `fixed` are initializers, outputs `skip` are absent. `like` are inputs
-        that give the same result, for a form that ONNX Runtime has no kernel for on a CPU."""
-        model, given = self.model(op, inputs, outputs, fixed, domain, skip, **attributes)
-        known, fed = model, given
+        that give the same result, for a form that ONNX Runtime has no kernel for on a CPU. Outputs
+        `unread` are absent from the case only: ONNX Runtime needs them to compute the others."""
+        hidden = skip + unread
+        model, given = self.model(op, inputs, outputs, fixed, domain, hidden, **attributes)
+        known, fed = self.model(op, inputs, outputs, fixed, domain, skip, **attributes)
         if like is not None:
             known, fed = self.model(op, like, outputs, fixed, domain, skip, **attributes)
-        self.save(name, model, [(given, results(known, fed))])
+        numbers = [i for i in range(outputs) if i not in skip]
+        pairs = zip(numbers, results(known, fed), strict=True)
+        self.save(name, model, [(given, [value for i, value in pairs if i not in unread])])
 
     def save(
         self,
@@ -208,7 +213,7 @@ def group_query_attention(cases: Cases) -> None:
     # The first sequence has only four tokens of the past.
     last = np.array([4, 6], np.int32)
     cases.add("gqa_token_lengths", op, [*tensors(1), *past, last, total, cos, sin], do_rotary=1,
-              skip=(1, 2), **fixed)
+              unread=(1, 2), **fixed)
 
 
 def rotary_embedding(cases: Cases) -> None:
