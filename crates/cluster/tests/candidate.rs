@@ -285,6 +285,8 @@ async fn a_registration_replaces_nothing_before_it_is_ready() {
 
     // A deleted model is gone at once for this frontend.
     let delete = |version| frontend.delete_model(ModelRef { name: "m", version });
+    assert_eq!(delete(Some(3)).await.unwrap_err().kind, ErrorKind::NotFound);
+    assert_eq!(delete(Some(1)).await, Ok(1));
     assert_eq!(delete(Some(1)).await.unwrap_err().kind, ErrorKind::NotFound);
     assert_eq!(delete(Some(2)).await, Ok(1));
     assert_eq!(cluster.record().await, None);

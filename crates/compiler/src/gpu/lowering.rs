@@ -86,14 +86,19 @@ pub struct DeferredValue {
 
 impl DeferredValue {
     /// The order of dimensions of its largest operand, the slowest first; of several, that of the
-    /// one computed last, which following layers have too.
+    /// one computed last, which following layers have too. Rows of matrices stay contiguous if they
+    /// are in one operand: products and normalisations read them.
     fn natural_order(&self, buffers: &[Buffer]) -> Vec<usize> {
         let whole = self.inputs.iter().filter(|view| view.shape == self.shape);
         let computed = |view: &View| {
             let buffer = buffers.get(view.buffer.0 as usize);
             buffer.is_some_and(|buffer| buffer.location == BufferLocation::Arena)
         };
-        match whole.max_by_key(|view| (computed(view), view.buffer)) {
+        let rows = |view: &View| {
+            let rank = view.shape.len();
+            rank <= 3 && view.memory_order().last() == rank.checked_sub(1).as_ref()
+        };
+        match whole.max_by_key(|view| (computed(view), rows(view), view.buffer)) {
             Some(view) => view.memory_order(),
             None => (0..self.shape.len()).collect(),
         }

@@ -85,9 +85,10 @@ fn rewrite(editor: &mut Editor, index: usize) -> Option<()> {
     let same_depth = kinds.depth.iter().all(
         |label| matches!((size(&a, label), size(&b, label)), (Some(x), Some(y)) if x.is_same(&y)),
     );
-    // Without batches the rows are what a product repeats its second matrix for.
-    let rows_merge = kinds.rows.len() > 1 && !kinds.batch.is_empty();
     let (columns_merge, depth_merges) = (kinds.columns.len() > 1, kinds.depth.len() > 1);
+    // Without batches the rows are what a product repeats its second matrix for; they are merged
+    // together with the depth all the same.
+    let rows_merge = kinds.rows.len() > 1 && (!kinds.batch.is_empty() || depth_merges);
     let merges = [rows_merge || depth_merges, columns_merge || depth_merges];
     let plans = [plan(&a, &kinds, true), plan(&b, &kinds, false)];
     // Merging dimensions that are not adjacent would copy the operand; the notation does not.

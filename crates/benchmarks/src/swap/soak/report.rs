@@ -35,7 +35,7 @@ pub(super) struct OperationStats {
 /// The expected result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ExpectedResult {
-    /// It succeeds, or the model is not loaded at the moment.
+    /// It succeeds, or the model is not loaded at the moment, or another client's unload cancels it.
     Done,
     /// It is refused with exactly this error.
     Refused(ErrorKind),
@@ -58,7 +58,10 @@ impl OperationStats {
                 return;
             }
             (ExpectedResult::Done, Err(err))
-                if matches!(err.kind, ErrorKind::NotFound | ErrorKind::Unavailable) =>
+                if matches!(
+                    err.kind,
+                    ErrorKind::NotFound | ErrorKind::Unavailable | ErrorKind::Cancelled
+                ) =>
             {
                 *outcomes.documented.entry(format!("{:?}", err.kind)).or_default() += 1;
                 return;

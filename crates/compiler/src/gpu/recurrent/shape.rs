@@ -44,9 +44,6 @@ pub(super) struct Shape {
 /// Warps of a block.
 const WARPS: usize = 16;
 
-/// Clusters that every device with clusters can launch.
-const PORTABLE: usize = 8;
-
 impl Shape {
     fn new(
         problem: &Problem,
@@ -193,9 +190,9 @@ impl Problem {
     }
 
     /// The shapes to choose from, the best first as far as one can tell without measuring.
-    /// Clusters of 16 depend on the device's free multiprocessors, so they are never the first.
+    /// No clusters of more than 8 blocks: a partition of a device may not hold them.
     pub(super) fn shapes(&self, target: &GpuTarget) -> Vec<Shape> {
-        let sizes: &[usize] = if target.capability >= 90 { &[8, 4, 2, 1, 16] } else { &[1] };
+        let sizes: &[usize] = if target.capability >= 90 { &[8, 4, 2, 1] } else { &[1] };
         let multiprocessors = target.multiprocessors as usize;
         let cost = |shape: &Shape| self.cost(shape, multiprocessors);
         let best = |blocks: &usize| {
@@ -206,7 +203,7 @@ impl Problem {
             shapes.min_by_key(cost)
         };
         let mut shapes: Vec<Shape> = sizes.iter().filter_map(best).collect();
-        shapes.sort_by_key(|shape| (shape.blocks > PORTABLE, cost(shape)));
+        shapes.sort_by_key(cost);
         shapes
     }
 }
