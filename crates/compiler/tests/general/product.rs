@@ -171,14 +171,14 @@ fn transposed_convolutions() {
 fn transposed_convolutions_to_a_given_size() {
     let mut bench = Bench::default();
     let mut random = Random::new(26);
-    let cases: [(&[usize], &[usize], &[usize], &[usize], &[usize]); 5] = [
-        (&[1, 1, 3, 3], &[1, 2, 3, 3], &[3, 2], &[1, 1], &[10, 8]),
-        (&[1, 1, 3, 3], &[1, 12, 3, 3], &[3, 2], &[1, 0], &[9, 6]),
-        (&[2, 3, 4], &[3, 9, 3], &[2], &[1], &[8]),
-        (&[1, 2, 2, 3, 3], &[2, 3, 2, 2, 2], &[2, 2, 2], &[1, 0, 1], &[5, 5, 6]),
-        (&[1, 2, 4, 5], &[2, 8, 3, 3], &[2, 2], &[], &[8, 9]),
+    let cases: [[&[usize]; 5]; 5] = [
+        [&[1, 1, 3, 3], &[1, 2, 3, 3], &[3, 2], &[1, 1], &[10, 8]],
+        [&[1, 1, 3, 3], &[1, 12, 3, 3], &[3, 2], &[1, 0], &[9, 6]],
+        [&[2, 3, 4], &[3, 9, 3], &[2], &[1], &[8]],
+        [&[1, 2, 2, 3, 3], &[2, 3, 2, 2, 2], &[2, 2, 2], &[1, 0, 1], &[5, 5, 6]],
+        [&[1, 2, 4, 5], &[2, 8, 3, 3], &[2, 2], &[], &[8, 9]],
     ];
-    for (input, kernel, strides, extra, output) in cases {
+    for [input, kernel, strides, extra, output] in cases {
         let (x, weight) = (random.floats(input), random.floats(kernel));
         let spec = ConvTranspose {
             window: window(strides, &[], Padding::Explicit(vec![])),

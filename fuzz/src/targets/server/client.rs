@@ -190,7 +190,8 @@ impl GrpcClient {
 
     fn write_call(&mut self, id: u32, path: &str, encoding: &str, body: &[u8]) {
         let GrpcClient { out, fields, .. } = self;
-        (out.clear(), fields.clear());
+        out.clear();
+        fields.clear();
         // The method POST and the scheme http.
         fields.extend_from_slice(&[0x83, 0x86]);
         put_header(4, ":path", path, fields);
