@@ -69,7 +69,8 @@ class Cases:
             infos.append(helper.make_tensor_value_info(names[i], kind, value.shape))
         wanted = [name for name in results if name]
         types = [TensorProto.INT32 if n in self.integers else TensorProto.FLOAT for n in wanted]
-        out = [helper.make_tensor_value_info(n, t, None) for n, t in zip(wanted, types, strict=True)]
+        pairs = zip(wanted, types, strict=True)
+        out = [helper.make_tensor_value_info(n, t, None) for n, t in pairs]
         graph = helper.make_graph([node], op, infos, out, constants)
         opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
         given = {names[i]: v for i, v in enumerate(inputs) if v is not None and i not in fixed}
@@ -242,7 +243,8 @@ def fused(cases: Cases) -> None:
     a, c = f(5, 7), f(7, 6)
     cases.add("fused_gemm", "FusedGemm", [a, c, f(6)], activation="LeakyRelu", alpha=0.5,
               activation_alpha=0.1)
-    cases.add("fused_matmul", "FusedMatMul", [f(2, 7, 5), f(2, 6, 7)], transA=1, transB=1, alpha=0.3)
+    inputs = [f(2, 7, 5), f(2, 6, 7)]
+    cases.add("fused_matmul", "FusedMatMul", inputs, transA=1, transB=1, alpha=0.3)
     cases.add("bias_gelu", "BiasGelu", [f(3, 8), f(8)])
     cases.add("fast_gelu", "FastGelu", [f(3, 8), f(8)])
     cases.add("quick_gelu", "QuickGelu", [f(3, 8)], alpha=1.5)
@@ -343,7 +345,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     shutil.rmtree(folder, ignore_errors=True)
     cases = Cases(folder)
-    for add in (attention, multi_head_attention, group_query_attention, rotary_embedding, fused, control):
+    attentions = (attention, multi_head_attention, group_query_attention)
+    for add in (*attentions, rotary_embedding, fused, control):
         add(cases)
     print(f"{len(list(folder.iterdir()))} cases in {folder}")
 

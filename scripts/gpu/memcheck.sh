@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the conformance tests and ONNX's node tests on a GPU under compute-sanitizer's memcheck, which
-# finds accesses outside of allocated memory and misaligned ones.
+# Runs the conformance tests and ONNX's node tests on a GPU under compute-sanitizer's memcheck,
+# which finds accesses outside of allocated memory and misaligned ones.
 #   scripts/gpu/memcheck.sh OUT_DIR TEST_BINARY NODE_TESTS [DEVICE] [SECONDS]
 # The arguments are those of node_tests.sh. ATOLL_ONNX_ONLY takes the node tests with that text in
 # their names, ATOLL_PRECISIONS some of the precisions. Fails when a case fails, or when memcheck
@@ -28,7 +28,8 @@ conformance() {
 precisions=${ATOLL_PRECISIONS:-f16 bf16 f32 tf32}
 for precision in $precisions; do conformance "$precision" & done
 ATOLL_RUN_WITH=$memcheck ATOLL_PARTS=${ATOLL_PARTS:-$(nproc)} \
-    "$here/node_tests.sh" "$out/nodes" "$binary" "$tests" "$device" "$seconds" >"$out/nodes.log" 2>&1
+    "$here/node_tests.sh" "$out/nodes" "$binary" "$tests" "$device" "$seconds" \
+    >"$out/nodes.log" 2>&1
 wait
 
 status=0
@@ -44,7 +45,8 @@ echo "$judged node tests, $bad with wrong outputs or errors"
 # A process that the limit of time stopped has no summary; what it found is printed before.
 logs=$(cat "$out"/conformance_*.log "$out"/nodes/part*/log)
 grep -o 'ERROR SUMMARY.*' <<<"$logs" | sort | uniq -c
-findings=$(grep -A3 -E '^========= (Invalid|Misaligned|Out-of-range|Unknown|Program hit)' <<<"$logs")
+kinds='Invalid|Misaligned|Out-of-range|Unknown|Program hit'
+findings=$(grep -A3 -E "^========= ($kinds)" <<<"$logs")
 if [[ -n $findings ]]; then
     head -80 <<<"$findings"
     status=1

@@ -174,7 +174,7 @@ def test_sessions_are_resumed_and_carry_no_early_data(secure: SecureServer) -> N
         with handshake(secure.http_port, made) as stream:
             stream.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert stream.recv(4096).startswith(b"HTTP/1.1 200")
-            # TLS 1.3 sends its tickets after the handshake, so they have been read by now.
+            # TLS 1.3 sends what resumes it after the handshake, so it has been read by now.
             session = stream.session
         with handshake(secure.http_port, made, session) as stream:
             assert stream.session_reused, version

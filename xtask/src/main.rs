@@ -1,6 +1,6 @@
 //! The project's own tools: `cargo xtask tidy` checks the rules of the workspace, `cargo xtask
-//! evidence` that measured figures belong to the sources, `cargo xtask book` builds the book, `cargo
-//! xtask sbom` writes the bill of materials, `cargo xtask fuzz` fuzzes for hours.
+//! evidence` that measured figures belong to the sources, `cargo xtask book` builds the book,
+//! `cargo xtask sbom` writes the bill of materials, `cargo xtask fuzz` fuzzes for hours.
 
 mod book;
 mod evidence;

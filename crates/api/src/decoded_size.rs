@@ -51,8 +51,8 @@ fn strings_in(bytes: usize) -> usize {
     (bytes / 4).saturating_mul(size_of::<Bytes>())
 }
 
-/// Whether a message has so much beside its raw tensors that decoding it takes long. It looks at few
-/// fields only.
+/// Whether a message has so much beside its raw tensors that decoding it takes long. It looks at
+/// few fields only.
 pub fn is_wide(message: &[u8]) -> bool {
     let mut rest = message.len();
     for (index, (field, payload)) in Fields(message).enumerate() {

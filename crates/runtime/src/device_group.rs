@@ -26,8 +26,8 @@ use self::router::{
     RoutedRequest, Router,
 };
 
-/// Weights take at least this part of a plan's constants: a half in half precision, and half of that
-/// where constants serve only shapes or are folded.
+/// Weights take at least this part of a plan's constants: a half in half precision, and half of
+/// that where constants serve only shapes or are folded.
 const LEAST_SHARE: u64 = 4;
 
 /// How a device group evaluates load.

@@ -82,7 +82,7 @@ pub(crate) fn grpc(path: &str) -> Need {
         "ModelInfer" | "ModelStreamInfer" => Need::of(INFER),
         "RepositoryIndex" => Need::of(OVERVIEW),
         "RepositoryModelLoad" => Need::of(ADMIN).change("load"),
-        // With the parameter atoll_delete it deletes a registered model; else its handler wants more.
+        // With the parameter atoll_delete it deletes a registered model; else it needs more.
         "RepositoryModelUnload" => Need::of(REGISTER).change("unload"),
         "ServerMetadata"
         | "ModelReady"

@@ -135,8 +135,8 @@ fn unknown_field(name: &str, known: &str) -> ApiError {
     ApiError::invalid(format!("unknown field '{name}'; known are {known}"))
 }
 
-/// One label per line. An empty line takes a byte of the text and many bytes of labels, so these are
-/// counted and reserved first.
+/// One label per line. An empty line takes a byte of the text and many bytes of labels, so these
+/// are counted and reserved first.
 fn read_labels(text: &str, memory: &mut Reservation) -> ApiResult<Vec<String>> {
     let count = text.lines().take(MAX_LABELS + 1).count();
     if count > MAX_LABELS {

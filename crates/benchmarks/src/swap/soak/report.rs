@@ -35,7 +35,7 @@ pub(super) struct OperationStats {
 /// The expected result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ExpectedResult {
-    /// It succeeds, or the model is not loaded at the moment, or another client's unload cancels it.
+    /// It succeeds, or the model is not loaded at the moment, or an unload cancels it.
     Done,
     /// It is refused with exactly this error.
     Refused(ErrorKind),
