@@ -1,14 +1,24 @@
 """The worst bodies that are known, against a server with 2 GiB, beside real-time clients; and a
-short piece of the soak. scripts/attack.py and scripts/soak_security.py run longer."""
+short piece of the soak. scripts/attack.py and scripts/soak_security.py run longer.
+
+They load all cores for a minute and judge what clients see meanwhile, so they run only with
+ATOLL_ATTACK=1, on a machine of their own."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support import BINARY, SCRIPTS
+
+pytestmark = pytest.mark.skipif(
+    "ATOLL_ATTACK" not in os.environ, reason="ATOLL_ATTACK=1 attacks a server"
+)
 
 # Tests run on machines that other work shares, and attackers share its cores: twice is for
 # --seconds 600 on a machine of its own. What this catches is real time that waits for an attack.

@@ -2,8 +2,8 @@
 //!
 //! All tile shapes in half precision are compiled elsewhere, for two architectures (`kernels.rs`).
 //! Here, one kernel stands for those that differ in numbers only, and each architecture compiles
-//! one precision, so that the time is bounded. `ATOLL_ALL_KERNELS=1` compiles every tile shape in every
-//! precision for every architecture, which takes minutes.
+//! one precision, so that the time is bounded. `ATOLL_ALL_KERNELS=1` compiles every tile shape in
+//! every precision for every architecture, which takes minutes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
