@@ -81,19 +81,22 @@ impl Session {
 
 /// Algorithm 1: saturated nodes, then best-fit decreasing of the residual loads.
 pub fn pack(sessions: &[Session]) -> Result<Vec<Node>, PlanError> {
-    let (mut nodes, residual) = saturate(sessions)?;
+    let (mut nodes, residual) = saturate(sessions, usize::MAX)?;
     nodes.extend(pack_residual(sessions, &residual)?);
     Ok(nodes)
 }
 
-/// Saturated GPUs of one session each, and the residual rates.
-pub fn saturate(sessions: &[Session]) -> Result<(Vec<Node>, Vec<Residual>), PlanError> {
+/// Saturated GPUs of one session each, and the residual rates. Ends as soon as there are more than
+/// `max` GPUs, because a rate from outside may ask for any number of them.
+pub fn saturate(sessions: &[Session], max: usize) -> Result<(Vec<Node>, Vec<Residual>), PlanError> {
     let (mut nodes, mut residual) = (Vec::new(), Vec::new());
     for (index, session) in sessions.iter().enumerate() {
         let (batch, ms) = session.saturating().ok_or_else(|| infeasible(session))?;
         let throughput = f64::from(batch) / ms * 1000.0;
         let whole = (session.rate / throughput * (1.0 + SLACK)).floor();
-        for _ in 0..whole as usize {
+        // One more than may be used says that they do not suffice.
+        let room = max.saturating_add(1).saturating_sub(nodes.len());
+        for _ in 0..(whole as usize).min(room) {
             let part = Part { session: index, batch, rate: throughput };
             nodes.push(Node { cycle_ms: ms, parts: vec![part], occupancy: 1.0 });
         }
@@ -213,7 +216,7 @@ pub fn repack(sessions: &[Session], nodes: &[Node]) -> Result<Vec<Node>, PlanErr
     let open: Vec<usize> =
         (0..remaining.len()).filter(|&i| remaining[i].rate > sessions[i].rate * SLACK).collect();
     let missing: Vec<Session> = open.iter().map(|&index| remaining[index].clone()).collect();
-    let (mut whole, residual) = saturate(&missing)?;
+    let (mut whole, residual) = saturate(&missing, usize::MAX)?;
     whole.iter_mut().flat_map(|node| &mut node.parts).for_each(|p| p.session = open[p.session]);
     for (index, rate) in residual {
         let node = single(sessions, open[index], rate)?;
@@ -266,13 +269,17 @@ fn consolidate(sessions: &[Session], nodes: &mut Vec<Node>) {
 }
 
 /// The paper's batch-oblivious baseline: shares of a GPU by rate over highest throughput, packed
-/// first fit. It ignores duty cycles and SLOs, so its nodes may violate them.
-pub fn pack_obliviously(sessions: &[Session]) -> Result<Vec<Vec<(usize, f64)>>, PlanError> {
+/// first fit. It ignores duty cycles and SLOs, so its nodes may violate them. Ends as soon as there
+/// are more than `max` GPUs.
+pub fn pack_obliviously(
+    sessions: &[Session],
+    max: usize,
+) -> Result<Vec<Vec<(usize, f64)>>, PlanError> {
     let mut nodes: Vec<(f64, Vec<(usize, f64)>)> = Vec::new();
     for (index, session) in sessions.iter().enumerate() {
         let throughput = session.throughput().ok_or_else(|| infeasible(session))?;
         let mut share = session.rate / throughput;
-        while share > 0.0 {
+        while share > 0.0 && nodes.len() <= max {
             let part = share.min(1.0);
             share -= part;
             match nodes.iter_mut().find(|(used, _)| used + part <= 1.0 + SLACK) {

@@ -7,6 +7,15 @@ use crate::record::LoadReport;
 /// Standard deviations by which recent arrivals must exceed the slow average to count at once.
 const SURPRISE: f64 = 3.0;
 
+/// No frontend takes more requests per second. Reports come from the store, where anybody who has
+/// its password can write.
+const RATE_MAX: f64 = 1e9;
+
+/// A rate as reported, or the nearest that is possible.
+fn plausible(rate: f64) -> f64 {
+    if rate.is_nan() { 0.0 } else { rate.clamp(0.0, RATE_MAX) }
+}
+
 /// Requests per second by model, over all frontends. A rise counts at once where it is too large
 /// for chance; a fall counts only as the slow average follows. The rise of all models together is
 /// significant sooner than that of one, so each model's rise counts at once up to that factor.
@@ -14,8 +23,8 @@ pub fn rates<'a>(reports: impl Iterator<Item = &'a LoadReport>) -> BTreeMap<Stri
     let mut sums: BTreeMap<String, (f64, f64, f64)> = BTreeMap::new();
     for (model, load) in reports.flat_map(|report| &report.models) {
         let (fast, slow, window) = sums.entry(model.clone()).or_default();
-        *fast += load.fast;
-        *slow += load.slow;
+        *fast += plausible(load.fast);
+        *slow += plausible(load.slow);
         *window = window.max(load.window);
     }
     // The standard deviation of a Poisson process is the root of its count.
@@ -61,6 +70,15 @@ mod tests {
         let mut one = LoadReport { models: models(15.0), ..Default::default() };
         one.models.insert("m7".to_string(), load(9.0));
         assert_eq!(rates([one].iter())["m7"], 10.0);
+    }
+
+    #[test]
+    fn rates_stay_finite() {
+        for wrong in [1e308, f64::INFINITY, -1e308, f64::NAN] {
+            let reports = [report(wrong, wrong), report(wrong, 1.0), report(2.0, 1.0)];
+            let rate = rates(reports.iter())["m"];
+            assert!((0.0..=3.0 * RATE_MAX).contains(&rate), "{wrong}: {rate}");
+        }
     }
 
     #[test]

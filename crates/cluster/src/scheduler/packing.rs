@@ -60,8 +60,8 @@ const CERTIFIED_MAX: usize = 200;
 const ROUNDS_MAX: u32 = 400;
 
 /// Nodes for all sessions, with prefix groups as one session each; `None` when one cannot be packed
-/// at all. The greedy packer stops once there are more nodes than `machines`, so callers check the
-/// number. With `pooled`, machines of one session form a backend pool.
+/// at all. The packers stop once there are more nodes than `machines`, so callers check the number.
+/// With `pooled`, machines of one session form a backend pool.
 pub(crate) fn pack(
     sessions: &[Session],
     prefix_groups: &[Option<PrefixGroup>],
@@ -84,8 +84,8 @@ fn pack_pooled(
     machines: usize,
     single: impl Fn(usize) -> bool,
 ) -> Option<Vec<Node>> {
-    let (mut nodes, rest) =
-        pooling::fill_pools(sessions, |session| packer != Packer::Oblivious && single(session));
+    let single = |session| packer != Packer::Oblivious && single(session);
+    let (mut nodes, rest) = pooling::fill_pools(sessions, machines, single);
     if nodes.len() > machines {
         return Some(nodes);
     }
@@ -100,10 +100,10 @@ fn pack_pooled(
 
 fn pack_each(sessions: &[Session], packer: Packer, machines: usize) -> Option<Vec<Node>> {
     if packer == Packer::Oblivious {
-        return oblivious(sessions);
+        return oblivious(sessions, machines);
     }
     // Whole machines first: where these are too many already, the remainder need not be packed.
-    let (whole, _) = squishy::saturate(sessions).ok()?;
+    let (whole, _) = squishy::saturate(sessions, machines).ok()?;
     if whole.len() > machines {
         return Some(whole);
     }
@@ -198,8 +198,8 @@ fn certified_nodes(sessions: &[Session]) -> Option<Vec<Node>> {
 }
 
 /// Shares of machines by rate over best throughput, regardless of SLOs.
-fn oblivious(sessions: &[Session]) -> Option<Vec<Node>> {
-    let packed = squishy::pack_obliviously(sessions).ok()?;
+fn oblivious(sessions: &[Session], machines: usize) -> Option<Vec<Node>> {
+    let packed = squishy::pack_obliviously(sessions, machines).ok()?;
     let node = |shares: Vec<(usize, f64)>| {
         let part = |&(session, share): &(usize, f64)| {
             let (batch, ms) = sessions[session].saturating()?;

@@ -52,9 +52,11 @@ impl SessionPool {
 }
 
 /// Nodes for the sessions that fill pools, and the remainder of every session. Only sessions that
-/// are `single` models form pools.
+/// are `single` models form pools. At most one node more than `max` is made: that there are
+/// too many is all that a caller with `max` machines needs to know.
 pub(crate) fn fill_pools(
     sessions: &[Session],
+    max: usize,
     single: impl Fn(usize) -> bool,
 ) -> (Vec<Node>, Vec<Session>) {
     let (mut nodes, mut rest) = (Vec::new(), sessions.to_vec());
@@ -63,7 +65,8 @@ pub(crate) fn fill_pools(
         let part = Part { session: index, batch: pool.batch, rate: pool.throughput() };
         let node = Node { cycle_ms: pool.ms, parts: vec![part], occupancy: 1.0 };
         session.rate = (session.rate - pool.machines as f64 * pool.throughput()).max(0.0);
-        nodes.extend(std::iter::repeat_n(node, pool.machines));
+        let room = max.saturating_add(1).saturating_sub(nodes.len());
+        nodes.extend(std::iter::repeat_n(node, pool.machines.min(room)));
     }
     (nodes, rest)
 }
@@ -193,7 +196,7 @@ mod tests {
         let mut pooled = 0;
         for _ in 0..2000 {
             let session = session(&mut random);
-            let (nodes, rest) = fill_pools(std::slice::from_ref(&session), |_| true);
+            let (nodes, rest) = fill_pools(std::slice::from_ref(&session), usize::MAX, |_| true);
             let served: f64 = nodes.iter().flat_map(|node| &node.parts).map(|p| p.rate).sum();
             assert!((served + rest[0].rate - session.rate).abs() < 1e-6 * session.rate);
             let Some(node) = nodes.first() else { continue };
@@ -209,7 +212,7 @@ mod tests {
         }
         assert!(pooled > 200, "{pooled}");
         let alone = session(&mut random);
-        assert!(fill_pools(&[alone], |_| false).0.is_empty());
+        assert!(fill_pools(&[alone], usize::MAX, |_| false).0.is_empty());
     }
 
     #[test]

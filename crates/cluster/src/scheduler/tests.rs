@@ -299,3 +299,21 @@ fn reuses_a_backend_that_is_no_longer_draining() {
     let decision = settle(&mut core, seconds(6), &mut snapshot);
     assert!(decision.routes.values().all(|route| !route.targets.is_empty()));
 }
+
+/// A report that claims any rate costs the memory and the time of a plan for the machines there
+/// are.
+#[test]
+fn plans_for_impossible_rates() {
+    for packer in [packing::Packer::Squishy, packing::Packer::Certified, packing::Packer::Oblivious]
+    {
+        for rate in [4e9, 1e19, 1e308] {
+            let mut snapshot = cluster(3, &[("a", rate), ("b", 10.0)]);
+            let mut settings = SchedulerSettings::default();
+            settings.placement.packer = packer;
+            let mut core = Core::resume(settings, Nanos::ZERO, &snapshot);
+            let decision = settle(&mut core, seconds(1), &mut snapshot);
+            assert_eq!(decision.assignments.len(), 3, "{packer:?} {rate}");
+            assert!(decision.routes.contains_key("a"), "{packer:?} {rate}");
+        }
+    }
+}
