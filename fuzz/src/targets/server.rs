@@ -4,6 +4,7 @@
 
 mod client;
 mod echo;
+mod http2;
 
 use std::io::Write;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -16,8 +17,9 @@ use server::auth::{NewToken, TokenFile};
 use server::{AccessOptions, JwtOptions, RunningServer, Server, ServerOptions};
 
 use crate::generate;
-use client::{GrpcClient, HttpClient};
+use client::HttpClient;
 use echo::Echo;
+use http2::GrpcClient;
 
 /// Words of forms.
 pub(super) const FORM_WORDS: &[&str] = &[
