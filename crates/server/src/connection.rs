@@ -8,11 +8,13 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 mod io;
+mod read_ahead;
 mod request_body;
 mod response_body;
 mod table;
 
 pub(crate) use io::GuardedIo;
+pub(crate) use read_ahead::ReadAhead;
 pub(crate) use request_body::{BodyError, BodyRules, DrainDeadline, RequestBody};
 pub(crate) use response_body::TrackedBody;
 pub(crate) use table::{CloseReason, Connection, ConnectionTable};

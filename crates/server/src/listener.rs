@@ -25,7 +25,8 @@ use tokio::time::Instant;
 use crate::auth::Caller;
 use crate::auth::routes::{Need, REQUEST_ID};
 use crate::connection::{
-    BodyRules, CloseReason, Connection, ConnectionTable, GuardedIo, RequestBody, TrackedBody,
+    BodyRules, CloseReason, Connection, ConnectionTable, GuardedIo, ReadAhead, RequestBody,
+    TrackedBody,
 };
 use crate::rest::response::ResponseBody;
 use crate::server::AppState;
@@ -200,7 +201,8 @@ async fn serve_stream<R: Respond>(
         return serve_connection(stream, None, connection, shared, stop).await;
     };
     let limit = shared.table.limits.head_timeout;
-    let handshake = tokio::time::timeout(limit, tls.acceptor(*usage).accept(stream));
+    let handshake =
+        tokio::time::timeout(limit, tls.acceptor(*usage).accept(ReadAhead::new(stream)));
     let result = tokio::select! {
         result = handshake => result,
         () = connection.close.notified() => return,

@@ -115,6 +115,13 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// The bytes of a SHA-256 in hexadecimal.
+fn unhex(text: &str) -> Option<[u8; 32]> {
+    let digits: Vec<u32> = text.chars().map(|digit| digit.to_digit(16)).collect::<Option<_>>()?;
+    let bytes = digits.chunks_exact(2).map(|pair| (pair[0] << 4 | pair[1]) as u8);
+    (digits.len() == 64).then(|| bytes.collect::<Vec<u8>>().try_into().ok())?
+}
+
 impl TokenFile {
     /// The file at `path`, which need not exist.
     pub fn new(path: impl Into<PathBuf>) -> TokenFile {
@@ -240,7 +247,7 @@ fn equal(a: &[u8], b: &[u8]) -> bool {
 }
 
 struct Entry {
-    sha256: String,
+    sha256: [u8; 32],
     revoked: bool,
     expires: Option<u64>,
     grant: Arc<Grant>,
@@ -258,9 +265,11 @@ impl TokenTable {
         let entry = |token: TokenRecord| {
             let known = before.and_then(|before| before.0.get(&token.id));
             let grant = token.grant.grant();
-            let grant = grant.map_err(|why| format!("{}: {}: {why}", path.display(), token.id))?;
+            let wrong = |why: &str| format!("{}: {}: {why}", path.display(), token.id);
+            let grant = grant.map_err(|why| wrong(&why))?;
+            let sha256 = unhex(&token.sha256).ok_or_else(|| wrong("sha256 has 64 digits"))?;
             let entry = Entry {
-                sha256: token.sha256,
+                sha256,
                 revoked: token.revoked.is_some(),
                 expires: token.expires,
                 grant: Arc::new(grant),
@@ -277,9 +286,8 @@ impl TokenTable {
         let wrong = || Refusal::new(Reason::WrongToken, "the token is not valid");
         let token = token.strip_prefix(PREFIX).ok_or_else(wrong)?;
         let (id, secret) = token.split_once('_').ok_or_else(wrong)?;
-        let digest = hex(&Sha256::digest(secret));
         let entry = self.0.get(id).ok_or_else(wrong)?;
-        if !equal(digest.as_bytes(), entry.sha256.as_bytes()) || entry.revoked {
+        if !equal(&Sha256::digest(secret), &entry.sha256) || entry.revoked {
             return Err(wrong());
         }
         if entry.expires.is_some_and(|expires| expires <= now) {
@@ -349,6 +357,12 @@ mod tests {
         assert!(file.create(NewToken::default()).is_err());
         let bad = GrantRecord { classes: vec!["fast".to_string()], ..infer().grant };
         assert!(file.create(NewToken { grant: bad, ..infer() }).is_err());
+        let text = std::fs::read_to_string(&path).unwrap();
+        let digest = text.split("sha256\": \"").nth(1).unwrap()[..64].to_string();
+        for wrong in ["", &digest[1..], &digest.replacen(|_| true, "x", 1)] {
+            std::fs::write(&path, text.replace(&digest, wrong)).unwrap();
+            assert!(TokenTable::read(&path, None).is_err(), "{wrong}");
+        }
         for broken in ["", "{}", r#"{"format":2,"tokens":[]}"#] {
             std::fs::write(&path, broken).unwrap();
             assert!(TokenTable::read(&path, None).is_err(), "{broken}");

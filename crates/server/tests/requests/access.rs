@@ -1,5 +1,4 @@
 //! Who may do what, over real sockets: every refusal with its code, its audit line and its count.
-#![allow(missing_docs, dead_code)]
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -13,11 +12,8 @@ use server::auth::{GrantRecord, NewToken, Scope, TokenFile};
 use server::{AccessOptions, RunningServer, Server, ServerError, ServerOptions};
 use tonic::{Code, Request};
 
-mod http;
-mod support;
-
-use http::{Client, Reply};
-use support::Echo;
+use crate::http::{Client, Reply};
+use crate::support::Echo;
 
 const IDENTITY: &str = "/v2/models/identity/infer";
 const FLOATS: &str =

@@ -1,5 +1,4 @@
 //! Connections of clients that hold them, send nothing, or take nothing.
-#![allow(missing_docs, dead_code)]
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -10,11 +9,8 @@ use server::{ConnectionLimits, RunningServer, Server, ServerOptions};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-mod http;
-mod support;
-
-use http::Client;
-use support::Echo;
+use crate::http::Client;
+use crate::support::Echo;
 
 const FLOATS: &str =
     r#"{"inputs":[{"name":"INPUT0","shape":[2],"datatype":"FP32","data":[1,2.5]}]}"#;

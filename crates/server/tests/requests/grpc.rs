@@ -1,5 +1,4 @@
 //! gRPC with a real client: the protocol's calls, streams, errors, health.
-#![allow(missing_docs, dead_code)]
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,15 +12,13 @@ use server::{RunningServer, Server, ServerOptions};
 use tonic::Code;
 use tonic::transport::Channel;
 
-mod support;
+use crate::support::Echo;
 
 async fn start() -> (RunningServer, GrpcInferenceServiceClient<Channel>) {
     start_with(Arc::default()).await
 }
 
-async fn start_with(
-    echo: Arc<support::Echo>,
-) -> (RunningServer, GrpcInferenceServiceClient<Channel>) {
+async fn start_with(echo: Arc<Echo>) -> (RunningServer, GrpcInferenceServiceClient<Channel>) {
     let options = ServerOptions {
         http: None,
         grpc: Some(SocketAddr::from(([127, 0, 0, 1], 0))),
@@ -52,7 +49,7 @@ fn request(model: &str, id: &str) -> ModelInferRequest {
 
 #[tokio::test]
 async fn tensors_of_several_frames_are_read_into_the_host_pool() {
-    let echo = Arc::new(support::Echo::with_host_pool());
+    let echo = Arc::new(Echo::with_host_pool());
     let (_server, mut client) = start_with(echo.clone()).await;
     let host_pool = echo.host_pool.clone().unwrap();
     // Longer than the maximum frame.
@@ -170,7 +167,7 @@ async fn streams_reply_in_order_and_survive_errors() {
 async fn drain_changes_health_and_refuses_requests() {
     use tonic_health::pb::health_client::HealthClient;
     use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus};
-    let echo = Arc::new(support::Echo::default());
+    let echo = Arc::new(Echo::default());
     let (server, mut client) = start_with(echo.clone()).await;
     let url = format!("http://{}", server.grpc_addr.unwrap());
     let channel = Channel::from_shared(url).unwrap().connect().await.unwrap();

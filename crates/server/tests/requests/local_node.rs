@@ -1,5 +1,4 @@
 //! The service of one node on a fake device: validation, deadlines, cancelling, loading.
-#![allow(missing_docs)]
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,9 +14,7 @@ use runtime::batching::StaggeredBatch;
 use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeOptions};
 use server::LocalNode;
 
-mod fake;
-
-use fake::{FakeDevice, FakeLoader};
+use crate::fake::{FakeDevice, FakeLoader};
 
 struct Fixture {
     node: LocalNode,

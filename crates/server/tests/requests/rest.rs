@@ -1,5 +1,4 @@
 //! REST over a real socket: routes, codes, binary tensors, compression, limits, drain.
-#![allow(missing_docs, dead_code)]
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
@@ -9,11 +8,8 @@ use std::time::Duration;
 
 use server::{RunningServer, Server, ServerOptions};
 
-mod http;
-mod support;
-
-use http::Client;
-use support::Echo;
+use crate::http::Client;
+use crate::support::Echo;
 
 const IDENTITY: &str = "/v2/models/identity/infer";
 const FLOATS: &str =

@@ -1,5 +1,4 @@
 //! TLS over real sockets: certificates of both sides, their refusal, and their rotation.
-#![allow(missing_docs, dead_code)]
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -17,7 +16,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-mod support;
+use crate::support::Echo;
 
 struct Authority {
     certificate: CertificateDer<'static>,
@@ -90,7 +89,7 @@ impl Files {
             tls: Some(TlsOptions { identity, client_ca }),
             ..ServerOptions::default()
         };
-        Server::start(options, Arc::new(support::Echo::default())).await.unwrap()
+        Server::start(options, Arc::new(Echo::default())).await.unwrap()
     }
 }
 
@@ -245,7 +244,7 @@ async fn a_self_signed_certificate_is_made_at_start() {
         tls: Some(TlsOptions { identity, client_ca: None }),
         ..ServerOptions::default()
     };
-    let server = Server::start(options, Arc::new(support::Echo::default())).await.unwrap();
+    let server = Server::start(options, Arc::new(Echo::default())).await.unwrap();
     let config = client_config(&authority(), None, &[]);
     let error = connect(server.http_addr.unwrap(), config).await.unwrap_err();
     assert!(error.to_string().contains("certificate"), "{error}");
