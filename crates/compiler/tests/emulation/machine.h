@@ -20,7 +20,7 @@ unsigned turns[1024];
 enum State { kReady, kAtBlock, kAtWarp, kGone };
 struct Fiber {
     ucontext_t context;
-    std::vector<char> stack = std::vector<char>(128 << 10);
+    std::vector<char> stack = std::vector<char>(48 << 10);
     State state = kGone;
 };
 std::vector<Fiber> fibers(1024);

@@ -393,7 +393,7 @@ fn compile(source: &Path, program: &Path) -> bool {
     let run = Command::new("g++")
         .args([
             "-std=c++17",
-            "-O1",
+            "-O0",
             "-fwrapv",
             "-fsanitize=address",
             "-w",
