@@ -755,6 +755,16 @@ pub enum RnnDirection {
 }
 
 impl Op {
+    /// Whether it gives the same elements in the same order other sizes.
+    pub fn is_reshape(&self) -> bool {
+        matches!(self, Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze)
+    }
+
+    /// Whether it changes only where elements are: a reshape, a transposition or nothing.
+    pub fn only_moves(&self) -> bool {
+        self.is_reshape() || matches!(self, Op::Identity | Op::Transpose { .. })
+    }
+
     /// The operator's common name, for messages, tables and traces.
     pub fn name(&self) -> String {
         let variant_name = |value: &dyn std::fmt::Debug| {

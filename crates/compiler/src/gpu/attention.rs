@@ -410,22 +410,9 @@ impl Lowering<'_> {
         let mut chain = Vec::new();
         let mut id = id;
         while self.reads[id.index()] == 1 && chain.len() < 8 {
-            let reader = self.graph.nodes.iter().find(|node| node.inputs.contains(&Some(id)));
-            let Some(node) = reader.filter(|node| node.inputs.first() == Some(&Some(id))) else {
-                break;
-            };
-            let moves = matches!(
-                node.op,
-                Op::Reshape { .. }
-                    | Op::Flatten { .. }
-                    | Op::Squeeze
-                    | Op::Unsqueeze
-                    | Op::Identity
-                    | Op::Transpose { .. }
-            );
-            let Some(next) = node.outputs.first().copied().flatten().filter(|_| moves) else {
-                break;
-            };
+            let reader = self.reader(id).filter(|node| node.inputs.first() == Some(&Some(id)));
+            let Some(node) = reader.filter(|node| node.op.only_moves()) else { break };
+            let Some(next) = node.outputs.first().copied().flatten() else { break };
             let Ok(shape) = self.shape(next) else { break };
             chain.push((&node.op, shape, next));
             id = next;

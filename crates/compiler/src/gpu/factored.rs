@@ -209,28 +209,8 @@ fn cut(own: &mut [Vec<Factor>], size: usize, pieces: &mut [Vec<Factor>]) -> Opti
 
 #[cfg(test)]
 mod tests {
-    use super::super::view::{BufferId, Element, packed_strides};
+    use super::super::view::tests::{offsets, packed};
     use super::*;
-
-    fn packed(shape: &[usize]) -> View {
-        View {
-            buffer: BufferId(0),
-            offset: 0,
-            shape: shape.to_vec(),
-            strides: packed_strides(shape),
-            element: Element::F16,
-            slack: 0,
-        }
-    }
-
-    /// The offsets of a view's elements, in row-major order of its dimensions.
-    fn offsets(view: &View) -> Vec<usize> {
-        let mut all = vec![view.offset];
-        for (&size, &stride) in view.shape.iter().zip(&view.strides) {
-            all = all.iter().flat_map(|at| (0..size).map(move |i| at + i * stride)).collect();
-        }
-        all
-    }
 
     #[test]
     fn reshapes_join_and_cut_dimensions_of_any_strides() {

@@ -61,6 +61,8 @@ pub struct Lowering<'a> {
     pub weights: Vec<Weight>,
     /// How often each value is read.
     pub reads: Vec<usize>,
+    /// The last node that reads each value.
+    readers: Vec<Option<usize>>,
     views: Vec<Option<View>>,
     deferred: HashMap<ValueId, DeferredValue>,
     /// Values whose dimensions are joined from dimensions apart in memory, not copied yet.
@@ -125,6 +127,7 @@ impl<'a> Lowering<'a> {
             steps: Vec::new(),
             weights: Vec::new(),
             reads: graph.reads(),
+            readers: readers(graph),
             views: vec![None; graph.values.len()],
             deferred: HashMap::new(),
             joined: HashMap::new(),
@@ -268,6 +271,11 @@ impl<'a> Lowering<'a> {
     /// copies.
     pub fn define(&mut self, id: ValueId, view: View) {
         self.views[id.index()] = Some(view);
+    }
+
+    /// The last node that reads the value `id`, which is the only one where there is one read.
+    pub fn reader(&self, id: ValueId) -> Option<&'a GraphNode> {
+        Some(&self.graph.nodes[self.readers[id.index()]?])
     }
 
     /// Whether the value `id` is in memory.
@@ -523,4 +531,13 @@ impl<'a> Lowering<'a> {
         let bytes = count.checked_mul(size).ok_or("too large")? as u64;
         Ok(IoTensor { name: value.name.clone(), dtype: value.dtype, shape, bytes })
     }
+}
+
+/// The last node that reads each value.
+fn readers(graph: &Graph) -> Vec<Option<usize>> {
+    let mut readers = vec![None; graph.values.len()];
+    for (index, node) in graph.nodes.iter().enumerate() {
+        node.inputs.iter().flatten().for_each(|id| readers[id.index()] = Some(index));
+    }
+    readers
 }

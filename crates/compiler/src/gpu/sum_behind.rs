@@ -1,6 +1,5 @@
 //! A sum behind a product, with only changes of view between, as part of the product.
 
-use graph::ir::GraphNode;
 use model::ValueId;
 use model::op::{Activation, Binary, Op};
 
@@ -59,8 +58,7 @@ impl Lowering<'_> {
         if self.reads[last.index()] != 1 {
             return None;
         }
-        let reads = |node: &&GraphNode| node.inputs.contains(&Some(last));
-        let node = self.graph.nodes.iter().find(reads)?;
+        let node = self.reader(last)?;
         let (Op::Binary(Binary::Add), [Some(a), Some(b)]) = (&node.op, &node.inputs[..]) else {
             return None;
         };

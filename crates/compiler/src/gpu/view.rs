@@ -295,22 +295,16 @@ fn reshaped_strides(runs: &[(usize, usize)], shape: &[usize]) -> Option<Vec<usiz
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn packed(shape: &[usize]) -> View {
-        View {
-            buffer: BufferId(0),
-            offset: 0,
-            shape: shape.to_vec(),
-            strides: packed_strides(shape),
-            element: Element::F16,
-            slack: 0,
-        }
+    /// A packed view at the start of the first buffer.
+    pub fn packed(shape: &[usize]) -> View {
+        packed_in(shape, &(0..shape.len()).collect::<Vec<_>>(), Element::F16)
     }
 
     /// The offsets of a view's elements, in row-major order of its dimensions.
-    fn offsets(view: &View) -> Vec<usize> {
+    pub fn offsets(view: &View) -> Vec<usize> {
         let mut all = vec![view.offset];
         for (&size, &stride) in view.shape.iter().zip(&view.strides) {
             all = all.iter().flat_map(|at| (0..size).map(move |i| at + i * stride)).collect();

@@ -18,7 +18,8 @@ const MAX_COMPILERS: usize = 16;
 
 /// A kernel on the device.
 pub(crate) struct LoadedKernel {
-    module: Module,
+    /// Keeps the function loaded.
+    _module: Module,
     function: Function,
 }
 
@@ -26,11 +27,6 @@ impl LoadedKernel {
     /// The entry point of its class.
     pub(crate) fn function(&self) -> &Function {
         &self.function
-    }
-
-    /// Lets it be launched in clusters of `blocks`.
-    pub(crate) fn allow_cluster(&self, blocks: u32) -> Result<(), CudaError> {
-        self.module.allow_cluster(&self.function, blocks)
     }
 }
 
@@ -159,6 +155,6 @@ impl KernelCache {
     ) -> Result<LoadedKernel, CudaError> {
         let module = Module::load(&self.context, cubin)?;
         let function = module.function(class.entry(), kernel.threads, kernel.shared_bytes)?;
-        Ok(LoadedKernel { module, function })
+        Ok(LoadedKernel { _module: module, function })
     }
 }

@@ -8,9 +8,6 @@ use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
 use super::{Context, CountedResource, ResourceKind};
 use crate::error::CudaError;
 
-/// The largest cluster that every GPU with clusters supports; a kernel must opt in to larger ones.
-const PORTABLE_CLUSTER: u32 = 8;
-
 /// A loaded cubin.
 pub(crate) struct Module {
     raw: CUmodule,
@@ -100,18 +97,6 @@ impl Module {
             local_bytes,
             blocks: u32::try_from(blocks).unwrap_or(0),
         })
-    }
-
-    /// Lets `function` be launched in clusters of `blocks`.
-    pub(crate) fn allow_cluster(&self, function: &Function, blocks: u32) -> Result<(), CudaError> {
-        if blocks <= PORTABLE_CLUSTER {
-            return Ok(());
-        }
-        self.context.enter()?;
-        let dare = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
-        // SAFETY: the function is of this module, which is alive.
-        let code = unsafe { sys::cuFuncSetAttribute(function.raw, dare, 1) };
-        self.context.check("cuFuncSetAttribute", code)
     }
 }
 

@@ -315,12 +315,11 @@ impl<'a> Profiler<'a> {
         })
     }
 
-    pub(super) fn bound(&self, step: &GpuStep, choice: usize) -> Result<BoundKernel, DeviceError> {
+    pub(super) fn bound(&self, step: &GpuStep, choice: usize) -> BoundKernel {
         let launch = &step.choices[choice];
         let requests =
             (self.specialization.gpu.kernels[launch.kernel].clone(), KernelClass::RealTime);
         real_time(&self.specialization.gpu, launch, self.kernels[&requests].clone())
-            .map_err(|err| self.services.device.error(err))
     }
 
     fn choice(
@@ -331,7 +330,7 @@ impl<'a> Profiler<'a> {
         give_up_us: f64,
     ) -> Result<ChoiceProfile, DeviceError> {
         let launch = &step.choices[choice];
-        let bound = self.bound(step, choice)?;
+        let bound = self.bound(step, choice);
         let time = match self.time_copies(index, step, choice, &bound, give_up_us) {
             Ok(time) => Some(time),
             Err(err @ CudaError::Faulted(_)) => return Err(self.services.device.error(err)),

@@ -232,6 +232,10 @@ impl SpareOwner for Specialization {
     }
 }
 
+/// Blocks of a cluster, at most. Larger ones are not portable, and fault a device whose
+/// multiprocessors are partitioned.
+const MAX_CLUSTER: u32 = 8;
+
 /// Refuses inconsistent plans.
 fn check(gpu: &GpuPlan) -> Result<(), String> {
     for step in &gpu.steps {
@@ -251,6 +255,9 @@ fn check(gpu: &GpuPlan) -> Result<(), String> {
                 return Err(format!("step '{}': {have} bytes of {want} arguments", step.name));
             }
             let cluster = launch.cluster.max(1);
+            if cluster > MAX_CLUSTER {
+                return Err(format!("step '{}': clusters of {cluster} blocks", step.name));
+            }
             for blocks in [launch.tiles, launch.rt_blocks] {
                 if blocks == 0 || blocks % cluster != 0 {
                     return Err(format!("step '{}': {blocks} tiles", step.name));
@@ -280,30 +287,29 @@ fn bind(
         }
     }
     let kernels = services.compile.kernels.get(&all, progress)?;
-    gpu.steps
+    Ok(gpu
+        .steps
         .iter()
         .map(|step| {
             let rt = &step.choices[step.rt];
             let rt_kernel = kernels[&request(rt, KernelClass::RealTime)].clone();
-            let real_time =
-                real_time(gpu, rt, rt_kernel).map_err(|err| services.device.error(err))?;
+            let real_time = real_time(gpu, rt, rt_kernel);
             let best_effort = match choices {
                 LaunchSet::Selected => {
                     let kernel = kernels[&best_effort_request(gpu, step)].clone();
                     best_effort(services, gpu, step, kernel)
-                        .map_err(|err| services.device.error(err))?
                 }
                 LaunchSet::All => real_time.clone(),
             };
-            Ok(StepKernels {
+            StepKernels {
                 real_time,
                 best_effort,
                 resumes: variant_of(step) == BestEffortVariant::Loop,
                 runs_to_end: runs_to_end(step),
                 apart: false,
-            })
+            }
         })
-        .collect()
+        .collect())
 }
 
 /// The kernel of `step` in the form that best effort launches.
@@ -323,12 +329,7 @@ fn runs_to_end(step: &GpuStep) -> bool {
 }
 
 /// `launch` as real time.
-pub(crate) fn real_time(
-    gpu: &GpuPlan,
-    launch: &Launch,
-    kernel: Arc<LoadedKernel>,
-) -> Result<BoundKernel, CudaError> {
-    kernel.allow_cluster(launch.cluster)?;
+pub(crate) fn real_time(gpu: &GpuPlan, launch: &Launch, kernel: Arc<LoadedKernel>) -> BoundKernel {
     let facts = &gpu.kernels[launch.kernel];
     let shape = LaunchShape {
         grid: launch.rt_blocks,
@@ -337,7 +338,7 @@ pub(crate) fn real_time(
         cluster: launch.cluster,
         dependent: false,
     };
-    Ok(BoundKernel { kernel, shape })
+    BoundKernel { kernel, shape }
 }
 
 fn best_effort(
@@ -345,7 +346,7 @@ fn best_effort(
     gpu: &GpuPlan,
     step: &GpuStep,
     kernel: Arc<LoadedKernel>,
-) -> Result<BoundKernel, CudaError> {
+) -> BoundKernel {
     let launch = &step.choices[best_effort_choice(step)];
     let facts = &gpu.kernels[launch.kernel];
     let grid = match variant_of(step) {
@@ -356,10 +357,9 @@ fn best_effort(
         }
         BestEffortVariant::Grid | BestEffortVariant::CheckedGrid => launch.tiles,
     };
-    kernel.allow_cluster(launch.cluster)?;
     let (threads, shared) = (facts.threads, facts.shared_bytes);
     let shape = LaunchShape { grid, threads, shared, cluster: launch.cluster, dependent: false };
-    Ok(BoundKernel { kernel, shape })
+    BoundKernel { kernel, shape }
 }
 
 /// All steps in chains of up to `length`. A step that always runs to its end is a chain of its own.
@@ -410,6 +410,9 @@ mod tests {
         assert!(refuse(Launch { kernel: 1, ..launch(4, 0) }).contains("unknown kernel"));
         assert!(refuse(Launch { args: vec![0; 8], ..launch(4, 0) }).contains("8 bytes"));
         assert!(refuse(Launch { cluster: 2, ..launch(4, 0) }).contains("cluster"));
+        let mut large = plan(launch(4, 0));
+        large.steps[0].choices.push(Launch { cluster: 16, ..launch(16, 0) });
+        assert!(check(&large).expect_err("a broken plan").contains("clusters of 16"));
         assert!(refuse(launch(0, 0)).contains("0 tiles"));
         let mut no_choice = plan(launch(4, 0));
         no_choice.steps[0].be = 3;

@@ -448,15 +448,9 @@ fn reduced(
         }
         let Some((op, inputs)) = editor.op(behind) else { break };
         let moves = match op {
-            Op::Reshape { .. }
-            | Op::Flatten { .. }
-            | Op::Squeeze
-            | Op::Unsqueeze
-            | Op::Transpose { .. }
-            | Op::Expand
-            | Op::Identity => true,
+            Op::Expand => true,
             Op::Cast(cast) => is_float(cast.to),
-            _ => false,
+            op => op.only_moves(),
         };
         let Some(x) = first(inputs).filter(|_| moves) else { break };
         behind = x;

@@ -1,6 +1,6 @@
 //! A graph that is being rewritten, with its producers and readers kept up to date.
 
-use model::op::Op;
+use model::op::{Binary, Op};
 use model::{Tensor, ValueId};
 
 use crate::content;
@@ -165,6 +165,35 @@ impl<'a> Editor<'a> {
         }
         self.graph.nodes = nodes;
         self.changes
+    }
+}
+
+/// A value that a constant is multiplied with or added to.
+pub struct WithConstant {
+    /// Multiplied; added otherwise.
+    pub is_product: bool,
+    /// The other operand.
+    pub x: ValueId,
+    /// The constant operand.
+    pub constant: ValueId,
+}
+
+impl WithConstant {
+    /// What `node` computes, if it is a product or a sum of exactly one constant.
+    pub fn of(editor: &Editor, node: &GraphNode) -> Option<WithConstant> {
+        let (a, b) = pair(&node.inputs)?;
+        let is_product = match node.op {
+            Op::Binary(Binary::Mul) => true,
+            Op::Binary(Binary::Add) => false,
+            _ => return None,
+        };
+        let is_constant = |id: ValueId| editor.graph.constant(id).is_some();
+        let (x, constant) = match (is_constant(a), is_constant(b)) {
+            (false, true) => (a, b),
+            (true, false) => (b, a),
+            _ => return None,
+        };
+        Some(WithConstant { is_product, x, constant })
     }
 }
 

@@ -92,16 +92,7 @@ fn activate_before_views(editor: &mut Editor, index: usize, activation: Activati
     let mut source = x;
     loop {
         let (_, node) = editor.producer(source)?;
-        let moves = matches!(
-            node.op,
-            Op::Reshape { .. }
-                | Op::Flatten { .. }
-                | Op::Squeeze
-                | Op::Unsqueeze
-                | Op::Identity
-                | Op::Transpose { .. }
-        );
-        if !moves || !editor.is_private(source) {
+        if !node.op.only_moves() || !editor.is_private(source) {
             break;
         }
         source = first(&node.inputs)?;

@@ -151,9 +151,7 @@ fn value_of(
         return None;
     }
     // Reshaped constants share their memory.
-    let shared =
-        matches!(node.op, Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze);
-    budget.take(if shared { 0 } else { expected })?;
+    budget.take(if node.op.is_reshape() { 0 } else { expected })?;
     let computed = match layout(graph, node).or_else(|| small(graph, node)) {
         Some(tensor) => vec![tensor],
         None => {

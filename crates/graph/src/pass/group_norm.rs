@@ -2,9 +2,9 @@
 //! reshapes, and takes the factors and summands behind it as its scale and bias.
 
 use model::ValueId;
-use model::op::{Binary, Op};
+use model::op::Op;
 
-use super::editor::{Editor, first, pair};
+use super::editor::{Editor, WithConstant, first};
 use crate::content;
 use crate::ir::Graph;
 
@@ -65,19 +65,8 @@ fn repeated(editor: &Editor, id: ValueId, groups: usize, within: usize) -> Optio
 /// A factor or a summand per channel after a normalisation becomes its scale or bias.
 fn absorb(editor: &mut Editor, index: usize) -> Option<()> {
     let node = editor.node(index)?;
-    let (a, b) = pair(&node.inputs)?;
+    let WithConstant { is_product, x: normed, constant: row } = WithConstant::of(editor, node)?;
     let output = node.outputs.first().copied().flatten()?;
-    let is_product = match node.op {
-        Op::Binary(Binary::Mul) => true,
-        Op::Binary(Binary::Add) => false,
-        _ => return None,
-    };
-    let constant = |id: ValueId| editor.graph.constant(id).is_some();
-    let (normed, row) = match (constant(a), constant(b)) {
-        (false, true) => (a, b),
-        (true, false) => (b, a),
-        _ => return None,
-    };
     let name = node.name.clone();
     let (at, norm) = editor.producer(normed)?;
     let (Op::GroupNorm { .. } | Op::InstanceNorm { .. }) = norm.op else { return None };

@@ -3,7 +3,7 @@
 use model::op::{Binary, Op, Reduce, ReduceKind, Unary};
 use model::{DataType, ValueId};
 
-use super::editor::{Editor, first, pair};
+use super::editor::{Editor, WithConstant, first, pair};
 use crate::content;
 use crate::ir::Graph;
 
@@ -143,19 +143,8 @@ fn centred(editor: &Editor, id: ValueId, axis: i64) -> Option<ValueId> {
 /// A factor or a summand after a normalisation becomes its scale or bias.
 fn absorb(editor: &mut Editor, index: usize) -> Option<()> {
     let node = editor.node(index)?;
-    let (a, b) = pair(&node.inputs)?;
+    let WithConstant { is_product, x: normed, constant: vector } = WithConstant::of(editor, node)?;
     let output = node.outputs.first().copied().flatten()?;
-    let is_product = match node.op {
-        Op::Binary(Binary::Mul) => true,
-        Op::Binary(Binary::Add) => false,
-        _ => return None,
-    };
-    let constant = |id: ValueId| editor.graph.constant(id).is_some();
-    let (normed, vector) = match (constant(a), constant(b)) {
-        (false, true) => (a, b),
-        (true, false) => (b, a),
-        _ => return None,
-    };
     let (at, norm) = editor.producer(normed)?;
     let axis = match (&norm.op, is_product) {
         (Op::LayerNorm { axis, .. }, _) => *axis,

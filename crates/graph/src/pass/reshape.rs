@@ -26,9 +26,7 @@ fn rewrite(editor: &mut Editor, index: usize) -> Option<()> {
     let (mut x, target) = super::editor::pair(&node.inputs)?;
     let output = node.outputs.first().copied().flatten()?;
     // Only the last of two reshapes matters.
-    let inner = editor.op(x).filter(|(op, _)| {
-        matches!(op, Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze)
-    });
+    let inner = editor.op(x).filter(|(op, _)| op.is_reshape());
     let source = inner.and_then(|(_, inputs)| super::editor::first(inputs));
     let skips = source.is_some_and(|source| plain(editor, source, output).is_some());
     if let Some(source) = source.filter(|_| skips) {

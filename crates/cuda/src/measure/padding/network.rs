@@ -52,7 +52,7 @@ impl Network {
         let profiler = Profiler::new(services, gpu, ProfileOptions::default(), progress)?;
         let bound = |step| profiler.bound(step, BEST_EFFORT);
         let steps = profiler.specialization.gpu.steps.iter();
-        let plain = steps.map(bound).collect::<Result<Vec<_>, _>>()?;
+        let plain = steps.map(bound).collect();
         let Profiler { specialization, .. } = profiler;
         let real_time = NetworkInstance::new(services, &specialization, REAL_TIME, inputs)?;
         let best_effort = NetworkInstance::new(services, &specialization, BEST_EFFORT, inputs)?;

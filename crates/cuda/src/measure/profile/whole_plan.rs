@@ -41,7 +41,7 @@ impl<'a> WholePlan<'a> {
             let args = addresses
                 .patch(&step.choices[chosen.rt], specialization.layout.real_time_words(index))
                 .map_err(DeviceError::BadPlan)?;
-            launches.push((profiler.bound(step, chosen.rt)?, args));
+            launches.push((profiler.bound(step, chosen.rt), args));
         }
         Ok(WholePlan { profiler, launches })
     }

@@ -98,10 +98,7 @@ fn source_of(editor: &Editor, matrix: &Matrix) -> Option<(ValueId, Level)> {
         return Some((source, matrix.level.clone()));
     }
     let (op, inputs) = editor.op(matrix.value)?;
-    let x = first(inputs).filter(|x| {
-        matches!(op, Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze)
-            && keeps_matrices(graph, *x, matrix.value)
-    })?;
+    let x = first(inputs).filter(|x| op.is_reshape() && keeps_matrices(graph, *x, matrix.value))?;
     let source = repeated(editor, x)?;
     let finer = batch_of(graph, x)?;
     let whole = matrix.level.is_same(&batch_of(graph, matrix.value)?);
