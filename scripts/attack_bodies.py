@@ -48,9 +48,14 @@ def real_time_model(width: int = 1024, layers: int = 6) -> bytes:
 
 
 def make_models(folder: Path) -> None:
-    """The real-time model `rt`, and models whose outputs or temporaries are as large as a request
-    says."""
+    """The real-time model `rt`, and those of `make_hostile_models`."""
     put(folder, "rt", real_time_model(), 'class = "rt"\npriority = 1\n')
+    make_hostile_models(folder, 8)
+
+
+def make_hostile_models(folder: Path, width: int) -> None:
+    """Models whose outputs or temporaries are as large as a request says; a token of `attention`
+    has `width` numbers."""
     outer = [helper.make_node("MatMul", ["a", "b"], ["y"])]
     put(folder, "outer", onnx_model(outer, [("a", REAL, ["m", 1]), ("b", REAL, [1, "n"])], ["y"]))
     expand = [helper.make_node("Expand", ["x", "shape"], ["y"])]
@@ -58,6 +63,7 @@ def make_models(folder: Path) -> None:
     put(folder, "expand", onnx_model(expand, inputs, ["y"]))
     same = [helper.make_node("Identity", ["x"], ["y"])]
     put(folder, "identity", onnx_model(same, [("x", REAL, ["n"])], ["y"]))
+    # The scores of all tokens are one value.
     attend = [
         helper.make_node("Transpose", ["x"], ["t"], perm=[0, 2, 1]),
         helper.make_node("MatMul", ["x", "t"], ["scores"]),
@@ -67,7 +73,7 @@ def make_models(folder: Path) -> None:
         helper.make_node("ReduceMax", ["square"], ["top"], keepdims=0),
         helper.make_node("Add", ["z", "top"], ["y"]),
     ]
-    put(folder, "attention", onnx_model(attend, [("x", REAL, [1, "tokens", 8])], ["y"]))
+    put(folder, "attention", onnx_model(attend, [("x", REAL, [1, "tokens", width])], ["y"]))
     pixels = [helper.make_node("GlobalAveragePool", ["x"], ["p"])]
     pixels += [helper.make_node("Flatten", ["p"], ["y"])]
     put(folder, "picture", onnx_model(pixels, [("x", REAL, [1, 3, 8, 8])], ["y"]))

