@@ -67,6 +67,9 @@ const ALLOWED: [i64; 35] = [
     libc::SYS_writev,
 ];
 
+/// By how much the nice value is raised, as for best-effort work.
+const NICE_INCREMENT: i32 = 5;
+
 /// Takes rights away for good. To be called by the only thread of a process.
 ///
 /// # Errors
@@ -76,6 +79,9 @@ pub fn enter(limits: SandboxLimits) -> Result<SandboxStatus, String> {
         let limit = Rlimit { current: Some(value), maximum: Some(value) };
         setrlimit(resource, limit).map_err(|err| format!("{resource:?} limit: {err}"))
     };
+    // A model that is only tried does not take the processor from those in service. Where that is
+    // forbidden, the limits below hold all the same.
+    let _ = rustix::process::nice(NICE_INCREMENT);
     limit(Resource::Core, 0)?;
     limit(Resource::Fsize, 0)?;
     limit(Resource::Nofile, OPEN_FILES)?;

@@ -36,6 +36,16 @@ pub enum MemoryError {
     },
 }
 
+/// Reservations up to this size may use the last part of a budget, which larger ones leave free:
+/// clients that fill the budget with large requests do not take it from small ones.
+const SMALL_BYTES: usize = 64 << 10;
+
+/// The part of a budget that is kept for small reservations: one of so many.
+const SMALL_PART: usize = 32;
+
+/// Smaller budgets keep no part.
+const PARTED_LIMIT: usize = 64 << 20;
+
 /// Memory that is kept for reuse and can be freed at any time.
 pub trait MemoryCache: Send + Sync {
     /// Frees all of it. Must not reserve memory.
@@ -144,7 +154,7 @@ impl HostMemory {
 
     /// Reserves `bytes`.
     pub fn reserve(&'static self, bytes: usize) -> Result<Reservation, MemoryError> {
-        self.add(bytes)?;
+        self.add(bytes, 0)?;
         Ok(Reservation { memory: self, bytes })
     }
 
@@ -156,32 +166,42 @@ impl HostMemory {
     /// Whether `bytes` can be reserved now, without reserving them: for work whose memory is known
     /// before it starts.
     pub fn check(&self, bytes: usize) -> Result<(), MemoryError> {
-        self.add(bytes)?;
+        self.add(bytes, 0)?;
         self.used.fetch_sub(bytes, Ordering::Relaxed);
         Ok(())
     }
 
     /// The error for `bytes` that a caller who holds `held` of them cannot get.
     pub fn refusal(&self, bytes: usize, held: usize) -> MemoryError {
-        let (limit, used) = (self.limit(), self.used());
+        let (limit, used) = (self.limit_for(bytes.saturating_add(held)), self.used());
         match bytes.saturating_add(held) > limit {
             true => MemoryError::TooLarge { bytes: bytes.saturating_add(held), limit },
             false => MemoryError::Busy { bytes, used, limit },
         }
     }
 
-    fn add(&self, bytes: usize) -> Result<(), MemoryError> {
-        if self.try_add(bytes) {
-            return Ok(());
+    /// How much may be in use when somebody who holds `total` bytes has them.
+    fn limit_for(&self, total: usize) -> usize {
+        let limit = self.limit();
+        match total > SMALL_BYTES && limit >= PARTED_LIMIT {
+            true => limit - limit / SMALL_PART,
+            false => limit,
         }
-        self.add_after_freeing(bytes)
     }
 
-    fn try_add(&self, bytes: usize) -> bool {
+    /// Adds `bytes` for somebody who holds `held`.
+    fn add(&self, bytes: usize, held: usize) -> Result<(), MemoryError> {
+        let limit = self.limit_for(bytes.saturating_add(held));
+        if self.try_add(bytes, limit) {
+            return Ok(());
+        }
+        self.add_after_freeing(bytes, held, limit)
+    }
+
+    fn try_add(&self, bytes: usize, limit: usize) -> bool {
         if self.faults.as_ref().is_some_and(Faults::refuse_next) {
             return false;
         }
-        let limit = self.limit();
         if bytes > limit {
             return false;
         }
@@ -196,17 +216,22 @@ impl HostMemory {
     }
 
     #[cold]
-    fn add_after_freeing(&self, bytes: usize) -> Result<(), MemoryError> {
+    fn add_after_freeing(
+        &self,
+        bytes: usize,
+        held: usize,
+        limit: usize,
+    ) -> Result<(), MemoryError> {
         let failed_on_purpose = self.has_failed();
-        if bytes <= self.limit() && !failed_on_purpose {
+        if bytes <= limit && !failed_on_purpose {
             let caches = self.caches.lock().unwrap_or_else(PoisonError::into_inner).clone();
             caches.iter().filter_map(Weak::upgrade).for_each(|cache| cache.free());
-            if self.try_add(bytes) {
+            if self.try_add(bytes, limit) {
                 return Ok(());
             }
         }
         self.refused.fetch_add(1, Ordering::Relaxed);
-        Err(self.refusal(bytes, 0))
+        Err(self.refusal(bytes, held))
     }
 }
 
@@ -237,7 +262,7 @@ impl Reservation {
 
     /// Reserves `bytes` more.
     pub fn grow(&mut self, bytes: usize) -> Result<(), MemoryError> {
-        self.memory.add(bytes).map_err(|_| self.memory.refusal(bytes, self.bytes))?;
+        self.memory.add(bytes, self.bytes)?;
         self.bytes += bytes;
         Ok(())
     }

@@ -25,6 +25,22 @@ fn reservations_are_given_back() {
     assert_eq!(memory.used(), 0);
 }
 
+/// Large reservations leave a part of the budget to small ones, also when they grow in small steps.
+#[test]
+fn small_reservations_have_a_part_of_their_own() {
+    const MIB: usize = 1 << 20;
+    let memory = HostMemory::leaked(64 * MIB);
+    let never = memory.reserve(63 * MIB).unwrap_err();
+    assert_eq!(never, MemoryError::TooLarge { bytes: 63 * MIB, limit: 62 * MIB });
+    let mut large = memory.empty();
+    while large.grow(1 << 12).is_ok() {}
+    assert_eq!(large.bytes(), 62 * MIB);
+    assert!(matches!(memory.reserve(SMALL_BYTES + 1), Err(MemoryError::Busy { .. })));
+    let small: Vec<Reservation> = (0..).map_while(|_| memory.reserve(SMALL_BYTES).ok()).collect();
+    assert_eq!(small.len(), 2 * MIB / SMALL_BYTES);
+    assert_eq!(memory.used(), memory.limit());
+}
+
 #[test]
 fn memory_that_cannot_be_allocated_is_an_error() {
     let memory = HostMemory::leaked(usize::MAX);
