@@ -6,15 +6,12 @@
 //! every precision for every architecture, which takes minutes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Mutex;
 use std::time::Instant;
 
-use compiler::gpu::GpuCompiler;
-use cuda::KernelReport;
-use device::KernelCompiler;
 use model::LaunchPlan;
 use model::gpu::{GpuTarget, Kernel, Precision};
 
+use crate::compiled::{Compiled, compiler_for};
 use crate::{kernels, lower_in, models, products};
 
 const ARCHITECTURES: [(u32, Precision); 4] =
@@ -96,45 +93,23 @@ fn tf32_puts_products_on_tensor_cores() {
     assert!(rounded >= 20, "{rounded}");
 }
 
-/// `ATOLL_REQUIRE_NVRTC=1` makes a missing compiler a failure.
 #[test]
 fn every_kind_of_kernel_compiles_for_every_architecture() {
     let began = Instant::now();
     let (mut count, all) = (0, std::env::var_os("ATOLL_ALL_KERNELS").is_some());
+    let compiled = Compiled::open("architectures");
     for (capability, precision) in ARCHITECTURES {
-        let report = match KernelReport::new(None, capability, GpuCompiler::default().headers()) {
-            Ok(report) => report,
-            Err(err) if std::env::var_os("ATOLL_REQUIRE_NVRTC").is_none() => {
-                return println!("kernels were not compiled: {err}");
-            }
-            Err(err) => panic!("{err}"),
-        };
+        let Some(report) = compiler_for(capability) else { return };
         let sample = sample(capability, precision, all);
         count += sample.len();
-        let errors = compile_all(&report, sample.values());
+        let kernels: Vec<&Kernel> = sample.values().collect();
+        let facts = kernels.iter().zip(compiled.facts(&report, &kernels));
+        let error = |(kernel, facts): (&&Kernel, Result<_, String>)| {
+            facts.err().map(|err| format!("{}: {err}", kernel.expression))
+        };
+        let errors: BTreeSet<String> = facts.filter_map(error).collect();
         assert_eq!(errors, BTreeSet::new(), "for {capability}");
     }
+    compiled.record();
     println!("{count} kernels in {:.1} s", began.elapsed().as_secs_f64());
-}
-
-/// Two at a time: the cores of a small machine.
-fn compile_all<'a>(
-    report: &KernelReport,
-    kernels: impl Iterator<Item = &'a Kernel> + Send,
-) -> BTreeSet<String> {
-    let (queue, errors) = (Mutex::new(kernels), Mutex::new(BTreeSet::new()));
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                loop {
-                    let Some(kernel) = queue.lock().unwrap().next() else { break };
-                    if let Err(err) = report.facts(kernel) {
-                        let text = format!("{}: {err}", kernel.expression);
-                        errors.lock().unwrap().insert(text);
-                    }
-                }
-            });
-        }
-    });
-    errors.into_inner().unwrap()
 }

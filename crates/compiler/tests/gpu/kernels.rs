@@ -4,15 +4,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::path::Path;
-use std::sync::Mutex;
 
-use compiler::gpu::GpuCompiler;
-use cuda::{EntryFacts, KernelReport};
-use device::KernelCompiler;
+use cuda::EntryFacts;
 use model::LaunchPlan;
 use model::gpu::Kernel;
 use model::op::{Activation, Conv, GlobalPool, MatMul, Op, Padding, Window};
 
+use crate::compiled::{Compiled, compiler_for};
 use crate::lower_for;
 use crate::models::{self, Builder};
 
@@ -117,38 +115,19 @@ fn the_layers_use_every_hopper_shape_on_hopper_only() {
     assert_eq!(hopper(100), BTreeSet::new());
 }
 
-/// Two at a time: the cores of a small machine.
-fn facts(report: &KernelReport, kernels: &[Kernel]) -> BTreeMap<String, Vec<EntryFacts>> {
-    let (queue, done) = (Mutex::new(kernels.iter()), Mutex::new(BTreeMap::new()));
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                loop {
-                    let Some(kernel) = queue.lock().unwrap().next() else { break };
-                    let facts = report.facts(kernel);
-                    let facts = facts.unwrap_or_else(|err| panic!("{}: {err}", kernel.expression));
-                    done.lock().unwrap().insert(kernel.expression.clone(), facts);
-                }
-            });
-        }
-    });
-    done.into_inner().unwrap()
-}
-
-/// `ATOLL_BLESS=1` rewrites the table; `ATOLL_REQUIRE_NVRTC=1` makes a missing compiler a failure.
+/// `ATOLL_BLESS=1` rewrites the table.
 #[test]
 fn kernels_compile_and_need_the_registers_in_the_table() {
     let mut table = String::from("capability entry registers spilled kernel\n");
+    let compiled = Compiled::open("registers");
     for capability in [80, 90] {
-        let report = match KernelReport::new(None, capability, GpuCompiler::default().headers()) {
-            Ok(report) => report,
-            Err(err) if std::env::var_os("ATOLL_REQUIRE_NVRTC").is_none() => {
-                return println!("kernels were not compiled: {err}");
-            }
-            Err(err) => panic!("{err}"),
-        };
+        let Some(report) = compiler_for(capability) else { return };
         let all = [kernels(capability), cuda::builtin_kernels()].concat();
-        for (expression, facts) in facts(&report, &all) {
+        let all: BTreeMap<&str, &Kernel> =
+            all.iter().map(|kernel| (kernel.expression.as_str(), kernel)).collect();
+        let kernels: Vec<&Kernel> = all.values().copied().collect();
+        for (expression, facts) in all.keys().zip(compiled.facts(&report, &kernels)) {
+            let facts = facts.unwrap_or_else(|err| panic!("{expression}: {err}"));
             for EntryFacts { entry, registers, spilled_bytes } in facts {
                 let hopper = expression.contains("HopperConv");
                 assert!(!hopper || spilled_bytes == 0, "{entry} of {expression} spills");
@@ -159,6 +138,7 @@ fn kernels_compile_and_need_the_registers_in_the_table() {
             }
         }
     }
+    compiled.record();
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/registers.txt");
     if std::env::var_os("ATOLL_BLESS").is_some() {
         std::fs::write(&path, &table).unwrap();

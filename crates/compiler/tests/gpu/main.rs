@@ -2,6 +2,7 @@
 //! files.
 
 mod architectures;
+mod compiled;
 mod kernels;
 mod layouts;
 #[path = "../../../cli/tests/support/lowering_device.rs"]

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 
 use compiler::gpu::{GpuCompiler, check};
-use cuda::KernelReport;
+use cuda::EntryFacts;
 use device::KernelCompiler;
 use model::gpu::{GpuPlan, GpuTarget, Kernel, Precision};
 use model::op::{Op, Rnn, RnnCell, RnnDirection};
 use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId};
 
+use crate::compiled::{Compiled, compiler_for};
 use crate::models::Builder;
 
 const LSTM: RnnCell = RnnCell::Lstm { input_forget: false };
@@ -125,17 +126,11 @@ fn a_layer_too_wide_for_shared_memory_is_refused_with_the_reason() {
     assert!(errors[0].to_string().contains("shared memory"), "{}", errors[0]);
 }
 
-/// `ATOLL_REQUIRE_NVRTC=1` makes a missing compiler a failure.
 #[test]
 fn recurrent_kernels_compile_and_keep_weights_in_registers() {
+    let compiled = Compiled::open("recurrent");
     for capability in [80, 89, 90, 100] {
-        let report = match KernelReport::new(None, capability, GpuCompiler::default().headers()) {
-            Ok(report) => report,
-            Err(err) if std::env::var_os("ATOLL_REQUIRE_NVRTC").is_none() => {
-                return println!("kernels were not compiled: {err}");
-            }
-            Err(err) => panic!("{err}"),
-        };
+        let Some(report) = compiler_for(capability) else { return };
         let mut kernels = BTreeMap::new();
         for (number, cell) in CELLS.into_iter().enumerate() {
             let plan = layers(cell, 64, [256, 512, 128, 40][number], true);
@@ -149,17 +144,19 @@ fn recurrent_kernels_compile_and_keep_weights_in_registers() {
                 }
             }
         }
-        for kernel in kernels.values() {
-            check_registers(&report, kernel);
+        let kernels: Vec<&Kernel> = kernels.values().collect();
+        for (kernel, facts) in kernels.iter().zip(compiled.facts(&report, &kernels)) {
+            let facts = facts.unwrap_or_else(|err| panic!("{}: {err}", kernel.expression));
+            check_registers(&kernel.expression, &facts);
         }
     }
+    compiled.record();
 }
 
-fn check_registers(report: &KernelReport, kernel: &Kernel) {
-    let facts = report.facts(kernel).unwrap_or_else(|err| panic!("{}: {err}", kernel.expression));
+fn check_registers(expression: &str, facts: &[EntryFacts]) {
     for entry in facts {
         let (name, spilled) = (&entry.entry, entry.spilled_bytes);
         // A few words of addresses may spill, weights must not.
-        assert!(spilled <= 160, "{name} of {} spills {spilled} bytes", kernel.expression);
+        assert!(spilled <= 160, "{name} of {expression} spills {spilled} bytes");
     }
 }

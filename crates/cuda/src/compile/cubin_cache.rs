@@ -33,6 +33,10 @@ impl CacheKey {
         }
         CacheKey(hex(&digest.finalize()))
     }
+
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0
+    }
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -50,7 +54,7 @@ impl CubinCache {
     }
 
     fn path(&self, key: &CacheKey) -> Option<PathBuf> {
-        Some(self.folder.as_ref()?.join(format!("{}.cubin", key.0)))
+        Some(self.folder.as_ref()?.join(format!("{}.cubin", key.as_str())))
     }
 
     /// The cubin, unless it is missing or damaged.

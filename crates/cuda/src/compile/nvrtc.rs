@@ -58,16 +58,27 @@ impl Nvrtc {
     /// Everything besides the text that determines the cubin. Folders do not count: their headers
     /// belong to the compiler's version.
     pub(crate) fn identity(&self) -> Vec<Vec<u8>> {
-        let mut parts = vec![
-            format!("nvrtc {}.{}", self.version.0, self.version.1).into_bytes(),
-            self.architecture.clone().into_bytes(),
-            b"--std=c++17".to_vec(),
-        ];
+        let mut parts = self.identity_without_headers();
         for (name, body) in &self.headers {
             parts.push(name.as_bytes().to_vec());
             parts.push(body.as_bytes().to_vec());
         }
         parts
+    }
+
+    /// The compiler, the architecture and the language.
+    pub(crate) fn identity_without_headers(&self) -> Vec<Vec<u8>> {
+        vec![
+            format!("nvrtc {}.{}", self.version.0, self.version.1).into_bytes(),
+            self.architecture.clone().into_bytes(),
+            b"--std=c++17".to_vec(),
+        ]
+    }
+
+    /// The name and the body of a header, unless the toolkit has it.
+    pub(crate) fn header(&self, name: &str) -> Option<(&str, &str)> {
+        let (name, body) = self.headers.iter().find(|(own, _)| own.to_str() == Ok(name))?;
+        Some((name.to_str().ok()?, body.to_str().ok()?))
     }
 
     /// Compiles `source`; the error is the compiler's message.

@@ -1,9 +1,11 @@
 //! Compiles kernels on a machine without a GPU and reports what the compiler says of them.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use model::gpu::Kernel;
 
+use crate::compile::cubin_cache::CacheKey;
 use crate::compile::kernel_text::{architecture, whole_text};
 use crate::compile::nvrtc::Nvrtc;
 use crate::compile::toolkit::Toolkit;
@@ -49,6 +51,35 @@ impl KernelReport {
     /// Both classes of `kernel`; the error is the compiler's message.
     pub fn facts(&self, kernel: &Kernel) -> Result<Vec<EntryFacts>, String> {
         Ok(parse(&self.nvrtc.compile(&whole_text(kernel))?.log))
+    }
+
+    /// A digest of all that determines the facts of `kernel`: its text with the headers that it
+    /// includes, less comments and layout, the architecture and the compiler's version.
+    pub fn digest(&self, kernel: &Kernel) -> String {
+        let mut lines = Vec::new();
+        expand(&whole_text(kernel), &self.nvrtc, &mut BTreeSet::new(), &mut lines);
+        let text = lines.join("\n").into_bytes();
+        let mut parts = self.nvrtc.identity_without_headers();
+        parts.push(text);
+        CacheKey::of(parts.iter().map(Vec::as_slice)).as_str().to_string()
+    }
+}
+
+/// Appends the lines of `text` and of the headers that it includes, each header once.
+fn expand<'a>(text: &str, nvrtc: &'a Nvrtc, seen: &mut BTreeSet<&'a str>, lines: &mut Vec<String>) {
+    for line in text.lines() {
+        let included = between(line, "#include \"", "\"").and_then(|name| nvrtc.header(name));
+        if let Some((name, body)) = included {
+            if seen.insert(name) {
+                expand(body, nvrtc, seen, lines);
+            }
+            continue;
+        }
+        // A text in quotes may contain slashes.
+        let code = if line.contains('"') { line } else { line.split("//").next().unwrap_or(line) };
+        if !code.trim().is_empty() {
+            lines.push(code.trim().to_string());
+        }
     }
 }
 
