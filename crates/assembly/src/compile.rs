@@ -1,13 +1,14 @@
 //! Compiles ONNX to launch plans, with the CPU's kernels for constant folding.
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use compiler::CompileError;
-use graph::Limits;
+use graph::{ImportError, Limits};
 use model::op::Op;
-use model::{LaunchPlan, Tensor};
+use model::{LaunchPlan, Tensor, ValueId};
 
 /// Folds constants on the CPU device's kernels, until it is cancelled.
 #[derive(Default)]
@@ -30,6 +31,31 @@ impl graph::Evaluator for CpuEvaluator<'_> {
 /// When the file cannot be read or is no supported model.
 pub fn compile_file(path: &Path) -> Result<LaunchPlan, CompileError> {
     compiler::compile_onnx_file(path, &Limits::default(), Some(&CpuEvaluator::default()))
+}
+
+/// As [`compile_file`], with the values called `names` as further outputs, in that order.
+///
+/// # Errors
+/// As above, and when the model has no such value.
+pub fn compile_file_with_outputs(
+    path: &Path,
+    names: &[String],
+) -> Result<LaunchPlan, CompileError> {
+    let mut graph = graph::import_file(path, &Limits::default())?;
+    let ids: HashMap<&str, ValueId> = graph
+        .values
+        .iter()
+        .enumerate()
+        .map(|(index, value)| (value.name.as_str(), ValueId(index as u32)))
+        .collect();
+    let find = |name: &String| {
+        let missing = || format!("the model computes no value '{name}'");
+        ids.get(name.as_str()).copied().ok_or_else(|| ImportError::Model(missing()))
+    };
+    let more: Vec<ValueId> = names.iter().map(find).collect::<Result<_, _>>()?;
+    graph.outputs.extend(more);
+    graph::optimize(&mut graph, Some(&CpuEvaluator::default()));
+    compiler::lower(&graph)
 }
 
 /// The launch plan of an ONNX file in memory, which its weights share.

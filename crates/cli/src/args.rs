@@ -58,6 +58,8 @@ pub(crate) enum Command {
     /// Time a model on a GPU: every variant of every step, and the whole model at several batch
     /// sizes
     Profile(ProfileArgs),
+    /// Make a quantized file of a float model, calibrated on samples, with its measured accuracy
+    Quantize(crate::quantize_command::QuantizeArgs),
     /// Run the conformance tests of a device on this machine
     Conformance(ConformanceArgs),
     /// List the models of a repository and of the registry

@@ -18,6 +18,7 @@ mod nvidia;
 mod plan_command;
 mod popularity;
 mod profile_command;
+mod quantize_command;
 mod registry_args;
 mod registry_command;
 mod run_command;
@@ -93,6 +94,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Check(args) => check_command::run(&args),
         Command::Run(args) => run_command::run(&args),
         Command::Profile(args) => profile_command::run(&args),
+        Command::Quantize(args) => quantize_command::run(&args),
         Command::Conformance(args) => conformance_command::run(&args),
         Command::Models(args) => models_command::run(&args),
         Command::Registry(args) => registry_command::run(&args),

@@ -35,7 +35,8 @@ pub(crate) fn write(path: &Path, tensor: &Tensor) -> Result<(), String> {
     std::fs::write(path, bytes).map_err(|err| format!("{}: {err}", path.display()))
 }
 
-fn decode(bytes: Bytes) -> Result<Tensor, String> {
+/// The tensor in the bytes of a `.npy` file.
+pub(crate) fn decode(bytes: Bytes) -> Result<Tensor, String> {
     let not_npy = || "not a .npy file".to_string();
     let prefix = bytes.get(..10).filter(|prefix| prefix.starts_with(MAGIC)).ok_or_else(not_npy)?;
     let (start, length): (usize, usize) = match prefix[6] {
@@ -73,7 +74,8 @@ fn shape(header: &str) -> Option<Vec<usize>> {
         .collect()
 }
 
-fn encode(tensor: &Tensor) -> Result<Vec<u8>, String> {
+/// The bytes of a `.npy` file.
+pub(crate) fn encode(tensor: &Tensor) -> Result<Vec<u8>, String> {
     let name = TYPES.iter().find(|(_, dtype)| *dtype == tensor.dtype()).map(|(name, _)| *name);
     let name = name.ok_or_else(|| format!("{} has no .npy form", tensor.dtype()))?;
     let raw = tensor.raw().ok_or("strings have no .npy form")?;

@@ -66,7 +66,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     if let Some(folder) = &args.save {
         save(folder, &plan, &measured.outputs)?;
     }
-    let report = report(args, &device.info().description, &plan, &runner.inputs, measured);
+    // A device may compute some steps when it loads the plan.
+    let plan = runner.program.plan();
+    let report = report(args, &device.info().description, plan, &runner.inputs, measured);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
     } else {

@@ -321,11 +321,25 @@ __device__ __forceinline__ void hopper_emit(
     }
 }
 
+// How halves are multiplied: sums, the instruction, and what comes before and after.
+template <class C>
+struct HopperMethod {
+    using Sums = HopperSums<C>;
+    static __device__ __forceinline__ void begin(
+        const ConvArgs& a, const OutputTile<C>& t, Sums& sums)
+    { hopper_begin<C>(a, t, sums); }
+    static __device__ __forceinline__ void issue(Sums& sums, int i, u64 x, u64 w)
+    { Products<C::kColumns>::issue(sums.v[i], x, w); }
+    static __device__ __forceinline__ void emit(
+        const ConvArgs& a, const OutputTile<C>& t, const Sums& sums)
+    { hopper_emit<C>(a, t, sums); }
+};
+
 // Multiplies the stages of one tile; false when the run is preempted. `own` is the warpgroup's
 // number where they alternate.
-template <class C, class YieldPoint>
+template <class C, class YieldPoint, class Method>
 __device__ __forceinline__ bool multiply_tile(
-    const HopperArgs& a, Ring<C>& ring, int own, HopperSums<C>& sums)
+    const HopperArgs& a, Ring<C>& ring, int own, const Method& method, typename Method::Sums& sums)
 {
     int group = C::kAlternate ? 0 : threadIdx.x / (4 * kWarp);
     u32 x = group / C::GN * (C::BM / C::GM) * 128;
@@ -339,8 +353,7 @@ __device__ __forceinline__ bool multiply_tile(
         for (int k = 0; k < C::BK / 16; ++k)
 #pragma unroll
             for (int i = 0; i < C::kRows; ++i)
-                Products<C::kColumns>::issue(
-                    sums.v[i], xs + k * 2 + i * (64 * 128 >> 4), ws + k * 2);
+                method.issue(sums, i, xs + k * 2 + i * (64 * 128 >> 4), ws + k * 2);
         products_commit();
     };
     // The producer always copies the first stage.
@@ -382,9 +395,9 @@ __device__ __forceinline__ bool multiply_tile(
 // Multiplies and writes the tiles of one warpgroup, or of those that share its tiles. Warpgroups
 // that alternate take turns: a barrier's parity tells only a phase from the one before it, so no
 // warpgroup may wait for a stage before all stages of the other one's tile have been full.
-template <class C, class YieldPoint>
-__device__ __forceinline__ bool consume(
-    const HopperArgs& a, const TileRange& tiles, u32 base, YieldPoint& yield_point)
+template <class C, class YieldPoint, class Method>
+__device__ __forceinline__ bool consume(const HopperArgs& a, const TileRange& tiles, u32 base,
+    YieldPoint& yield_point, const Method& method)
 {
     Ring<C> ring(base);
     int own = C::kAlternate ? uniform(threadIdx.x / (4 * kWarp)) : 0;
@@ -394,22 +407,22 @@ __device__ __forceinline__ bool consume(
     for (int tile = tiles.first + own * tiles.step; tile < tiles.end;
         tile += tiles.step * C::kTiles, ++turn) {
         OutputTile<C> t(a, tile);
-        HopperSums<C> sums;
-        hopper_begin<C>(a.conv, t, sums);
+        typename Method::Sums sums;
+        method.begin(a.conv, t, sums);
         if (C::kAlternate && turn + own > 0) barrier_wait(ring.turn(own), (turn + own + 1) & 1);
         if (YieldPoint::kPreemptible && own && get_word(ring.second_exits())) return false;
-        if (!multiply_tile<C, YieldPoint>(a, ring, own, sums)) return false;
+        if (!multiply_tile<C, YieldPoint>(a, ring, own, method, sums)) return false;
         yield_point.finishing();
-        hopper_emit<C>(a.conv, t, sums);
+        method.emit(a.conv, t, sums);
         if (YieldPoint::kPreemptible) break; // it has no other
         if (C::kAlternate) ring.skip(stages);
     }
     return true;
 }
 
-template <class C, class YieldPoint, class Dependency>
+template <class C, class YieldPoint, class Dependency, class Method>
 __device__ __forceinline__ bool hopper_tile(const HopperArgs& a, int number, unsigned char* shared,
-    YieldPoint& yield_point, const Dependency& dependency)
+    YieldPoint& yield_point, const Dependency& dependency, const Method& method)
 {
     u32 base = (shared_address(shared) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
@@ -436,7 +449,7 @@ __device__ __forceinline__ bool hopper_tile(const HopperArgs& a, int number, uns
     } else {
         // The residual is read and the output is written when the previous step has ended.
         dependency.wait();
-        stay = consume<C>(a, tiles, base, yield_point);
+        stay = consume<C>(a, tiles, base, yield_point, method);
     }
     if constexpr (YieldPoint::kPreemptible) {
         // Barriers end before the next tile initializes them.
@@ -455,7 +468,7 @@ struct HopperConv {
     template <class YieldPoint, class Dependency>
     static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char* shared,
         YieldPoint& yield_point, const Dependency& dependency)
-    { return hopper_tile<C>(a, t, shared, yield_point, dependency); }
+    { return hopper_tile<C>(a, t, shared, yield_point, dependency, HopperMethod<C>()); }
 };
 
 } // namespace tiles

@@ -103,31 +103,32 @@ struct TensorStage {
     }
 };
 
-// The main loop; see `accumulate` of conv.cuh.
-template <class C, class P, class Place, class YieldPoint, class Dependency>
-__device__ __forceinline__ bool accumulate_tensor(const typename P::Args& a, const Place& p,
+// The main loop; see `accumulate` of conv.cuh. `Method` says how operands are copied and
+// multiplied.
+template <class C, class Method, class Place, class YieldPoint, class Dependency>
+__device__ __forceinline__ bool accumulate_tensor(const typename Method::Args& a, const Place& p,
     unsigned char* shared, YieldPoint& yield_point, const Dependency& dependency,
-    Accumulators<C>& acc)
+    typename Method::Sums& acc)
 {
     u32 ring = kept(shared_address(shared));
-    TensorLoader<C, P, false, P::kBDeep> columns(a, p);
-    if constexpr (P::kConstant) {
+    typename Method::Columns columns(a, p);
+    if constexpr (Method::kConstant) {
 #pragma unroll
         for (int s = 0; s < C::kStages - 1; ++s)
             if (s < p.steps) columns.load(a, ring + s * C::kStageBytes);
     }
-    TensorLoader<C, P, true, P::kADeep> rows(a, p);
+    typename Method::Rows rows(a, p);
     dependency.wait();
     yield_point.poll_for_block();
 #pragma unroll
     for (int s = 0; s < C::kStages - 1; ++s) {
         if (s < p.steps) {
             rows.load(a, ring + s * C::kStageBytes);
-            if constexpr (!P::kConstant) columns.load(a, ring + s * C::kStageBytes);
+            if constexpr (!Method::kConstant) columns.load(a, ring + s * C::kStageBytes);
         }
         copy_commit();
     }
-    TensorStage<C, P> place;
+    typename Method::Stage place;
     int stage = 0;
     if (yield_point.block_is_preempted()) return false;
     for (int step = 0; step < p.steps; ++step) {
@@ -226,24 +227,43 @@ __device__ __forceinline__ void emit_tensor(
     }
 }
 
-template <class C, class P, class YieldPoint, class Dependency>
-__device__ __forceinline__ bool tensor_tile(const typename P::Args& a, int tile,
+// How 16-bit operands are multiplied.
+template <class C, class P>
+struct TensorMethod {
+    using Args = typename P::Args;
+    using Sums = Accumulators<C>;
+    using Rows = TensorLoader<C, P, true, P::kADeep>;
+    using Columns = TensorLoader<C, P, false, P::kBDeep>;
+    using Stage = TensorStage<C, P>;
+    static constexpr int kAxes = P::kAxes, kDepth = C::BK; // depths of a step
+    static constexpr bool kConstant = P::kConstant;
+
+    static __device__ __forceinline__ void stage(unsigned char* shared, const Sums& acc)
+    { stage_sums<C>((float*)shared, acc); }
+    template <class Place>
+    static __device__ __forceinline__ void emit(
+        const Args& a, const Place& p, const Parts& parts, int first, int last)
+    { emit_tensor<C, P>(a, p, parts, first, last); }
+};
+
+template <class C, class Method, class YieldPoint, class Dependency>
+__device__ __forceinline__ bool tensor_tile(const typename Method::Args& a, int tile,
     unsigned char* shared, YieldPoint& yield_point, const Dependency& dependency)
 {
-    TensorPlace<P::kAxes> p;
+    TensorPlace<Method::kAxes> p;
     p.output_tile = a.by_splits.split(tile, p.split);
     int column, row;
     int part = a.by_rows.split(a.by_columns.split(p.output_tile, column), row);
     p.m = row * C::BM, p.n = column * C::BN;
     a.part.offsets(part, p.part);
-    int total = (a.depth + C::BK - 1) / C::BK;
+    int total = (a.depth + Method::kDepth - 1) / Method::kDepth;
     p.first = a.by_splits.quotient(total * p.split);
     p.steps = a.by_splits.quotient(total * (p.split + 1)) - p.first;
 
-    Accumulators<C> acc = {};
+    typename Method::Sums acc = {};
     bool cluster = a.reduce == kCluster;
     if (YieldPoint::kPreemptible && cluster) cluster_arrive();
-    bool stay = accumulate_tensor<C, P>(a, p, shared, yield_point, dependency, acc);
+    bool stay = accumulate_tensor<C, Method>(a, p, shared, yield_point, dependency, acc);
     if (YieldPoint::kPreemptible && cluster) {
         cluster_wait();
         if (!stay) tell_cluster(yield_point, a.splits);
@@ -252,7 +272,7 @@ __device__ __forceinline__ bool tensor_tile(const typename P::Args& a, int tile,
     }
     yield_point.finishing();
     float* staged = (float*)shared;
-    stage_sums<C>(staged, acc);
+    Method::stage(shared, acc);
     Parts parts = {staged, C::kPart, C::WK, 1, false};
     int first = 0, last = C::BM;
     if (cluster) {
@@ -269,7 +289,7 @@ __device__ __forceinline__ bool tensor_tile(const typename P::Args& a, int tile,
         if (!deliver<C>(a, p, staged, partial)) return true;
         parts.first = partial, parts.inner = C::WK * a.splits;
     }
-    emit_tensor<C, P>(a, p, parts, first, last);
+    Method::emit(a, p, parts, first, last);
     if (cluster) cluster_barrier();
     return true;
 }
@@ -288,7 +308,7 @@ struct Tensor {
     template <class YieldPoint, class Dependency>
     static __device__ __forceinline__ bool tile(const Args& a, int t, unsigned char* shared,
         YieldPoint& yield_point, const Dependency& dependency)
-    { return tensor_tile<C, P>(a, t, shared, yield_point, dependency); }
+    { return tensor_tile<C, TensorMethod<C, P>>(a, t, shared, yield_point, dependency); }
 };
 
 } // namespace tiles

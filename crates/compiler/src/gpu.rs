@@ -7,6 +7,7 @@
 
 pub mod args;
 pub mod attention;
+pub mod bytes;
 pub mod chain;
 pub mod check;
 pub mod concat;
@@ -59,12 +60,15 @@ use view::View;
 const HEADERS: &[(&str, &str)] = &[
     ("attention.cuh", include_str!("../kernels/attention.cuh")),
     ("base.cuh", include_str!("../kernels/base.cuh")),
+    ("byte_end.cuh", include_str!("../kernels/byte_end.cuh")),
+    ("bytes.cuh", include_str!("../kernels/bytes.cuh")),
     ("chain.cuh", include_str!("../kernels/chain.cuh")),
     ("conv.cuh", include_str!("../kernels/conv.cuh")),
     ("conv_load.cuh", include_str!("../kernels/conv_load.cuh")),
     ("depthwise.cuh", include_str!("../kernels/depthwise.cuh")),
     ("entry.cuh", include_str!("../kernels/entry.cuh")),
     ("hopper.cuh", include_str!("../kernels/hopper.cuh")),
+    ("hopper_bytes.cuh", include_str!("../kernels/hopper_bytes.cuh")),
     ("index.cuh", include_str!("../kernels/index.cuh")),
     ("norm.cuh", include_str!("../kernels/norm.cuh")),
     ("number.cuh", include_str!("../kernels/number.cuh")),
@@ -163,6 +167,8 @@ pub fn lower(
     target: &GpuTarget,
     identities: &HashMap<usize, ValueId>,
 ) -> Result<GpuPlan, Vec<DeviceError>> {
+    let folded = bytes::folded(graph);
+    let graph = folded.as_ref().unwrap_or(graph);
     let mut lowering = Lowering::new(graph, *target, identities);
     let boundary = |reason: String| {
         let (step, op) = ("the model".to_string(), "inputs and outputs".to_string());

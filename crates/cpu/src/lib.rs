@@ -5,6 +5,7 @@
 
 mod buffer;
 mod buffer_pool;
+mod dequantized_weights;
 mod device;
 mod device_state;
 mod evaluate;

@@ -10,6 +10,7 @@ use model::{HostMemory, LaunchPlan, MemoryError, Step, Tensor};
 
 use crate::buffer;
 use crate::buffer_pool::BufferPool;
+use crate::dequantized_weights::weights_as_numbers;
 use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, StepFacts};
 use crate::suspended_task::SuspendedTask;
 use crate::value::Value;
@@ -93,6 +94,7 @@ impl CpuProgram {
         plan: Arc<LaunchPlan>,
         memory: &'static HostMemory,
     ) -> Result<CpuProgram, DeviceError> {
+        let plan = weights_as_numbers(plan);
         let mut constants = constants_of(&plan)?;
         let mut kernels = Vec::with_capacity(plan.steps.len());
         for step in &plan.steps {

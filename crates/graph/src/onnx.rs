@@ -27,6 +27,7 @@ mod norm;
 mod order;
 mod proto;
 mod quant;
+mod quantizer;
 mod recurrent;
 mod reduce;
 mod tensor;
@@ -34,6 +35,10 @@ mod window;
 mod wire;
 
 pub use external::ExternalData;
+pub use quantizer::{
+    ActivationBytes, ActivationRange, FloatNode, OutputError, QuantizableModel, RangeMethod,
+    RangeObserver,
+};
 pub use tensor::parse_tensor_proto;
 pub use wire::WireError;
 

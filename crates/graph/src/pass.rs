@@ -18,6 +18,7 @@ pub mod identity;
 pub mod norm;
 pub mod padding;
 pub mod product;
+pub mod quantization;
 pub mod reshape;
 
 #[cfg(test)]
@@ -62,10 +63,11 @@ impl PassReport {
 type Pass = fn(&mut Graph) -> usize;
 
 /// In this order: simple shapes first, then patterns that later fusions would hide, then fusions.
-const PASSES: [(&str, Pass); 12] = [
+const PASSES: [(&str, Pass); 13] = [
     ("identity", identity::run),
     ("reshape", reshape::run),
     ("dead", dead::run),
+    ("quantization", quantization::run),
     ("norm", norm::run),
     ("group_norm", group_norm::run),
     ("activation", activation::run),

@@ -83,6 +83,11 @@ impl ArgsWriter {
         })
     }
 
+    /// Makes every pointer so far a null pointer.
+    pub fn forget_addresses(&mut self) {
+        self.addresses.clear();
+    }
+
     /// A struct within the struct; returns its offset.
     pub fn nested(&mut self, inner: ArgsWriter) -> u32 {
         let align = inner.align.max(1);

@@ -14,13 +14,15 @@ const OPERATORS_MAX: usize = 48;
 
 /// An expression under construction.
 #[derive(Default)]
-struct Chain {
-    inputs: Vec<View>,
+pub(super) struct Chain {
+    /// Its operands.
+    pub(super) inputs: Vec<View>,
     operators: usize,
 }
 
 impl Chain {
-    fn input(&mut self, view: View) -> Expr {
+    /// An operand as an expression.
+    pub(super) fn input(&mut self, view: View) -> Expr {
         let index = self.inputs.iter().position(|other| *other == view);
         let index = index.unwrap_or_else(|| {
             self.inputs.push(view);
@@ -72,6 +74,10 @@ fn operators(expr: &Expr) -> usize {
 impl Lowering<'_> {
     /// An element-wise operator; false when `node` is none.
     pub fn elementwise(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
+        if let Op::QuantizeLinear { axis, .. } | Op::DequantizeLinear { axis } = node.op {
+            self.quantization(node, axis)?;
+            return Ok(true);
+        }
         let is_one = matches!(
             node.op,
             Op::Unary(_)
@@ -111,7 +117,7 @@ impl Lowering<'_> {
 
     /// The value `id` as part of a chain: its own expression when it has no other reader, else an
     /// input.
-    fn expression(
+    pub(super) fn expression(
         &mut self,
         chain: &mut Chain,
         node: &GraphNode,
@@ -174,7 +180,7 @@ fn broadcast_all(views: &[View], shape: &[usize]) -> Option<Vec<View>> {
 }
 
 /// A constant of one element as kernel text.
-fn scalar(tensor: &Tensor, element: Element) -> Option<Expr> {
+pub(super) fn scalar(tensor: &Tensor, element: Element) -> Option<Expr> {
     Some(match (tensor.dtype(), element.is_float()) {
         (DataType::F64, _) => Expr::Double(tensor.to_vec::<f64>()?[0]),
         (_, true) => Expr::Float(graph::content::floats(tensor)?[0]),

@@ -56,6 +56,11 @@ pub struct Window2 {
 }
 
 impl Window2 {
+    /// One pixel.
+    pub fn point() -> Window2 {
+        Window2 { kernel: [1; 2], stride: [1; 2], pad: [0; 2], dilation: [1; 2] }
+    }
+
     /// The geometry of `window`; `None` unless it is two-dimensional. `kernel` is the extent where
     /// only the weight gives it, `input` is the spatial extent.
     pub fn of(window: &Window, kernel: &[usize], input: &[usize]) -> Option<Window2> {

@@ -16,10 +16,14 @@ impl Lowering<'_> {
         self.begin(node);
         // A step of an earlier node may have computed this one too.
         let mut outputs = node.outputs.iter().flatten().peekable();
-        if outputs.peek().is_some() && outputs.all(|id| self.is_defined(*id)) {
+        let done = |id: &ValueId| self.is_defined(*id) || self.bytes.covers(*id);
+        if outputs.peek().is_some() && outputs.all(done) {
             return Ok(());
         }
         if self.nothing_to_compute(node)? || self.known_outputs(node)? || self.elementwise(node)? {
+            return Ok(());
+        }
+        if self.byte_product(node)? {
             return Ok(());
         }
         match &node.op {

@@ -76,18 +76,7 @@ impl Lowering<'_> {
                 let work = quantize::batch_norm(*epsilon, &x, rows, &y)?;
                 self.finish(node, work, vec![Some(y)])
             }
-            Op::QuantizeLinear { axis, .. } | Op::DequantizeLinear { axis } => {
-                let (x, scale) = (self.input(node, 0)?, self.input(node, 1)?);
-                let zero = self.optional(node, 2)?;
-                let y = self.like(Self::output(node)?, &x)?;
-                let work = match &node.op {
-                    Op::QuantizeLinear { .. } => {
-                        quantize::quantize_linear(*axis, &x, &scale, zero.as_ref(), &y)?
-                    }
-                    _ => quantize::dequantize_linear(*axis, &x, &scale, zero.as_ref(), &y)?,
-                };
-                self.finish(node, work, vec![Some(y)])
-            }
+            Op::DynamicQuantizeLinear => self.dynamic_quantization(node),
             Op::Rnn(rnn) => self.recurrent(node, rnn),
             other => Err(format!("{} has no GPU kernel; --device cpu has one", other.name())),
         }
@@ -107,6 +96,9 @@ impl Lowering<'_> {
 
     /// Memory for an image: channels fastest, or where a concatenation needs it.
     pub(super) fn picture(&mut self, id: ValueId) -> Result<View, UnsupportedReason> {
+        if let Some(image) = self.byte_picture(id)? {
+            return Ok(image);
+        }
         let (shape, element) = (self.shape(id)?, self.element(id)?);
         if shape.len() == 4 && element.is_float() {
             return self.output_image(id);

@@ -9,6 +9,7 @@ use model::gpu::{GpuTarget, IoTensor, MemoryLocation, Packer, Precision, Weight,
 use model::{Tensor, ValueId};
 
 use super::args::Address;
+use super::bytes::ByteClaims;
 use super::draft::StepDraft;
 use super::elementwise;
 use super::factored::FactoredView;
@@ -68,6 +69,10 @@ pub struct Lowering<'a> {
     /// Values whose dimensions are joined from dimensions apart in memory, not copied yet.
     joined: HashMap<ValueId, FactoredView>,
     placements: HashMap<ValueId, View>,
+    /// Which products are products of bytes.
+    pub(super) bytes: ByteClaims,
+    /// The node that writes each value.
+    producers: Vec<Option<usize>>,
     weight_numbers: HashMap<WeightKey, u32>,
     identities: &'a HashMap<usize, ValueId>,
     node: String,
@@ -132,6 +137,8 @@ impl<'a> Lowering<'a> {
             deferred: HashMap::new(),
             joined: HashMap::new(),
             placements: HashMap::new(),
+            bytes: ByteClaims::of(graph),
+            producers: graph.producers(),
             weight_numbers: HashMap::new(),
             identities,
             node: String::new(),
@@ -276,6 +283,16 @@ impl<'a> Lowering<'a> {
     /// The last node that reads the value `id`, which is the only one where there is one read.
     pub fn reader(&self, id: ValueId) -> Option<&'a GraphNode> {
         Some(&self.graph.nodes[self.readers[id.index()]?])
+    }
+
+    /// The number of the node that writes each value.
+    pub(super) fn producers(&self) -> &[Option<usize>] {
+        &self.producers
+    }
+
+    /// The node that writes the value `id`.
+    pub fn producer(&self, id: ValueId) -> Option<&'a GraphNode> {
+        Some(&self.graph.nodes[self.producers[id.index()]?])
     }
 
     /// Whether the value `id` is in memory.

@@ -29,7 +29,8 @@ impl Lowering<'_> {
         };
         // Average windows that exceed the input in ceil mode count only what the padding covers.
         let plain = !(pool.ceil_mode && !max && count_padding);
-        if self.float() != Element::F16 || out_shape.len() != 4 || out_shape[1] % 8 != 0 || !plain {
+        let half = self.element(output_id)? == Element::F16;
+        if !half || out_shape.len() != 4 || out_shape[1] % 8 != 0 || !plain {
             return Ok(false);
         }
         let input = self.input(node, 0)?;

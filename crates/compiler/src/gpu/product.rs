@@ -1,12 +1,13 @@
 //! Products of any strides and types: matrix products, convolutions and transposed convolutions.
 //! Those of 16-bit operands run on tensor cores (`kernels/tensor.cuh`), those of single precision
-//! only where tf32 is allowed (`kernels/tensor_float.cuh`), all others do not
-//! (`kernels/product.cuh`).
+//! only where tf32 is allowed (`kernels/tensor_float.cuh`), bytes too (`kernels/bytes.cuh`), all
+//! others do not (`kernels/product.cuh`).
 //!
 //! The weights of a convolution must be constant. All strides are supported; if the input has its
 //! channels fastest, weights with input channels fastest are also read in whole lines.
 
 mod attention;
+mod bytes;
 mod convolution;
 mod einsum;
 mod packed;
@@ -23,6 +24,7 @@ use super::loop_nest::{
 use super::view::{Element, View};
 
 pub use attention::attention;
+pub use bytes::{ByteColumns, ByteEpilogue, ByteProduct, CHUNK, Quantum};
 pub(super) use convolution::{Sizes, begins, three};
 pub use convolution::{conv, conv_transpose};
 pub use einsum::einsum;

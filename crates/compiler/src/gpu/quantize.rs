@@ -1,10 +1,14 @@
 //! Operators with parameters per channel, as chains: batch normalization and quantization.
 
-use model::op::{Binary, Unary};
+use graph::ir::GraphNode;
+use model::ValueId;
+use model::op::{Binary, Compare, Op, ReduceKind, Unary};
 
+use super::chain::{Chain, scalar};
 use super::draft::StepDraft;
 use super::elementwise::{Expr, work};
-use super::reduce::axis;
+use super::lowering::{DeferredValue, Lowering, UnsupportedReason};
+use super::reduce::{self, axis};
 use super::view::{Element, View};
 
 /// `y = (x - mean) / sqrt(variance + epsilon) * scale + bias`, all four per channel.
@@ -32,25 +36,29 @@ pub fn quantize_linear(
     zero: Option<&View>,
     y: &View,
 ) -> Result<StepDraft, String> {
-    let (low, high) = match y.element {
+    let inputs = operands(along, x, scale, zero)?;
+    let zero = zero.map(|_| Expr::Input(2));
+    let expr = quantized(Expr::Input(0), Expr::Input(1), zero, y.element)?;
+    Ok(StepDraft { op: "QuantizeLinear", ..work(&expr, &inputs, y)? })
+}
+
+/// `saturate(round(x / scale) + zero)` as `element`.
+fn quantized(x: Expr, scale: Expr, zero: Option<Expr>, element: Element) -> Result<Expr, String> {
+    let (low, high) = match element {
         Element::U8 => (0.0, 255.0),
         Element::I8 => (-128.0, 127.0),
         Element::U16 => (0.0, 65535.0),
         Element::I16 => (-32768.0, 32767.0),
         other => return Err(format!("quantization to {other:?} is not supported")),
     };
-    let inputs = operands(along, x, scale, zero)?;
-    let real = Expr::Cast(Element::F32, Box::new(Expr::Input(0)));
-    let scaled = binary(Binary::Div, real, Expr::Input(1));
+    let real = |x: Expr| Expr::Cast(Element::F32, Box::new(x));
+    let scaled = binary(Binary::Div, real(x), real(scale));
     let mut whole = Expr::Unary(Unary::Round, Box::new(scaled));
-    if zero.is_some() {
-        let zero = Expr::Cast(Element::F32, Box::new(Expr::Input(2)));
-        whole = binary(Binary::Add, whole, zero);
+    if let Some(zero) = zero {
+        whole = binary(Binary::Add, whole, real(zero));
     }
     let bound = |value: f32| Some(Box::new(Expr::Float(value)));
-    let expr =
-        Expr::Cast(y.element, Box::new(Expr::Clip(Box::new(whole), bound(low), bound(high))));
-    Ok(StepDraft { op: "QuantizeLinear", ..work(&expr, &inputs, y)? })
+    Ok(Expr::Cast(element, Box::new(Expr::Clip(Box::new(whole), bound(low), bound(high)))))
 }
 
 /// `y = (x - zero) * scale`, per tensor or along `along`.
@@ -65,15 +73,143 @@ pub fn dequantize_linear(
         return Err(format!("quantized {:?} is not supported", x.element));
     }
     let inputs = operands(along, x, scale, zero)?;
-    // The difference is computed in integers: single precision cannot represent a large one.
-    let whole = |index: usize| Expr::Cast(Element::I64, Box::new(Expr::Input(index)));
-    let mut distance = whole(0);
-    if zero.is_some() {
-        distance = binary(Binary::Sub, distance, whole(2));
-    }
-    let real = Expr::Cast(Element::F32, Box::new(distance));
-    let expr = binary(Binary::Mul, real, Expr::Input(1));
+    let zero = zero.map(|_| Expr::Input(2));
+    let expr = dequantized(Expr::Input(0), Expr::Input(1), zero);
     Ok(StepDraft { op: "DequantizeLinear", ..work(&expr, &inputs, y)? })
+}
+
+/// `(x - zero) * scale` in single precision.
+fn dequantized(x: Expr, scale: Expr, zero: Option<Expr>) -> Expr {
+    // The difference is computed in integers: single precision cannot represent a large one.
+    let whole = |x: Expr| Expr::Cast(Element::I64, Box::new(x));
+    let distance = match zero {
+        Some(zero) => binary(Binary::Sub, whole(x), whole(zero)),
+        None => whole(x),
+    };
+    let real = |x: Expr| Expr::Cast(Element::F32, Box::new(x));
+    binary(Binary::Mul, real(distance), real(scale))
+}
+
+impl Lowering<'_> {
+    /// Quantization and its inverse as an expression, which other element-wise operators become
+    /// part of.
+    pub(super) fn quantization(
+        &mut self,
+        node: &GraphNode,
+        along: i64,
+    ) -> Result<(), UnsupportedReason> {
+        let output = Self::output(node)?;
+        let (shape, element) = (self.shape(output)?, self.element(output)?);
+        let value = |index: usize| node.inputs.get(index).copied().flatten();
+        let x = value(0).ok_or("no operand")?;
+        let mut chain = Chain::default();
+        let quantizes = matches!(node.op, Op::QuantizeLinear { .. });
+        if !quantizes {
+            let stored = self.element(x)?;
+            if stored.is_float() || stored == Element::Bool {
+                return Err(format!("quantized {stored:?} is not supported"));
+            }
+            self.keep_bytes(x)?;
+        }
+        let of_x = self.expression(&mut chain, node, 0, x, &shape)?;
+        let scale = value(1).ok_or("no scale")?;
+        let scale = self.quantum_operand(&mut chain, along, scale, &shape)?;
+        let zero = match value(2) {
+            Some(zero) => Some(self.quantum_operand(&mut chain, along, zero, &shape)?),
+            None => None,
+        };
+        let expr = if quantizes {
+            quantized(of_x, scale, zero, element)?
+        } else {
+            dequantized(of_x, scale, zero)
+        };
+        self.defer(output, DeferredValue { expr, inputs: chain.inputs, shape, element });
+        Ok(())
+    }
+
+    /// Bytes over the range of the numbers themselves and zero, with their scale and zero point.
+    pub(super) fn dynamic_quantization(
+        &mut self,
+        node: &GraphNode,
+    ) -> Result<(), UnsupportedReason> {
+        let output = |index: usize| {
+            let id = node.outputs.get(index).copied().flatten();
+            id.ok_or_else(|| format!("output {index} is absent"))
+        };
+        let x = self.input(node, 0)?;
+        let (low, high) = (self.extreme(ReduceKind::Min, &x)?, self.extreme(ReduceKind::Max, &x)?);
+        let zero = || Some(Box::new(Expr::Float(0.0)));
+        let low_end = Expr::Clip(Box::new(Expr::Input(0)), None, zero());
+        let high_end = Expr::Clip(Box::new(Expr::Input(1)), zero(), None);
+        let flat =
+            Expr::Compare(Compare::Equal, Box::new(high_end.clone()), Box::new(low_end.clone()));
+        let steps =
+            binary(Binary::Div, binary(Binary::Sub, high_end, low_end.clone()), Expr::Float(255.0));
+        let expr = Expr::Where(Box::new(flat), Box::new(Expr::Float(1.0)), Box::new(steps));
+        // Single precision whatever that of the model: every sum is multiplied by it.
+        let scale = self.packed(&[], Element::F32);
+        let ranges = [low.clone(), high];
+        self.push(StepDraft { op: "DynamicQuantizeLinear", ..work(&expr, &ranges, &scale)? });
+        let below = Expr::Unary(Unary::Neg, Box::new(low_end));
+        let at = binary(Binary::Div, below, Expr::Input(1));
+        let bound = |value: f32| Some(Box::new(Expr::Float(value)));
+        let whole =
+            Expr::Unary(Unary::Round, Box::new(Expr::Clip(Box::new(at), bound(0.0), bound(255.0))));
+        let zero_point = self.packed(&[], Element::U8);
+        let expr = Expr::Cast(Element::U8, Box::new(whole));
+        let of = [low, scale.clone()];
+        self.push(StepDraft { op: "DynamicQuantizeLinear", ..work(&expr, &of, &zero_point)? });
+        let expr = quantized(Expr::Input(0), Expr::Input(1), Some(Expr::Input(2)), Element::U8)?;
+        let (shape, element) = (x.shape.clone(), Element::U8);
+        let inputs = vec![x, scale.clone(), zero_point.clone()];
+        self.defer(output(0)?, DeferredValue { expr, inputs, shape, element });
+        self.define(output(1)?, scale);
+        self.define(output(2)?, zero_point);
+        Ok(())
+    }
+
+    /// The least or the largest of all elements.
+    fn extreme(&mut self, kind: ReduceKind, x: &View) -> Result<View, UnsupportedReason> {
+        let mut view = x.clone();
+        if x.shape.len() > 1 {
+            // Rows first: one block for all elements would be slow.
+            let fastest = x.memory_order()[x.shape.len() - 1];
+            let rows: Vec<usize> =
+                (0..x.shape.len()).filter(|axis| *axis != fastest).map(|at| x.shape[at]).collect();
+            view = self.packed(&rows, Element::F32);
+            self.push(reduce::reduce(kind, x, &[fastest], &view)?);
+        }
+        let all: Vec<usize> = (0..view.shape.len()).collect();
+        let end = self.packed(&[], Element::F32);
+        self.push(reduce::reduce(kind, &view, &all, &end)?);
+        Ok(end)
+    }
+
+    /// A scale or zero point: a constant in full precision, or a value.
+    fn quantum_operand(
+        &mut self,
+        chain: &mut Chain,
+        along: i64,
+        id: ValueId,
+        shape: &[usize],
+    ) -> Result<Expr, UnsupportedReason> {
+        let constant = self.graph.constant(id).cloned();
+        let element = self.element(id)?;
+        if let Some(constant) = constant.as_ref().filter(|tensor| tensor.len() == 1)
+            && let Some(expr) = scalar(constant, element)
+        {
+            return Ok(expr);
+        }
+        let view = match constant {
+            Some(tensor) if element.is_float() => self.constant_view(id, &tensor, Element::F32)?,
+            _ => self.operand(id)?,
+        };
+        if view.len() == 1 && view.shape.len() <= 1 {
+            return Ok(chain.input(view));
+        }
+        let x = super::view::packed_in(shape, &(0..shape.len()).collect::<Vec<_>>(), element);
+        Ok(chain.input(along_axis(&view, axis(along, shape.len())?, &x)?))
+    }
 }
 
 fn binary(binary: Binary, a: Expr, b: Expr) -> Expr {

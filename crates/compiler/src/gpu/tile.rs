@@ -13,6 +13,8 @@ pub enum InputAccess {
     Taps,
     /// Operands of any strides (`kernels/tensor.cuh`).
     Strided,
+    /// Bytes (`kernels/bytes.cuh`); depths count in pairs of them.
+    Bytes,
 }
 
 /// How the partial sums of a split product are added; see `SplitReduction` in
@@ -119,6 +121,22 @@ const STRIDED: [Tile; 9] = [
     tile(128, 32, 64, (4, 1, 1), 3, 8),
 ];
 
+/// Shapes for bytes. A step of them has twice the depth, and the same bytes and instructions.
+const BYTES: [Tile; 12] = [
+    tile(64, 64, 64, (2, 2, 1), 4, 8),
+    tile(128, 128, 32, (2, 4, 1), 4, 8),
+    tile(128, 128, 64, (2, 4, 1), 3, 8),
+    tile(64, 128, 64, (2, 2, 1), 3, 8),
+    tile(128, 64, 64, (2, 2, 1), 3, 8),
+    tile(256, 64, 32, (4, 2, 1), 4, 8),
+    tile(16, 64, 64, (1, 1, 4), 6, 8),
+    tile(16, 128, 64, (1, 2, 2), 4, 8),
+    tile(32, 32, 64, (1, 1, 4), 6, 8),
+    tile(32, 64, 64, (1, 2, 2), 4, 8),
+    tile(64, 32, 64, (2, 1, 2), 4, 8),
+    tile(128, 32, 64, (4, 1, 1), 3, 8),
+];
+
 /// Every shape as it appears in a kernel's type, for tests that all are tried.
 pub fn shapes() -> Vec<String> {
     let all = PLAIN.iter().chain(&NORMALIZING).chain(&IMAGE).chain(&GENERAL);
@@ -198,7 +216,7 @@ impl Tile {
     pub fn kernel(&self, access: InputAccess, normalizes: bool) -> KernelText {
         let (wm, wn, wk) = self.warps;
         let access = match access {
-            InputAccess::General | InputAccess::Strided => "tiles::kGeneral",
+            InputAccess::General | InputAccess::Strided | InputAccess::Bytes => "tiles::kGeneral",
             InputAccess::Point => "tiles::kPoint",
             InputAccess::Taps => "tiles::kTaps",
         };
@@ -237,6 +255,7 @@ impl Problem {
             (_, true, _) => &NORMALIZING,
             (_, _, InputAccess::General) => &GENERAL,
             (_, _, InputAccess::Strided) => &STRIDED,
+            (_, _, InputAccess::Bytes) => &BYTES,
             _ => &PLAIN,
         };
         let fitting: Vec<Tile> =

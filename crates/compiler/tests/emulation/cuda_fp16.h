@@ -197,6 +197,33 @@ inline void multiply_add_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0
         }
     }
 }
+// The product of 16 rows, 8 columns and 32 depths of bytes; those of `b` are signed.
+struct ByteOperands { unsigned a[4], b[2]; };
+extern ByteOperands byte_operands[2][1024];
+inline int byte_of(unsigned word, unsigned at, bool is_signed)
+{
+    unsigned byte = word >> at * 8 & 0xff;
+    return is_signed ? (int)(int8_t)byte : (int)byte;
+}
+inline void multiply_add_bytes(
+    int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool is_signed)
+{
+    unsigned self = threadIdx.x, turn = turns[self]++ % 2, first = self & ~31u, lane = self & 31u;
+    ByteOperands& own = byte_operands[turn][self];
+    for (int i = 0; i < 4; ++i) own.a[i] = a[i];
+    own.b[0] = b0, own.b[1] = b1;
+    warp_barrier();
+    const ByteOperands* all = byte_operands[turn] + first;
+    for (int out = 0; out < 4; ++out) {
+        unsigned column = lane % 4 * 2 + out % 2;
+        for (unsigned k = 0; k < 32; ++k) {
+            // Registers 0 and 1 of `a` hold depths 0 to 15 of rows 0 to 7 and 8 to 15.
+            unsigned x = all[lane / 4 * 4 + k % 16 / 4].a[k / 16 * 2 + out / 2];
+            unsigned y = all[column * 4 + k % 16 / 4].b[k / 16];
+            d[out] += byte_of(x, k % 4, is_signed) * byte_of(y, k % 4, true);
+        }
+    }
+}
 inline void load_matrices(unsigned (&r)[4], unsigned address, bool transposed)
 {
     unsigned self = threadIdx.x, first = self & ~31u, lane = self & 31u;
@@ -239,6 +266,21 @@ template <int Pending> void copy_wait() {}
 inline void copy_wait_all() {}
 inline float power_of_two(float x) { return std::exp2(x); }
 inline void store_shared(unsigned to, uint4 v) { std::memcpy(emulation::shared + to, &v, 16); }
+inline void store_shared_part(unsigned to, unsigned v)
+{
+    if (to % 4) __builtin_trap();
+    std::memcpy(emulation::shared + to, &v, 4);
+}
+inline void multiply_add_bytes(
+    int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, signed char)
+{
+    emulation::multiply_add_bytes(d, a, b0, b1, true);
+}
+inline void multiply_add_bytes(
+    int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, unsigned char)
+{
+    emulation::multiply_add_bytes(d, a, b0, b1, false);
+}
 inline void load_matrices(unsigned (&r)[4], unsigned address)
 {
     emulation::load_matrices(r, address, false);

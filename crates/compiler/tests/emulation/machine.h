@@ -15,6 +15,7 @@ namespace emulation {
 uint64_t lanes[1024];
 unsigned char* shared;
 Operands operands[2][1024];
+ByteOperands byte_operands[2][1024];
 unsigned turns[1024];
 
 enum State { kReady, kAtBlock, kAtWarp, kGone };

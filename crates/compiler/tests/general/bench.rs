@@ -5,9 +5,9 @@ use std::process::Command;
 
 use compiler::gpu::args::Address;
 use compiler::gpu::draft::{LaunchDraft, StepDraft};
-use compiler::gpu::view::{BufferId, Element, View};
+use compiler::gpu::view::{BufferId, Element, View, packed_in};
 use half::{bf16, f16};
-use model::gpu::{Kernel, MemoryLocation};
+use model::gpu::{GpuPlan, Kernel, MemoryLocation, Patch};
 use model::{DataType, Tensor};
 
 /// Numbers that are the same in every run.
@@ -195,7 +195,7 @@ impl Bench {
     /// others.
     fn some_variants(&mut self, work: &StepDraft) -> StepDraft {
         let mut work = work.clone();
-        if work.drafts[0].kernel.expression.contains("Tensor<") {
+        if is_tiled(&work.drafts[0].kernel) {
             self.turns += 1;
             let all = work.drafts.len();
             let chosen = [0, self.turns % all];
@@ -206,6 +206,68 @@ impl Bench {
             });
         }
         work
+    }
+
+    /// Runs `plan` on `inputs`, twice with other variants, and expects `outputs`.
+    pub fn check_plan(
+        &mut self,
+        name: &str,
+        plan: &GpuPlan,
+        inputs: &[Tensor],
+        outputs: &[(Tensor, f64)],
+    ) {
+        for round in 0..2 {
+            let first = self.buffers.len() as u32;
+            self.buffers.push(vec![0xff; plan.arena_bytes as usize]);
+            self.buffers.push(vec![0xff; plan.workspace_bytes as usize]);
+            self.buffers.push(vec![0; 4]);
+            let weights = self.buffers.len() as u32;
+            self.buffers.extend(plan.weights.iter().map(|weight| (weight.pack.0)()));
+            let given = self.buffers.len() as u32;
+            self.buffers.extend(inputs.iter().map(|tensor| tensor.raw().unwrap().to_vec()));
+            let results = self.buffers.len() as u32;
+            self.buffers.extend(plan.outputs.iter().map(|slot| vec![0xff; slot.bytes as usize]));
+            for step in &plan.steps {
+                self.turns += 1;
+                let plain: Vec<_> = step.choices.iter().filter(|each| each.cluster <= 1).collect();
+                let launch = plain[if round == 0 { 0 } else { self.turns % plain.len() }];
+                let arrivals = self.buffers.len() as u32;
+                self.buffers.push(vec![0; launch.arrivals as usize * 4]);
+                let patch = |patch: &Patch| {
+                    let (buffer, offset) = match patch.to {
+                        MemoryLocation::Arena(offset) => (first, offset),
+                        MemoryLocation::Workspace(offset) => (first + 1, offset),
+                        MemoryLocation::Fault => (first + 2, 0),
+                        MemoryLocation::Arrivals => (arrivals, 0),
+                        MemoryLocation::Weight(number, offset) => (weights + number, offset),
+                        MemoryLocation::Input(number, offset) => (given + number, offset),
+                        MemoryLocation::Output(number, offset) => (results + number, offset),
+                    };
+                    (patch.at, buffer, offset)
+                };
+                let patches = launch.patches.iter().map(patch).collect();
+                let kernel = self.kernel_number(&plan.kernels[launch.kernel]);
+                let (tiles, args) = (launch.tiles as usize, launch.args.clone());
+                self.launches.push(Launch { kernel, tiles, args, patches });
+            }
+            for (number, (expected, tolerance)) in outputs.iter().enumerate() {
+                let element = Element::exact(expected.dtype()).unwrap();
+                let order: Vec<usize> = (0..expected.shape().len()).collect();
+                let buffer = BufferId(results + number as u32);
+                let view = View { buffer, ..packed_in(expected.shape(), &order, element) };
+                let name = format!("{name}, output {number}, round {round}");
+                let (expected, tolerance) = (numbers(expected), *tolerance);
+                self.checks.push(Check { name, view, expected, tolerance });
+            }
+        }
+    }
+
+    fn kernel_number(&mut self, kernel: &Kernel) -> usize {
+        let known = self.kernels.iter().position(|other| other == kernel);
+        known.unwrap_or_else(|| {
+            self.kernels.push(kernel.clone());
+            self.kernels.len() - 1
+        })
     }
 
     /// Workspace and arrival words of one launch; the words begin as zero.
@@ -223,11 +285,7 @@ impl Bench {
         fault: BufferId,
         (workspace, arrivals): (u32, u32),
     ) {
-        let known = self.kernels.iter().position(|kernel| *kernel == draft.kernel);
-        let kernel = known.unwrap_or_else(|| {
-            self.kernels.push(draft.kernel.clone());
-            self.kernels.len() - 1
-        });
+        let kernel = self.kernel_number(&draft.kernel);
         let patch = |(at, address): &(u32, Address)| match address {
             Address::Buffer(buffer, offset) => (*at, moved(*buffer).0, *offset),
             Address::Fixed(MemoryLocation::Fault) => (*at, fault.0, 0),
@@ -385,6 +443,11 @@ impl Bench {
         );
         println!("{} kernels, {} outputs", self.kernels.len(), self.checks.len());
     }
+}
+
+/// Whether a kernel is a product with many tile shapes.
+fn is_tiled(kernel: &Kernel) -> bool {
+    kernel.expression.contains("Tensor<") || kernel.expression.contains("Bytes<")
 }
 
 /// False where there is no compiler: the same text is then only compiled for GPUs.

@@ -2,6 +2,7 @@
 
 mod attention;
 mod bench;
+mod bytes;
 mod dress;
 mod einsum;
 mod elementwise;

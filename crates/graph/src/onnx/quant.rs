@@ -3,11 +3,17 @@
 use model::DataType;
 use model::op::Op;
 
-use super::context::{Context, MapError, Mapped, unsupported};
+use super::context::{Context, MapError, Mapped, invalid, unsupported};
 use super::tensor::data_type;
 use super::window;
+use crate::content;
 
 pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
+    match op {
+        "QuantizeLinear" | "DequantizeLinear" => check_scales(cx, &[1])?,
+        "QLinearMatMul" | "QLinearConv" => check_scales(cx, &[1, 4, 6])?,
+        _ => {}
+    }
     match op {
         "QuantizeLinear" => quantize(cx),
         "DequantizeLinear" => dequantize(cx),
@@ -24,6 +30,18 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
         }
         _ => Ok(false),
     }
+}
+
+/// Fails for constant scales that no number can be divided by.
+fn check_scales(cx: &Context, operands: &[usize]) -> Result<(), MapError> {
+    for index in operands {
+        let scales = cx.optional(*index).and_then(|id| cx.graph.constant(id));
+        let scales = scales.and_then(content::floats).unwrap_or_default();
+        if let Some(scale) = scales.iter().find(|scale| !(**scale > 0.0 && scale.is_finite())) {
+            return invalid(format!("a scale of {scale}, which must be positive and finite"));
+        }
+    }
+    Ok(())
 }
 
 fn no_blocks(cx: &Context) -> Result<(), MapError> {

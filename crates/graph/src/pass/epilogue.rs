@@ -53,21 +53,26 @@ fn open(editor: &Editor, id: ValueId) -> Option<usize> {
     (fusable && editor.is_private(id) && editor.graph.value(id).dtype.is_float()).then_some(at)
 }
 
+/// The activation that a product may end with.
+pub fn activation(unary: Unary) -> Option<Activation> {
+    Some(match unary {
+        Unary::Relu => Activation::Relu,
+        Unary::LeakyRelu { alpha } => Activation::LeakyRelu { alpha },
+        Unary::Sigmoid => Activation::Sigmoid,
+        Unary::Tanh => Activation::Tanh,
+        Unary::Silu { alpha: 1.0 } => Activation::Silu,
+        Unary::Gelu { tanh } => Activation::Gelu { tanh },
+        Unary::HardSwish => Activation::HardSwish,
+        Unary::HardSigmoid { alpha, beta } => Activation::HardSigmoid { alpha, beta },
+        _ => return None,
+    })
+}
+
 fn fuse_activation(editor: &mut Editor, index: usize) -> Option<()> {
     let node = editor.node(index)?;
     let x = first(&node.inputs)?;
     let activation = match &node.op {
-        Op::Unary(unary) => match *unary {
-            Unary::Relu => Activation::Relu,
-            Unary::LeakyRelu { alpha } => Activation::LeakyRelu { alpha },
-            Unary::Sigmoid => Activation::Sigmoid,
-            Unary::Tanh => Activation::Tanh,
-            Unary::Silu { alpha: 1.0 } => Activation::Silu,
-            Unary::Gelu { tanh } => Activation::Gelu { tanh },
-            Unary::HardSwish => Activation::HardSwish,
-            Unary::HardSigmoid { alpha, beta } => Activation::HardSigmoid { alpha, beta },
-            _ => return None,
-        },
+        Op::Unary(unary) => activation(*unary)?,
         Op::Clip => {
             let bound = |index: usize, default: f32| match node.inputs.get(index).copied().flatten()
             {

@@ -7,6 +7,7 @@ use model::op::{Binary, Op, Unary};
 use model::{DataType, Tensor, ValueId};
 
 use super::Evaluator;
+use super::quantization::weights_in_bytes;
 use crate::content;
 use crate::ir::{Graph, GraphNode};
 use model::dim::SymDim;
@@ -57,8 +58,12 @@ impl FoldBudget {
 /// is inferred again before the node is looked at, so one pass follows the whole chain.
 pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>, budget: &mut FoldBudget) -> usize {
     let mut removed = vec![false; graph.nodes.len()];
+    let bytes = weights_in_bytes(graph);
     for (index, gone) in removed.iter_mut().enumerate() {
         refine(graph, index);
+        if graph.nodes[index].outputs.iter().flatten().any(|id| bytes.contains(id)) {
+            continue;
+        }
         let computed = value_of(graph, &graph.nodes[index], evaluator, budget);
         let Some(tensors) = computed else { continue };
         let outputs = graph.nodes[index].outputs.clone();

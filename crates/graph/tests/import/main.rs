@@ -4,4 +4,5 @@ mod control;
 mod hostile;
 mod models;
 mod operators;
+mod quantize;
 mod sharing;

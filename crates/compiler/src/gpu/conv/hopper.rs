@@ -2,12 +2,13 @@
 
 use model::gpu::{CopyShape, GpuTarget, MemoryLocation, TensorMap};
 
-use super::super::args::ArgsWriter;
+use super::super::args::{Address, ArgsWriter};
 use super::super::draft::{KernelText, LaunchDraft};
 use super::super::loop_nest::address;
 use super::super::lowering::Lowering;
 use super::super::packing;
 use super::super::tile::{SplitReduction, Tile, Variant, fitted, overlapped_us, weights_us};
+use super::super::view::View;
 use super::{Product, Window2};
 
 /// The only capability with these instructions; its successors have others.
@@ -125,6 +126,94 @@ pub(super) fn drafts(product: &Product, target: &GpuTarget) -> Vec<(f64, LaunchD
     suited.map(draft).collect()
 }
 
+/// A product of bytes over packed images, or over the rows of a matrix: one pixel each.
+pub(in crate::gpu) struct ByteImages {
+    /// The activations; channels are adjacent.
+    pub input: View,
+    /// Rows and columns of an image, and of a result.
+    pub in_size: [usize; 2],
+    /// See above.
+    pub out_size: [usize; 2],
+    /// Bytes of a pixel that are multiplied, and from one pixel to the next.
+    pub channels: usize,
+    /// See above.
+    pub pixel: usize,
+    /// The window.
+    pub window: Window2,
+    /// Results, all images together.
+    pub rows: usize,
+    /// Columns of the product.
+    pub columns: usize,
+    /// Elements from one row of the output to the next.
+    pub out_stride: usize,
+    /// As above, of the residual.
+    pub residual_stride: usize,
+    /// Rows of the depth, of [`packing::weight_rows`] columns.
+    pub weight: Address,
+    /// Its bytes.
+    pub weight_bytes: usize,
+}
+
+/// The end of a product of bytes.
+pub(in crate::gpu) struct ByteEnding {
+    /// The includes.
+    pub source: String,
+    /// `ByteEnding` of `kernels/byte_end.cuh`.
+    pub name: String,
+    /// `ByteEnd`.
+    pub args: ArgsWriter,
+    /// Bits: output, residual may be moved eight columns at a time.
+    pub vectors: usize,
+    /// The output.
+    pub output: View,
+}
+
+/// The variants of a product of bytes for Hopper (`kernels/hopper_bytes.cuh`) with their estimates.
+/// Pairs of bytes are halves to the copy engine.
+pub(in crate::gpu) fn byte_drafts(
+    images: &ByteImages,
+    ending: &ByteEnding,
+    target: &GpuTarget,
+) -> Vec<(f64, LaunchDraft)> {
+    let even = images.channels.is_multiple_of(16) && images.pixel.is_multiple_of(16);
+    if target.capability != CAPABILITY || !even || !images.input.offset.is_multiple_of(16) {
+        return Vec::new();
+    }
+    let product = Product {
+        name: "bytes",
+        input: images.input.clone(),
+        in_h: images.in_size[0],
+        in_w: images.in_size[1],
+        in_c: images.channels / 2,
+        in_stride: images.pixel / 2,
+        window: images.window,
+        out_h: images.out_size[0],
+        out_w: images.out_size[1],
+        out_c: images.columns,
+        out_stride: images.out_stride,
+        output: ending.output.clone(),
+        rows: images.rows,
+        // Only its stride is used.
+        residual: Some((ending.output.clone(), images.residual_stride)),
+        weight: 0,
+        weight_bytes: images.weight_bytes,
+        bias: None,
+        normalize: None,
+        act: 0,
+        vec: 8,
+    };
+    let Some(input) = InputMap::of(&product) else { return Vec::new() };
+    let multiprocessors = (target.multiprocessors as usize).max(1);
+    // With two products per step and warpgroup, ptxas waits between them (C7517).
+    let single = |shape: &&Shape| shape.bm / shape.groups.0 == 64;
+    let suited = SHAPES.iter().filter(single).filter(|shape| product.suits(shape, multiprocessors));
+    let draft = |shape: &Shape| {
+        let estimate = product.estimate_us(shape, multiprocessors);
+        (estimate, product.byte_draft(shape, &input, multiprocessors, images, ending))
+    };
+    suited.map(draft).collect()
+}
+
 /// How the copy engine reads the input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum InputMap {
@@ -214,22 +303,71 @@ impl Product {
     }
 
     fn hopper_draft(&self, shape: &Shape, input: &InputMap, multiprocessors: usize) -> LaunchDraft {
+        let (args, at) = self.hopper_args(shape, self.args(&shape.variant()));
+        let kernel = shape.kernel(input.is_window(), self.act);
+        let weight = Lowering::weight_address(self.weight);
+        self.mapped(shape, input, multiprocessors, (kernel, args), (weight, at))
+    }
+
+    /// `HopperArgs`, and where its maps are.
+    fn hopper_args(&self, shape: &Shape, conv: ArgsWriter) -> (ArgsWriter, [u32; 2]) {
+        let mut args = ArgsWriter::new();
+        let at = [args.map(), args.map()];
+        args.nested(conv);
+        args.int(self.hopper_tiles(shape)).int(self.hopper_steps());
+        (args, at)
+    }
+
+    /// A draft with its maps.
+    fn mapped(
+        &self,
+        shape: &Shape,
+        input: &InputMap,
+        multiprocessors: usize,
+        (kernel, args): (KernelText, ArgsWriter),
+        (weight, at): (Address, [u32; 2]),
+    ) -> LaunchDraft {
         let output_tiles = self.hopper_tiles(shape);
         let tiles = output_tiles.div_ceil(shape.tiles());
-        let mut args = ArgsWriter::new();
-        let (input_at, weight_at) = (args.map(), args.map());
-        args.nested(self.args(&shape.variant()));
-        args.int(output_tiles).int(self.hopper_steps());
-        let mut draft = LaunchDraft::plain(shape.kernel(input.is_window(), self.act), tiles, args);
+        let mut draft = LaunchDraft::plain(kernel, tiles, args);
         draft.variant = shape.name();
         draft.overlaps = shape.alternates();
         draft.rt_blocks = output_tiles.min(multiprocessors * shape.blocks);
-        let weight = Lowering::weight_address(self.weight);
         draft.maps = vec![
-            (address(&self.input), self.input_map(input_at, shape, input)),
-            (weight, self.weight_map(weight_at, shape)),
+            (address(&self.input), self.input_map(at[0], shape, input)),
+            (weight, self.weight_map(at[1], shape)),
         ];
         draft
+    }
+
+    fn byte_draft(
+        &self,
+        shape: &Shape,
+        input: &InputMap,
+        multiprocessors: usize,
+        images: &ByteImages,
+        ending: &ByteEnding,
+    ) -> LaunchDraft {
+        let mut conv = self.args(&shape.variant());
+        // The copy engine reads the operands, the end has the other addresses.
+        conv.forget_addresses();
+        let (product, at) = self.hopper_args(shape, conv);
+        let mut args = ArgsWriter::new();
+        args.nested(product);
+        args.nested(ending.args.clone());
+        args.int(ending.vectors);
+        let window = input.is_window();
+        let kernel = KernelText {
+            source: ending.source.clone(),
+            expression: format!(
+                "tiles::HopperBytes<tiles::HopperConfig<{}, {window}>, {}>",
+                shape.parameters(),
+                ending.name
+            ),
+            threads: shape.threads() as u32,
+            shared_bytes: shape.shared_bytes() as u32,
+        };
+        self.mapped(shape, input, multiprocessors, (kernel, args), (images.weight, at))
     }
 
     fn input_map(&self, at: u32, shape: &Shape, input: &InputMap) -> TensorMap {

@@ -11,10 +11,12 @@ use model::Tensor;
 use model::gpu::GpuTarget;
 use model::op::{Activation, Conv, ConvTranspose};
 
+use super::super::conv::Window2;
 use super::super::draft::StepDraft;
 use super::super::loop_nest::{LoopNest, describe_all};
-use super::super::packing::floats_as;
+use super::super::packing::{floats_as, weight_rows};
 use super::super::view::{Element, View};
+use super::bytes::CHUNK;
 use super::convolution::{Sizes, checked, checked_transposed, three};
 use super::tensor::{Axis, TensorLoops, multiplies};
 use super::{Epilogue, Extra, Views, check, finished};
@@ -34,8 +36,11 @@ pub struct PackedConv {
     columns: usize,
     /// Groups of a part.
     merged: usize,
-    /// Elements read at a time.
+    /// Elements read at a time, and the most of them: those of 16 bytes.
     vec: usize,
+    chunk: usize,
+    /// How often the depth is repeated: weights beyond the range of a byte are sums of several.
+    repeats: usize,
     /// Taps and their distance in the input.
     taps: [usize; 3],
     distance: [usize; 3],
@@ -58,8 +63,29 @@ impl PackedConv {
         weight: &[usize],
         output: &[usize],
     ) -> Result<PackedConv, String> {
+        Ok(PackedConv::plain(spec, x, weight, output)?.with_groups_merged())
+    }
+
+    /// As [`PackedConv::conv`], of bytes; each weight is a sum of `repeats` bytes.
+    pub fn of_bytes(
+        spec: &Conv,
+        x: &[usize],
+        weight: &[usize],
+        output: &[usize],
+        repeats: usize,
+    ) -> Result<PackedConv, String> {
+        let plain = PackedConv::plain(spec, x, weight, output)?;
+        Ok(PackedConv { chunk: CHUNK, repeats, ..plain }.with_groups_merged())
+    }
+
+    fn plain(
+        spec: &Conv,
+        x: &[usize],
+        weight: &[usize],
+        output: &[usize],
+    ) -> Result<PackedConv, String> {
         let (sizes, pads) = checked(spec, x, weight, output)?;
-        let plain = PackedConv {
+        Ok(PackedConv {
             op: "Conv",
             activation: spec.activation,
             groups: spec.groups,
@@ -67,6 +93,8 @@ impl PackedConv {
             columns: weight[0] / spec.groups,
             merged: 1,
             vec: 1,
+            chunk: 8,
+            repeats: 1,
             taps: sizes.kernel,
             distance: sizes.dilations,
             pads,
@@ -75,8 +103,7 @@ impl PackedConv {
             rows: sizes.output,
             pace: sizes.strides,
             sizes,
-        };
-        Ok(plain.with_groups_merged())
+        })
     }
 
     /// A transposed convolution.
@@ -95,6 +122,8 @@ impl PackedConv {
             columns: weight[1],
             merged: 1,
             vec: 1,
+            chunk: 8,
+            repeats: 1,
             taps: [1; 3],
             distance: [1; 3],
             pads: [0; 3],
@@ -126,11 +155,13 @@ impl PackedConv {
     /// columns of a tile, and reads of few elements at a time as slower ones.
     fn with_groups_merged(mut self) -> PackedConv {
         const TILE: usize = 32;
+        // Copies are of 4 bytes or more.
+        let pieces: [usize; 4] = if self.chunk == CHUNK { [16, 8, 4, 1] } else { [8, 4, 2, 1] };
         let cost = |merged: usize, vec: usize| {
-            let slower = match vec {
-                8 => 1.0,
-                4 => 1.4,
-                2 => 2.5,
+            let slower = match self.chunk / vec {
+                1 => 1.0,
+                2 => 1.4,
+                4 => 2.5,
                 _ => 8.0,
             };
             let depth = (merged * self.channels).next_multiple_of(vec);
@@ -139,7 +170,7 @@ impl PackedConv {
         };
         let mut best = (f64::INFINITY, 1, 1);
         for merged in (1..=self.groups).filter(|merged| self.groups.is_multiple_of(*merged)) {
-            for vec in [8, 4, 2, 1] {
+            for vec in pieces {
                 // Only the last channels of a pixel may be rounded up.
                 let even = (merged * self.channels).is_multiple_of(vec);
                 if even || merged == self.groups {
@@ -160,15 +191,24 @@ impl PackedConv {
     /// Output channels of a part. One part may write those that round its pixels up: zeros.
     fn part_columns(&self, rounded: bool) -> usize {
         let columns = self.merged * self.columns;
-        if rounded { columns.next_multiple_of(8) } else { columns }
+        match (rounded, self.chunk) {
+            (true, CHUNK) => weight_rows(columns),
+            (true, _) => columns.next_multiple_of(8),
+            (false, _) => columns,
+        }
     }
 
-    fn depth(&self) -> usize {
+    /// The depth without repetitions.
+    fn single_depth(&self) -> usize {
         self.taps.iter().product::<usize>() * self.part_channels()
     }
 
+    fn depth(&self) -> usize {
+        self.repeats * self.single_depth()
+    }
+
     fn weight_row(&self) -> usize {
-        self.depth().next_multiple_of(8)
+        self.depth().next_multiple_of(self.chunk)
     }
 
     /// Elements of the packed weights; rows of a single part are rounded up to eight.
@@ -218,16 +258,35 @@ impl PackedConv {
 
     /// The elements read at a time where the input is copied anyway.
     pub fn rounding(&self) -> usize {
-        if self.vec == 4 && self.is_single() && self.channels <= 4 { 4 } else { 8 }
+        if self.vec == 4 && self.is_single() && self.channels <= 4 { 4 } else { self.chunk }
     }
 
     /// The weights as parts, phases, output channels, taps and input channels; the last two rounded
     /// up to whole rows.
     pub fn pack(&self, tensor: &Tensor, element: Element) -> Option<Vec<u8>> {
         let values = content::floats(tensor)?;
-        let kernel = self.sizes.kernel;
         let mut packed = vec![0f32; self.weight_len()];
-        let places: usize = kernel.iter().product();
+        self.place_all(|at, to| packed[to] = values[at]);
+        floats_as(&packed, element)
+    }
+
+    /// As [`PackedConv::pack`], of integers as sums of bytes.
+    pub fn pack_bytes(&self, values: &[i16]) -> Vec<u8> {
+        let mut packed = vec![0; self.weight_len()];
+        self.place_all(|at, to| {
+            let mut rest = values[at];
+            for repeat in 0..self.repeats {
+                let byte = rest.clamp(i8::MIN.into(), i8::MAX.into());
+                packed[to + repeat * self.single_depth()] = byte as i8 as u8;
+                rest -= byte;
+            }
+        });
+        packed
+    }
+
+    /// Calls `put` with the index of every weight and its place among the packed ones.
+    fn place_all(&self, mut put: impl FnMut(usize, usize)) {
+        let places: usize = self.sizes.kernel.iter().product();
         for group in 0..self.groups {
             for column in 0..self.columns {
                 for channel in 0..self.channels {
@@ -237,13 +296,11 @@ impl PackedConv {
                         (group * self.channels + channel) * self.columns + column
                     };
                     for tap in 0..places {
-                        let to = self.place(group, column, channel, tap);
-                        packed[to] = values[at * places + tap];
+                        put(at * places + tap, self.place(group, column, channel, tap));
                     }
                 }
             }
         }
-        floats_as(&packed, element)
     }
 
     /// Where a weight is in the packed ones.
@@ -287,14 +344,8 @@ impl PackedConv {
         let epilogue = Epilogue { alpha: 1.0, beta: 1.0, activation: self.activation };
         let drafts = loops.drafts(target, &views, epilogue)?;
         let signature = format!(
-            "{} {:?} to {:?} {:?} s{:?} p{:?} {} {} to {}",
-            self.packing(),
-            self.sizes.input,
-            self.sizes.output,
-            self.activation,
-            self.pace,
-            self.pads,
-            self.before.map(|before| before.to_string()).join(","),
+            "{} {} to {}",
+            self.description(),
             describe_all(&views.reads()),
             describe_all(&[output])
         );
@@ -306,7 +357,37 @@ impl PackedConv {
         Ok(finished(self.op, signature, drafts, flops, &views))
     }
 
-    fn loops(&self, views: &Views, rounded: bool) -> TensorLoops {
+    /// Sizes of input and output, window and channels of a plain convolution of images with one
+    /// part; `None` for others.
+    pub(super) fn as_image(&self) -> Option<([[usize; 2]; 2], Window2, usize)> {
+        let last = |all: [usize; 3]| [all[1], all[2]];
+        let pad = |at: usize| usize::try_from(self.pads[at]).ok();
+        let window = Window2 {
+            kernel: last(self.taps),
+            stride: last(self.pace),
+            pad: [pad(1)?, pad(2)?],
+            dilation: last(self.distance),
+        };
+        let flat = self.sizes.rank == 2 && self.groups == 1 && self.repeats == 1;
+        let sizes = [last(self.sizes.input), last(self.sizes.output)];
+        (flat && self.op == "Conv").then_some((sizes, window, self.part_channels()))
+    }
+
+    /// The convolution without its operands.
+    pub(super) fn description(&self) -> String {
+        format!(
+            "{} {:?} to {:?} {:?} s{:?} p{:?} {}",
+            self.packing(),
+            self.sizes.input,
+            self.sizes.output,
+            self.activation,
+            self.pace,
+            self.pads,
+            self.before.map(|before| before.to_string()).join(","),
+        )
+    }
+
+    pub(super) fn loops(&self, views: &Views, rounded: bool) -> TensorLoops {
         let Views { a: x, bias, residual, output, .. } = *views;
         let transposed = self.op == "ConvTranspose";
         let columns = self.part_columns(rounded);
@@ -374,7 +455,8 @@ impl PackedConv {
         }
 
         let mut inner = LoopNest { loops: Vec::new(), operands: 2 + kept.len() };
-        let mut below = self.taps.iter().product::<usize>() * self.part_channels();
+        let mut below = self.single_depth();
+        push(&mut inner, self.repeats, vec![0, below], nothing.clone());
         for (axis, stride) in from.iter().enumerate() {
             below /= self.taps[axis];
             let distance = self.distance[axis];

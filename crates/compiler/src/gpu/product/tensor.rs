@@ -279,7 +279,7 @@ impl TensorLoops {
         args
     }
 
-    fn write_axes(&self, args: &mut ArgsWriter) {
+    pub(super) fn write_axes(&self, args: &mut ArgsWriter) {
         let none = Axis { size: 1, pad: 0, out_size: 1, step: 1, before: 0 };
         let axes = if self.axes.is_empty() { vec![none] } else { self.axes.clone() };
         axes.iter().for_each(|axis| drop_ref(args.int(axis.size)));
