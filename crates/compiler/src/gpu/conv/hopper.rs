@@ -52,6 +52,15 @@ const SHAPES: [Shape; 7] = [
     shape(128, 64, (2, 1), 4, 2),
 ];
 
+/// Shapes for bytes. Their end takes more registers than two large blocks of an SM have, and with
+/// two products per step and warpgroup ptxas waits between them (C7517).
+const BYTE_SHAPES: [Shape; 4] = [
+    shape(128, 192, (2, 1), 5, 1),
+    shape(128, 128, (2, 1), 6, 1),
+    shape(128, 64, (2, 1), 8, 1),
+    shape(128, 64, (2, 1), 4, 2),
+];
+
 /// Every shape as it appears in a kernel's type, for tests that all are tried.
 pub fn shapes() -> Vec<String> {
     SHAPES.iter().map(Shape::parameters).collect()
@@ -204,9 +213,7 @@ pub(in crate::gpu) fn byte_drafts(
     };
     let Some(input) = InputMap::of(&product) else { return Vec::new() };
     let multiprocessors = (target.multiprocessors as usize).max(1);
-    // With two products per step and warpgroup, ptxas waits between them (C7517).
-    let single = |shape: &&Shape| shape.bm / shape.groups.0 == 64;
-    let suited = SHAPES.iter().filter(single).filter(|shape| product.suits(shape, multiprocessors));
+    let suited = BYTE_SHAPES.iter().filter(|shape| product.suits(shape, multiprocessors));
     let draft = |shape: &Shape| {
         let estimate = product.estimate_us(shape, multiprocessors);
         (estimate, product.byte_draft(shape, &input, multiprocessors, images, ending))
