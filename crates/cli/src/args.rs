@@ -522,12 +522,16 @@ mig_gpcs, batch, procs, throughput_total_rps, latency_ms and, where measured, me
 Ctrl-C ends the search and prints the best plan so far with its gap.")]
 pub(crate) struct PlanArgs {
     /// TOML file of the services
-    #[arg(long, env = "ATOLL_PLAN_SERVICES")]
-    pub(crate) services: PathBuf,
+    #[arg(long, env = "ATOLL_PLAN_SERVICES", required_unless_present = "verify")]
+    pub(crate) services: Option<PathBuf>,
 
     /// CSV file of measured operating points, or JSON of the same
-    #[arg(long, env = "ATOLL_PLAN_PROFILES")]
-    pub(crate) profiles: PathBuf,
+    #[arg(long, env = "ATOLL_PLAN_PROFILES", required_unless_present = "verify")]
+    pub(crate) profiles: Option<PathBuf>,
+
+    /// Plan nothing: verify a plan, as written by --json, from that file alone
+    #[arg(long, value_name = "PLAN.json")]
+    pub(crate) verify: Option<PathBuf>,
 
     /// GPU kind: a30-24gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb, b200-180gb
     #[arg(long, env = "ATOLL_PLAN_GPU", default_value = "a100-80gb")]
@@ -558,6 +562,11 @@ pub(crate) struct PlanArgs {
     /// Current plan, as written by --json: change little, and print the steps
     #[arg(long, value_name = "CURRENT.json")]
     pub(crate) from: Option<PathBuf>,
+
+    /// With --from: how many services may move although their rate did not change; without it a
+    /// move only has to cost less than it saves
+    #[arg(long, value_name = "COUNT", requires = "from")]
+    pub(crate) max_moves: Option<usize>,
 
     /// Explain how a service is served
     #[arg(long, value_name = "SERVICE")]

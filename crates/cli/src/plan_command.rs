@@ -1,16 +1,18 @@
 //! `atoll plan`: the fewest GPUs, their slices, and the steps from the current plan.
 
 use std::io::IsTerminal;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use assembly::{Failure, read_file, write_file};
 use base::MonotonicClock;
 use indicatif::ProgressBar;
+use planner::certified::SearchEnd;
 use planner::plan::GpuFile;
 use planner::replan::steps::{TransitionStep, steps};
 use planner::replan::{ChangeCosts, replan};
+use planner::verify::{Certificate, Claims, verify};
 use planner::{
     Algorithm, GpuKind, Plan, PlanError, PlanRules, PlannerOutput, Problem, Profiles,
     SearchControl, SearchProgress, Service, Sharing, certified, check, render,
@@ -68,6 +70,9 @@ pub(crate) struct PlanFile {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     steps: Vec<String>,
     pub(crate) plan: Vec<GpuFile>,
+    /// What `--verify` needs; plans of other programs have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    certificate: Option<Certificate>,
 }
 
 /// A plan and what is reported about it.
@@ -80,10 +85,13 @@ struct PlanOutcome {
 
 /// Runs the command.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
+    if let Some(path) = &args.verify {
+        return verify_file(path);
+    }
     let outcome = solve(args)?;
     let PlanOutcome { problem, answer, .. } = &outcome;
     let plan = &answer.solution.plan;
-    if !matches!(args.algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike) {
+    if has_plan(args) {
         let violations = check(problem, plan);
         if let Some(first) = violations.first() {
             return Err(Failure::failed(format!("the checker rejects the plan: {first}")));
@@ -96,9 +104,14 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
         write_file(path, &render::mig_parted(problem, plan))?;
     }
     if args.json {
-        return print_json(&outcome);
+        return print_json(args, &outcome);
     }
     print_text(args, &outcome)
+}
+
+/// Whether the algorithm makes a plan; some only count GPUs.
+fn has_plan(args: &PlanArgs) -> bool {
+    !matches!(args.algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike)
 }
 
 fn solve(args: &PlanArgs) -> Result<PlanOutcome, Failure> {
@@ -118,7 +131,7 @@ fn solve(args: &PlanArgs) -> Result<PlanOutcome, Failure> {
     let mut control = SearchControl::new(&clock, &mut report);
     let (answer, steps) = match &args.from {
         Some(path) => {
-            let (answer, steps) = from_current(&problem, path, &mut control)?;
+            let (answer, steps) = from_current(&problem, path, args.max_moves, &mut control)?;
             (answer, Some(steps))
         }
         None => {
@@ -152,10 +165,14 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
         ));
     }
     let gpu = GpuKind::find(&args.gpu).map_err(Failure::usage)?;
-    let services = services(&args.services)?;
-    let text = read_file(&args.profiles)?;
-    let named = |error: String| Failure::failed(format!("{}: {error}", args.profiles.display()));
-    let profiles = match args.profiles.extension().is_some_and(|name| name == "json") {
+    let needed = |path: &Option<PathBuf>, flag: &str| {
+        path.clone().ok_or_else(|| Failure::usage(format!("{flag} FILE is needed")))
+    };
+    let services = services(&needed(&args.services, "--services")?)?;
+    let table = needed(&args.profiles, "--profiles")?;
+    let text = read_file(&table)?;
+    let named = |error: String| Failure::failed(format!("{}: {error}", table.display()));
+    let profiles = match table.extension().is_some_and(|name| name == "json") {
         true => serde_json::from_str(&text).map_err(|error| named(error.to_string()))?,
         false => Profiles::from_csv(&text).map_err(|error| named(error.to_string()))?,
     };
@@ -186,15 +203,44 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
     Ok((rest, faults))
 }
 
+fn plan_file(path: &Path) -> Result<PlanFile, Failure> {
+    serde_json::from_str(&read_file(path)?).map_err(|error| {
+        let path = path.display();
+        Failure::failed(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
+    })
+}
+
+/// Verifies a plan from its file alone.
+fn verify_file(path: &Path) -> Result<(), Failure> {
+    let file = plan_file(path)?;
+    let Some(certificate) = &file.certificate else {
+        return Err(Failure::failed(format!("{} carries no certificate", path.display())));
+    };
+    let PlanFile { gpu_kind, gpus, lower_bound, plan, .. } = &file;
+    let claims = Claims { gpu_kind, gpus: *gpus, lower_bound: *lower_bound, plan };
+    match verify(&claims, certificate) {
+        Ok(verified) => {
+            println!(
+                "verified: {} gpus, legal, within every rate and slo; at least {} needed \
+                 (bound {:.6}{})",
+                verified.gpus,
+                verified.lower_bound,
+                verified.bound,
+                if verified.gpus == verified.lower_bound { ", proven best" } else { "" }
+            );
+            Ok(())
+        }
+        Err(wrong) => Err(Failure::failed(format!("{}: {}", path.display(), wrong.join("\n  ")))),
+    }
+}
+
 fn from_current(
     problem: &Problem,
     path: &Path,
+    moves_max: Option<usize>,
     control: &mut SearchControl<'_>,
 ) -> Result<(PlannerOutput, Vec<TransitionStep>), Failure> {
-    let file: PlanFile = serde_json::from_str(&read_file(path)?).map_err(|error| {
-        let path = path.display();
-        Failure::failed(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
-    })?;
+    let file = plan_file(path)?;
     let kind = problem.gpu.name;
     if !file.gpu_kind.is_empty() && file.gpu_kind != kind {
         let (path, other) = (path.display(), &file.gpu_kind);
@@ -202,15 +248,21 @@ fn from_current(
     }
     let current = Plan::from_file(problem, &file.plan).map_err(Failure::failed)?;
     let bound = certified::bound(problem, control).map_err(Failure::failed)?;
-    let next = replan(problem, &current, &bound.prices, ChangeCosts::default(), control)
-        .map_err(Failure::failed)?;
+    let costs = ChangeCosts { moves_max, ..ChangeCosts::default() };
+    let next = replan(problem, &current, &bound.prices, costs, control).map_err(Failure::failed)?;
     let steps = steps(problem, &current, &next.plan);
     let gpus = next.gpus();
-    let solution = certified::Solution { plan: next.plan, seconds: control.seconds(), ..bound };
+    let end = match (gpus <= bound.lower_bound, control.is_stopped()) {
+        (true, _) => SearchEnd::BoundReached,
+        (false, true) => SearchEnd::Stopped,
+        (false, false) => SearchEnd::NothingBetter,
+    };
+    let seconds = control.seconds();
+    let solution = certified::Solution { plan: next.plan, seconds, end, ..bound };
     Ok((PlannerOutput { gpus, solution }, steps))
 }
 
-fn print_json(outcome: &PlanOutcome) -> Result<(), Failure> {
+fn print_json(args: &PlanArgs, outcome: &PlanOutcome) -> Result<(), Failure> {
     let PlanOutcome { problem, faults, answer, steps } = outcome;
     let lines = steps.as_ref().map(|steps| render::steps(problem, steps)).unwrap_or_default();
     let file = PlanFile {
@@ -222,6 +274,7 @@ fn print_json(outcome: &PlanOutcome) -> Result<(), Failure> {
         faults: faults.iter().map(PlanError::to_string).collect(),
         steps: lines.lines().map(|line| line.trim().to_string()).collect(),
         plan: answer.solution.plan.to_file(problem),
+        certificate: has_plan(args).then(|| Certificate::new(problem, &answer.solution)),
     };
     let text = serde_json::to_string_pretty(&file).map_err(Failure::failed)?;
     println!("{text}");

@@ -3,13 +3,13 @@
 use std::str::FromStr;
 
 use crate::baseline::{gpulet_like, igniter_like, mig_serving_like};
-use crate::certified::{self, Solution};
+use crate::certified::{self, SearchEnd, Solution};
 use crate::error::PlanError;
 use crate::parvagpu::{self, ParvaGpuVariant};
-use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
+use crate::plan::{Plan, PlannedGpu};
 use crate::problem::Problem;
 use crate::search_control::SearchControl;
-use crate::squishy::{self, Session};
+use crate::squishy;
 
 /// A planning algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,55 +71,21 @@ pub fn run(
             return Ok(PlannerOutput { gpus: solution.plan.gpus.len(), solution });
         }
         Algorithm::ParvaGpu(variant) => parvagpu::plan(problem, variant)?,
-        Algorithm::Squishy => squishy_plan(problem)?,
+        Algorithm::Squishy => squishy::plan(problem)?,
         Algorithm::MigServingLike => mig_serving_like(problem)?,
         Algorithm::GpuletLike => count_only(gpulet_like(problem)?.len()),
         Algorithm::IgniterLike => count_only(igniter_like(problem)?.len()),
     };
     let seconds = control.seconds();
     let bound = certified::bound(problem, control)?;
-    Ok(PlannerOutput { gpus: plan.gpus.len(), solution: Solution { plan, seconds, ..bound } })
+    let gpus = plan.gpus.len();
+    let end = match gpus <= bound.lower_bound {
+        true => SearchEnd::BoundReached,
+        false => SearchEnd::OtherAlgorithm,
+    };
+    Ok(PlannerOutput { gpus, solution: Solution { plan, seconds, end, ..bound } })
 }
 
 fn count_only(gpus: usize) -> Plan {
     Plan { gpus: vec![PlannedGpu::default(); gpus] }
-}
-
-/// Squishy packing with each GPU as one slice and one process per service.
-fn squishy_plan(problem: &Problem) -> Result<Plan, PlanError> {
-    problem.validate()?;
-    let unsupported = || PlanError::Unsupported {
-        algorithm: "squishy",
-        what: "the gpu has no slice of its whole size".to_string(),
-    };
-    let kind = problem.gpu.kind_of_size(problem.gpu.gpcs).ok_or_else(unsupported)?;
-    let sessions: Vec<Session> = problem
-        .services
-        .iter()
-        .map(|service| {
-            let points = problem.profiles.points(&service.model).unwrap_or_default();
-            let whole = points.iter().filter(|p| p.gpcs == problem.gpu.gpcs && p.processes == 1);
-            let mut curve: Vec<(u32, f64)> = whole.map(|p| (p.batch, p.turn_ms())).collect();
-            curve.sort_by_key(|(batch, _)| *batch);
-            Session {
-                name: service.name.clone(),
-                rate: service.demand(&problem.rules),
-                slo_ms: service.limit_ms(&problem.rules),
-                curve,
-            }
-        })
-        .collect();
-    let node = |node: squishy::Node| {
-        let share = |part: &squishy::Part| ServiceShare {
-            service: part.session,
-            batch: part.batch,
-            processes: 1,
-            rate: part.rate,
-        };
-        let shares = node.parts.iter().map(share).collect();
-        PlannedGpu {
-            slices: vec![PlannedSlice { kind, start: 0, cycle_ms: Some(node.cycle_ms), shares }],
-        }
-    };
-    Ok(Plan { gpus: squishy::pack(&sessions)?.into_iter().map(node).collect() })
 }

@@ -7,16 +7,21 @@ mod dual;
 mod filling;
 pub(crate) mod packing;
 mod part_pricing;
+mod portfolio;
 mod rounding;
 mod search;
 mod shared_slices;
 mod sharing;
+mod unplaced;
+
+use serde::{Deserialize, Serialize};
 
 use self::assembly::{SliceContents, assemble, units_of};
 use self::cover::{Prices, cheapest};
 use self::dual::{Bound, Groups, ROWS, Rows, Usage, maximise, slice_prices};
 use self::filling::FillTask;
 use self::packing::{Packed, PatternPacker};
+use self::rounding::Rounded;
 use self::search::{Gap, total};
 use self::shared_slices::SharedSliceBuilder;
 use self::sharing::SharingModel;
@@ -50,15 +55,59 @@ pub struct Solution {
     pub bound: f64,
     /// The bound as whole GPUs.
     pub lower_bound: usize,
-    /// The certificate: prices of the slice kinds, in GPUs, that prove the bound.
+    /// Prices of the slice kinds, in GPUs: the sums of the two below.
     pub prices: [f64; KINDS_MAX],
+    /// The certificate: prices of all the time of a slice that, with those of its memory, prove the
+    /// bound. If slices are not shared, these are the prices of slices.
+    pub time_prices: [f64; KINDS_MAX],
+    /// Prices of all the memory of a slice.
+    pub memory_prices: [f64; KINDS_MAX],
     /// Whether the caller stopped the search.
     pub stopped: bool,
+    /// Why the search ended.
+    pub end: SearchEnd,
     /// Duration in seconds.
     pub seconds: f64,
 }
 
+/// Why a search ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SearchEnd {
+    /// The plan has as few GPUs as the bound allows.
+    BoundReached,
+    /// The search found nothing better; the plan is above its bound.
+    NothingBetter,
+    /// The caller stopped it.
+    Stopped,
+    /// Another algorithm made the plan, which was not improved.
+    OtherAlgorithm,
+}
+
 impl Solution {
+    /// A plan with its bound.
+    fn new(plan: Plan, bound: f64, rows: &Rows, control: &SearchControl<'_>) -> Solution {
+        let lower_bound = whole_gpus(bound);
+        let stopped = control.is_stopped();
+        let end = match stopped {
+            _ if plan.gpus.len() <= lower_bound => SearchEnd::BoundReached,
+            true => SearchEnd::Stopped,
+            false => SearchEnd::NothingBetter,
+        };
+        let row = |resource: usize| std::array::from_fn(|k| rows[resource * KINDS_MAX + k]);
+        Solution {
+            plan,
+            bound,
+            lower_bound,
+            prices: slice_prices(rows),
+            time_prices: row(0),
+            memory_prices: row(1),
+            stopped,
+            end,
+            seconds: control.seconds(),
+        }
+    }
+
     /// GPUs above the bound.
     pub fn gap(&self) -> usize {
         self.plan.gpus.len().saturating_sub(self.lower_bound)
@@ -77,14 +126,9 @@ pub fn plan(problem: &Problem, control: &mut SearchControl<'_>) -> Result<Soluti
         Some(units) => units,
         None => solver.units(&outcome.covers),
     };
-    Ok(Solution {
-        plan: assemble(problem.gpu, &solver.packer, &outcome.packed, units),
-        lower_bound: whole_gpus(outcome.bound),
-        bound: outcome.bound,
-        prices: outcome.prices,
-        stopped: control.is_stopped(),
-        seconds: control.seconds(),
-    })
+    let plan = assemble(problem.gpu, &solver.packer, &outcome.packed, units);
+    let plan = portfolio::best_of(problem, plan, whole_gpus(outcome.bound), control);
+    Ok(Solution::new(plan, outcome.bound, &outcome.rows, control))
 }
 
 /// Computes the bound only; the plan is empty.
@@ -94,14 +138,7 @@ pub fn bound(problem: &Problem, control: &mut SearchControl<'_>) -> Result<Solut
         Sharing::None => solver.whole_bound(control),
         Sharing::Time => solver.shared_bound(&SharingModel::new(problem, &solver.demands), control),
     };
-    Ok(Solution {
-        plan: Plan::default(),
-        lower_bound: whole_gpus(bound.value),
-        bound: bound.value,
-        prices: slice_prices(&bound.prices),
-        stopped: control.is_stopped(),
-        seconds: control.seconds(),
-    })
+    Ok(Solution::new(Plan::default(), bound.value, &bound.prices, control))
 }
 
 struct Solver<'a> {
@@ -114,7 +151,7 @@ struct Solver<'a> {
 
 struct CertifiedOutcome {
     bound: f64,
-    prices: Prices,
+    rows: Rows,
     covers: Vec<SliceCounts>,
     packed: Packed,
     /// Contents of the slices if services share slices; otherwise they follow from `covers`.
@@ -163,10 +200,11 @@ impl<'a> Solver<'a> {
         let demands = &self.demands;
         let bound = self.whole_bound(control);
         let lower_bound = whole_gpus(bound.value);
-        let mut covers = rounding::round(demands, &self.groups, &bound);
+        let Rounded { mut covers, mixtures } = rounding::round(demands, &self.groups, &bound);
         let mut packed = self.packer.pack(&total(&covers));
         let gap = Gap {
             demands,
+            mixtures: &mixtures,
             packer: &self.packer,
             prices: &slice_prices(&bound.prices),
             rounds: if demands.len() <= 5000 { 40 } else { 10 },
@@ -184,13 +222,8 @@ impl<'a> Solver<'a> {
                 None => break,
             }
         }
-        CertifiedOutcome {
-            bound: bound.value,
-            prices: slice_prices(&bound.prices),
-            covers,
-            packed,
-            units: None,
-        }
+        let (bound, rows) = (bound.value, bound.prices);
+        CertifiedOutcome { bound, rows, covers, packed, units: None }
     }
 
     /// Solves the problem with duty cycles; never takes more GPUs than `whole`.
@@ -201,9 +234,9 @@ impl<'a> Solver<'a> {
     ) -> CertifiedOutcome {
         let sharing = SharingModel::new(self.problem, &self.demands);
         let bound = self.shared_bound(&sharing, control);
-        let (value, prices) = (bound.value, slice_prices(&bound.prices));
+        let value = bound.value;
         let lower_bound = whole_gpus(value);
-        let mut best = CertifiedOutcome { bound: value, prices, ..whole };
+        let mut best = CertifiedOutcome { bound: value, rows: bound.prices, ..whole };
         let starts = if self.demands.len() <= MANY_SERVICES { &STARTS[..] } else { &STARTS[..1] };
         for &(strain, balance) in starts {
             if best.gpus() <= lower_bound
@@ -245,7 +278,7 @@ impl<'a> Solver<'a> {
     ) {
         let patterns = self.useful_patterns();
         for gpus in (whole_gpus(best.bound)..best.gpus()).rev() {
-            let prices = best.prices;
+            let prices = slice_prices(&best.rows);
             let task = FillTask { sharing, demands: &self.demands, gpus, prices: &prices };
             if best.bound > FILL_BOUND_MAX * gpus as f64 {
                 break;
@@ -282,9 +315,9 @@ impl<'a> Solver<'a> {
     }
 }
 
-/// The bound as whole GPUs, minus the floating-point error.
+/// The bound as whole GPUs, minus the floating-point error and the tolerance of verification.
 fn whole_gpus(bound: f64) -> usize {
-    (bound - 1e-6).ceil().max(1.0) as usize
+    (bound * (1.0 - 5e-7) - 1e-6).ceil().max(1.0) as usize
 }
 
 /// The same price for each compute slice: feasible on every GPU kind.

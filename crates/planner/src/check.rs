@@ -107,16 +107,17 @@ fn check_slice(
             wrong(format!("'{}' has {} processes", service.name, share.processes));
         }
         let limit_ms = service.slo_ms * problem.rules.slo_share;
+        let batches = f64::from(share.batch) * f64::from(share.processes);
+        // The latency may have been rounded down: the throughput tells.
+        let turn_ms = point.latency_ms.max(batches / point.throughput * 1000.0);
         let capacity = match slice.cycle_ms {
             None => {
-                if point.latency_ms * 2.0 >= limit_ms {
+                if turn_ms * 2.0 >= limit_ms {
                     wrong(format!("'{}' misses its slo", service.name));
                 }
                 point.throughput
             }
             Some(cycle_ms) => {
-                let batches = f64::from(share.batch) * f64::from(share.processes);
-                let turn_ms = point.latency_ms.max(batches / point.throughput * 1000.0);
                 busy_ms += turn_ms;
                 if cycle_ms + turn_ms > limit_ms * (1.0 + TOLERANCE) {
                     wrong(format!("'{}' misses its slo", service.name));

@@ -57,6 +57,7 @@ pub mod scenario;
 pub mod search_control;
 mod simplex;
 pub mod squishy;
+pub mod verify;
 
 pub use algorithm::{Algorithm, PlannerOutput, run};
 pub use check::{Violation, check};

@@ -2,9 +2,10 @@
 //!
 //! Services whose slices still suffice, none of them superfluous, are not changed. The others
 //! either extend their present slices or get a new cover, with a price on every change. New slices
-//! go onto free slots first, and then onto further GPUs. If the plan is too far above its bound,
-//! the emptiest GPUs are emptied within a budget of moves.
+//! go onto free slots first, and then onto further GPUs. If the plan then has too many GPUs, the
+//! GPUs with the least work are planned again together ([`drift`]).
 
+mod drift;
 pub mod steps;
 
 use std::collections::BTreeSet;
@@ -16,32 +17,50 @@ use crate::error::PlanError;
 use crate::gpu::{KINDS_MAX, SliceCounts};
 use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
 use crate::problem::{Problem, ServiceDemand};
+use crate::profile::OperatingPoint;
 use crate::search_control::SearchControl;
 
-/// Costs of changes, in GPUs.
+/// Costs of changes, in GPUs: a change that saves a GPU may cost up to one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ChangeCosts {
-    /// Creating or destroying a slice.
+    /// Creating or destroying a slice: the time of a MIG reconfiguration.
     pub geometry: f64,
-    /// Loading a model into a slice.
+    /// Loading a model into a slice: the cold start of its processes.
     pub load: f64,
+    /// Loading one GiB of a model.
+    pub load_gib: f64,
     /// Spreading a service's rate over one more slice.
     pub split: f64,
-    /// Untouched services that may be moved to save GPUs, as a share of all.
-    pub moves: f64,
-    /// Relative gap to the bound above which GPUs are emptied.
+    /// Maximum number of services that are moved although their demand did not change; without it
+    /// only the costs limit the moves.
+    pub moves_max: Option<usize>,
+    /// GPUs above a new plan from which services are moved, as a share of it. One GPU is always
+    /// allowed, so that a plan does not change back and forth.
     pub drift: f64,
 }
 
 impl Default for ChangeCosts {
     fn default() -> ChangeCosts {
-        ChangeCosts { geometry: 0.01, load: 0.005, split: 0.001, moves: 0.005, drift: 0.003 }
+        ChangeCosts {
+            geometry: 0.01,
+            load: 0.004,
+            load_gib: 0.0002,
+            split: 0.001,
+            moves_max: None,
+            drift: 0.02,
+        }
     }
 }
 
 /// Relative error up to which a rate counts as met, because rates in shared slices are rounded
 /// down. Well within the checker's tolerance.
 const MET: f64 = 5e-8;
+/// Relative difference of routed and needed rates up to which a service is as planned: above the
+/// solvers', and well below any change that matters.
+const ROUTED: f64 = 9e-8;
+/// Relative slack of comparisons: above the solvers', whose cycles and rates are sums of rounded
+/// numbers, and within the checker's.
+const SLACK: f64 = 1e-8;
 
 /// A plan derived from another one.
 #[derive(Clone, Debug)]
@@ -75,6 +94,8 @@ struct Replanner<'a> {
     slices: Vec<Vec<(usize, u8, usize)>>,
     /// Requests per second from shared slices.
     shared: Vec<f64>,
+    /// Services that run exactly as planned: what is routed to them is what they need.
+    settled: Vec<bool>,
 }
 
 /// Plans `problem` starting from `current`; `prices` are those of the last certified plan.
@@ -89,12 +110,14 @@ pub fn replan(
     let mut planner = Replanner::new(problem, current, *prices, costs);
     let bound = certified::bound_of(problem, &planner.demands, prices);
     control.should_continue("replan", Some(current.gpus.len()), bound);
+    planner.find_settled();
     let (missing, changed) = planner.settle();
     planner.place(missing);
-    let moved = planner.consolidate(bound, &changed);
     planner.balance();
-    let seconds = control.seconds();
-    Ok(Replanned { plan: planner.plan, bound, moved, changed, seconds })
+    let drift = drift::Drift { problem, current, changed: &changed, costs };
+    let plan = drift.repair(planner.plan, bound, control)?;
+    let moved = drift.moved(&plan);
+    Ok(Replanned { plan, bound, moved, changed, seconds: control.seconds() })
 }
 
 /// Whether the turns of a shared slice still meet all SLOs.
@@ -108,10 +131,16 @@ fn still_in_time(problem: &Problem, slice: &PlannedSlice) -> bool {
             .iter()
             .find(|p| (p.gpcs, p.batch, p.processes) == (gpcs, share.batch, share.processes));
         point.is_some_and(|point| {
-            cycle_ms + point.turn_ms() <= service.limit_ms(&problem.rules)
-                && share.rate * cycle_ms / 1000.0 <= point.requests() * (1.0 + 1e-9)
+            cycle_ms + point.turn_ms() <= service.limit_ms(&problem.rules) * (1.0 + SLACK)
+                && share.rate * cycle_ms / 1000.0 <= point.requests() * (1.0 + SLACK)
         })
     })
+}
+
+/// Cost of loading a model's processes at an operating point.
+fn load_cost(problem: &Problem, costs: &ChangeCosts, model: &str, point: &OperatingPoint) -> f64 {
+    let mib = problem.profiles.memory_limit_mib(problem.gpu, model, point);
+    costs.load + costs.load_gib * mib as f64 / 1024.0
 }
 
 impl<'a> Replanner<'a> {
@@ -129,6 +158,7 @@ impl<'a> Replanner<'a> {
             plan: current.clone(),
             slices: vec![Vec::new(); problem.services.len()],
             shared: vec![0.0; problem.services.len()],
+            settled: vec![false; problem.services.len()],
         };
         for (number, gpu) in planner.plan.gpus.iter_mut().enumerate() {
             gpu.slices.retain(|slice| !slice.shares.is_empty() && still_in_time(problem, slice));
@@ -147,6 +177,33 @@ impl<'a> Replanner<'a> {
         planner
     }
 
+    /// Marks the services that run exactly as planned.
+    fn find_settled(&mut self) {
+        let mut routed = vec![0.0; self.demands.len()];
+        let mut as_planned = vec![true; self.demands.len()];
+        for slice in self.plan.gpus.iter().flat_map(|gpu| &gpu.slices) {
+            for share in &slice.shares {
+                routed[share.service] += share.rate;
+                if slice.cycle_ms.is_none() {
+                    let demand = &self.demands[share.service];
+                    let model = &self.problem.services[share.service].model;
+                    let points = self.problem.profiles.points(model).unwrap_or_default();
+                    let point = points.get(demand.point[slice.kind] as usize);
+                    as_planned[share.service] &= demand.throughput[slice.kind] > 0.0
+                        && point.is_some_and(|point| {
+                            (point.batch, point.processes) == (share.batch, share.processes)
+                                && share.rate <= point.throughput * (1.0 + SLACK)
+                        });
+                }
+            }
+        }
+        let exact = |service: usize| {
+            let needed = self.demands[service].rate;
+            as_planned[service] && (routed[service] - needed).abs() <= needed * ROUTED
+        };
+        self.settled = (0..self.demands.len()).map(exact).collect();
+    }
+
     fn capacity(&self, service: usize, cover: &SliceCounts) -> f64 {
         let throughput = &self.demands[service].throughput;
         (0..KINDS_MAX).map(|kind| f64::from(cover[kind]) * throughput[kind]).sum()
@@ -161,6 +218,9 @@ impl<'a> Replanner<'a> {
     fn settle(&mut self) -> (Vec<(usize, usize)>, BTreeSet<usize>) {
         let (mut missing, mut changed) = (Vec::new(), BTreeSet::new());
         for service in 0..self.demands.len() {
+            if self.settled[service] {
+                continue;
+            }
             let mut now: SliceCounts = [0; KINDS_MAX];
             self.slices[service].iter().for_each(|(_, _, kind)| now[*kind] += 1);
             let needed = self.demands[service].rate - self.shared[service];
@@ -207,12 +267,24 @@ impl<'a> Replanner<'a> {
             let made: u32 = (0..KINDS_MAX).map(|k| cover[k].saturating_sub(now[k])).sum();
             let gone: u32 = (0..KINDS_MAX).map(|k| now[k].saturating_sub(cover[k])).sum();
             let split = cover.iter().sum::<u32>().saturating_sub(now.iter().sum());
+            let loads =
+                |k: usize| f64::from(cover[k].saturating_sub(now[k])) * self.load(service, k);
             self.price(cover)
                 + f64::from(made + gone) * self.costs.geometry
-                + f64::from(made) * self.costs.load
+                + (0..KINDS_MAX).map(loads).sum::<f64>()
                 + f64::from(split) * self.costs.split
         };
         if cost(&extended) <= cost(&new_cover) { extended } else { new_cover }
+    }
+
+    /// Cost of loading a service into a slice of `kind`.
+    fn load(&self, service: usize, kind: usize) -> f64 {
+        let model = &self.problem.services[service].model;
+        let points = self.problem.profiles.points(model).unwrap_or_default();
+        match points.get(self.demands[service].point[kind] as usize) {
+            Some(point) => load_cost(self.problem, &self.costs, model, point),
+            None => self.costs.load,
+        }
     }
 
     fn extend_cover(&self, service: usize, now: &SliceCounts, needed: f64) -> SliceCounts {
@@ -344,74 +416,6 @@ impl<'a> Replanner<'a> {
         }
     }
 
-    /// Moves services off the emptiest GPUs while the plan is too far above its bound and the
-    /// budget of moves lasts.
-    fn consolidate(&mut self, bound: f64, changed: &BTreeSet<usize>) -> BTreeSet<usize> {
-        let mut moved = BTreeSet::new();
-        let budget = (self.demands.len() as f64 * self.costs.moves) as usize;
-        let max_gpus = (bound * (1.0 + self.costs.drift)).ceil() as usize;
-        let mut order: Vec<usize> = (0..self.plan.gpus.len())
-            .filter(|&gpu| !self.plan.gpus[gpu].slices.is_empty())
-            .collect();
-        let mut gpus = order.len();
-        order.sort_by_key(|&gpu| self.gpcs(gpu));
-        for gpu in order {
-            if gpus <= max_gpus {
-                break;
-            }
-            let slices = self.plan.gpus[gpu].slices.clone();
-            if slices.iter().any(|slice| slice.cycle_ms.is_some()) {
-                continue;
-            }
-            let strangers: BTreeSet<usize> = slices
-                .iter()
-                .map(|slice| slice.shares[0].service)
-                .filter(|service| !changed.contains(service))
-                .collect();
-            if moved.union(&strangers).count() > budget {
-                continue;
-            }
-            if self.empty_into_others(gpu, &slices) {
-                moved.extend(strangers);
-                gpus -= 1;
-            }
-        }
-        moved
-    }
-
-    fn empty_into_others(&mut self, gpu: usize, slices: &[PlannedSlice]) -> bool {
-        let mut done: Vec<(usize, u8, usize, usize)> = Vec::new();
-        let open: Vec<usize> = (0..self.plan.gpus.len())
-            .filter(|&other| {
-                other != gpu
-                    && !self.plan.gpus[other].slices.is_empty()
-                    && self.gpcs(other) < self.problem.gpu.gpcs
-            })
-            .collect();
-        let mut order: Vec<&PlannedSlice> = slices.iter().collect();
-        order.sort_by_key(|s| std::cmp::Reverse(self.problem.gpu.slices[s.kind].memory_slices));
-        for slice in order {
-            let service = slice.shares[0].service;
-            let available =
-                open.iter().find_map(|&other| Some((other, self.start(other, slice.kind)?)));
-            let Some((other, start)) = available else {
-                for (other, start, _, service) in done {
-                    self.plan.gpus[other].slices.retain(|slice| slice.start != start);
-                    self.slices[service].retain(|at| (at.0, at.1) != (other, start));
-                }
-                return false;
-            };
-            self.put(other, start, slice.kind, service);
-            done.push((other, start, slice.kind, service));
-        }
-        for slice in slices {
-            let service = slice.shares[0].service;
-            self.slices[service].retain(|at| (at.0, at.1) != (gpu, slice.start));
-        }
-        self.plan.gpus[gpu].slices.clear();
-        true
-    }
-
     /// Distributes each service's rate over its slices in proportion to their throughput.
     fn balance(&mut self) {
         let mut capacity = vec![0.0; self.demands.len()];
@@ -420,7 +424,7 @@ impl<'a> Replanner<'a> {
             capacity[service] = slices.iter().map(|(_, _, kind)| throughput[*kind]).sum();
         }
         for slice in self.plan.gpus.iter_mut().flat_map(|gpu| &mut gpu.slices) {
-            if slice.cycle_ms.is_some() {
+            if slice.cycle_ms.is_some() || self.settled[slice.shares[0].service] {
                 continue;
             }
             let share = &mut slice.shares[0];

@@ -10,14 +10,15 @@ const OPTIMAL: f64 = 1e-9;
 const PIVOT: f64 = 1e-9;
 /// Cost of the artificial columns that stand in until real ones cover a row.
 const BIG: f64 = 1e5;
-/// Pivots between two inversions of the basis.
+/// Pivots between two inversions of the basis; more if there are more rows.
 const REFACTOR: usize = 64;
 
 pub(crate) struct Simplex {
     rows: usize,
     rhs: Vec<f64>,
     costs: Vec<f64>,
-    entries: Vec<Vec<f64>>,
+    /// Row and value of the entries of each column.
+    entries: Vec<Vec<(usize, f64)>>,
     basis: Vec<usize>,
     inverse: Vec<f64>,
     values: Vec<f64>,
@@ -41,9 +42,7 @@ impl Simplex {
             duals: vec![0.0; rows],
         };
         for row in 0..rows {
-            let mut entries = vec![0.0; rows];
-            entries[row] = 1.0;
-            simplex.add(BIG, entries);
+            simplex.add_sparse(BIG, vec![(row, 1.0)]);
             simplex.inverse[row * rows + row] = 1.0;
         }
         simplex
@@ -52,6 +51,12 @@ impl Simplex {
     /// Adds a column and returns its index.
     pub(crate) fn add(&mut self, cost: f64, entries: Vec<f64>) -> usize {
         debug_assert_eq!(entries.len(), self.rows);
+        let sparse = entries.into_iter().enumerate().filter(|(_, value)| *value != 0.0);
+        self.add_sparse(cost, sparse.collect())
+    }
+
+    /// Like [`Simplex::add`], with the rows and values of the entries that are not zero.
+    pub(crate) fn add_sparse(&mut self, cost: f64, entries: Vec<(usize, f64)>) -> usize {
         self.costs.push(cost);
         self.entries.push(entries);
         self.costs.len() - 1
@@ -60,7 +65,7 @@ impl Simplex {
     /// Optimises over the present columns with at most `pivots_max` pivots.
     pub(crate) fn solve(&mut self, pivots_max: usize) {
         for pivot in 0..pivots_max {
-            if pivot % REFACTOR == REFACTOR - 1 {
+            if pivot % REFACTOR.max(self.rows) == REFACTOR.max(self.rows) - 1 {
                 self.refactor();
             }
             self.price_rows();
@@ -102,7 +107,7 @@ impl Simplex {
     fn entering(&self) -> Option<usize> {
         let mut best = (-OPTIMAL, None);
         for (column, entries) in self.entries.iter().enumerate() {
-            let worth: f64 = entries.iter().zip(&self.duals).map(|(a, dual)| a * dual).sum();
+            let worth: f64 = entries.iter().map(|(row, a)| a * self.duals[*row]).sum();
             let reduced = self.costs[column] - worth;
             if reduced < best.0 {
                 best = (reduced, Some(column));
@@ -115,7 +120,7 @@ impl Simplex {
         let entries = &self.entries[column];
         let row = |at: usize| &self.inverse[at * self.rows..(at + 1) * self.rows];
         (0..self.rows)
-            .map(|at| row(at).iter().zip(entries).map(|(value, entry)| value * entry).sum())
+            .map(|at| entries.iter().map(|(entry, value)| row(at)[*entry] * value).sum())
             .collect()
     }
 
@@ -158,7 +163,7 @@ impl Simplex {
         let rows = self.rows;
         let mut work = vec![0.0; rows * rows];
         for (at, &column) in self.basis.iter().enumerate() {
-            (0..rows).for_each(|row| work[row * rows + at] = self.entries[column][row]);
+            self.entries[column].iter().for_each(|(row, value)| work[row * rows + at] = *value);
         }
         let mut inverse = vec![0.0; rows * rows];
         (0..rows).for_each(|row| inverse[row * rows + row] = 1.0);

@@ -7,6 +7,8 @@
 pub mod exact;
 
 use crate::error::PlanError;
+use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
+use crate::problem::Problem;
 
 /// Relative slack of comparisons.
 pub(crate) const SLACK: f64 = 1e-9;
@@ -325,6 +327,45 @@ pub fn check(sessions: &[Session], nodes: &[Node]) -> Vec<String> {
         }
     }
     wrong
+}
+
+/// Squishy packing with each GPU as one slice and one process per service.
+pub(crate) fn plan(problem: &Problem) -> Result<Plan, PlanError> {
+    problem.validate()?;
+    let unsupported = || PlanError::Unsupported {
+        algorithm: "squishy",
+        what: "the gpu has no slice of its whole size".to_string(),
+    };
+    let kind = problem.gpu.kind_of_size(problem.gpu.gpcs).ok_or_else(unsupported)?;
+    let sessions: Vec<Session> = problem
+        .services
+        .iter()
+        .map(|service| {
+            let points = problem.profiles.points(&service.model).unwrap_or_default();
+            let whole = points.iter().filter(|p| p.gpcs == problem.gpu.gpcs && p.processes == 1);
+            let mut curve: Vec<(u32, f64)> = whole.map(|p| (p.batch, p.turn_ms())).collect();
+            curve.sort_by_key(|(batch, _)| *batch);
+            Session {
+                name: service.name.clone(),
+                rate: service.demand(&problem.rules),
+                slo_ms: service.limit_ms(&problem.rules),
+                curve,
+            }
+        })
+        .collect();
+    let node = |node: Node| {
+        let share = |part: &Part| ServiceShare {
+            service: part.session,
+            batch: part.batch,
+            processes: 1,
+            rate: part.rate,
+        };
+        let shares = node.parts.iter().map(share).collect();
+        PlannedGpu {
+            slices: vec![PlannedSlice { kind, start: 0, cycle_ms: Some(node.cycle_ms), shares }],
+        }
+    };
+    Ok(Plan { gpus: pack(&sessions)?.into_iter().map(node).collect() })
 }
 
 #[cfg(test)]

@@ -3,9 +3,12 @@
 mod common;
 
 use base::{MonotonicClock, Random};
+use planner::certified::Solution;
 use planner::replan::steps::{align, replay, steps};
 use planner::replan::{ChangeCosts, replan};
-use planner::{Plan, PlanRules, SearchControl, Service, Sharing, certified, check, scenario};
+use planner::{
+    Plan, PlanRules, Problem, SearchControl, Service, Sharing, certified, check, scenario,
+};
 
 fn services(count: usize, random: &mut Random) -> Vec<Service> {
     let base = scenario::services(5);
@@ -96,7 +99,7 @@ fn unchanged_services_are_not_moved() {
     let mut report = |_| true;
     let first = certified::plan(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap();
     let mut control = SearchControl::new(&clock, &mut report);
-    let costs = ChangeCosts { moves: 0.0, ..ChangeCosts::default() };
+    let costs = ChangeCosts { moves_max: Some(0), ..ChangeCosts::default() };
     let next = replan(&problem, &first.plan, &first.prices, costs, &mut control).unwrap();
     assert!(next.changed.is_empty() && next.moved.is_empty());
     assert!(steps(&problem, &first.plan, &next.plan).is_empty());
@@ -133,4 +136,79 @@ fn refuses_a_current_plan_with_an_impossible_share() {
     file[0].slices[0].services[0].rate = -5.0;
     let error = Plan::from_file(&problem, &file).unwrap_err().to_string();
     assert!(error.contains("-5 requests/s"), "{error}");
+}
+
+fn plan_of(problem: &Problem) -> Solution {
+    let clock = MonotonicClock::new();
+    let mut report = |_| true;
+    certified::plan(problem, &mut SearchControl::new(&clock, &mut report)).unwrap()
+}
+
+#[test]
+fn unchanged_services_of_any_plan_are_not_moved() {
+    let mut random = Random::new(31);
+    for round in 0..16 {
+        for sharing in [Sharing::None, Sharing::Time] {
+            let count = 2 + random.below(11) as usize;
+            let rules = PlanRules { sharing, ..PlanRules::default() };
+            let Some(problem) = common::problem(services(count, &mut random), rules) else {
+                return;
+            };
+            let first = plan_of(&problem);
+            let clock = MonotonicClock::new();
+            let mut report = |_| true;
+            let mut control = SearchControl::new(&clock, &mut report);
+            let costs = ChangeCosts::default();
+            let next = replan(&problem, &first.plan, &first.prices, costs, &mut control).unwrap();
+            assert!(next.changed.is_empty() && next.moved.is_empty(), "round {round}");
+            assert!(steps(&problem, &first.plan, &next.plan).is_empty(), "round {round}");
+        }
+    }
+}
+
+/// Re-plans one change after the other; returns the services moved.
+fn chain(count: usize, changes: usize, sharing: Sharing, moves_max: Option<usize>) -> usize {
+    let mut random = Random::new(17);
+    let rules = PlanRules { sharing, ..PlanRules::default() };
+    let Some(mut problem) = common::problem(services(count, &mut random), rules) else { return 0 };
+    let base = problem.services.clone();
+    let first = plan_of(&problem);
+    let (mut plan, mut prices, mut moved) = (first.plan, first.prices, 0);
+    for round in 0..changes {
+        for _ in 0..1 + count / 10 {
+            let at = random.below(count as u64) as usize;
+            problem.services[at].rate = base[at].rate * (0.3 + 1.4 * random.unit_f64());
+        }
+        let fresh = plan_of(&problem);
+        let clock = MonotonicClock::new();
+        let mut report = |_| true;
+        let mut control = SearchControl::new(&clock, &mut report);
+        let costs = ChangeCosts { moves_max, ..ChangeCosts::default() };
+        let next = replan(&problem, &plan, &prices, costs, &mut control).unwrap();
+        let violations = check(&problem, &next.plan);
+        assert!(violations.is_empty(), "round {round}: {violations:?}");
+        let (gpus, least) = (next.gpus(), fresh.plan.gpus.len());
+        let allowed = (least + 1).max(least * 102 / 100);
+        assert!(moves_max.is_some() || gpus <= allowed, "round {round}: {gpus}, fresh {least}");
+        assert!(moves_max.is_none_or(|max| next.moved.len() <= max), "round {round}");
+        moved += next.moved.len();
+        let wrong = replay(&problem, &plan, &next.plan, &steps(&problem, &plan, &next.plan));
+        assert!(wrong.is_empty(), "round {round}: {:?}", wrong.first());
+        (plan, prices) = (next.plan, fresh.prices);
+    }
+    moved
+}
+
+#[test]
+fn chained_changes_stay_close_to_new_plans() {
+    let moved = chain(50, 200, Sharing::None, None);
+    println!("50 services, 200 changes: {moved} untouched services moved");
+    let moved = chain(10, 20, Sharing::Time, None);
+    println!("10 services that share slices, 20 changes: {moved} untouched services moved");
+}
+
+#[test]
+fn a_budget_of_moves_is_kept() {
+    assert_eq!(chain(40, 15, Sharing::None, Some(0)), 0);
+    chain(40, 15, Sharing::None, Some(2));
 }

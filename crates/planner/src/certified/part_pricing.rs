@@ -177,6 +177,7 @@ fn search(part_options: &[Priced], rate: f64, strain: f64, all: bool) -> (f64, V
         chosen: Vec::new(),
         best: Vec::new(),
         best_cost: f64::INFINITY,
+        part_min: part_options.iter().map(|one| one.cost(0.0)).fold(f64::INFINITY, f64::min),
         pruned_cost: f64::INFINITY,
         steps: 0,
     };
@@ -208,6 +209,8 @@ struct Search<'a> {
     chosen: Vec<(usize, f64)>,
     best: Vec<(usize, f64)>,
     best_cost: f64,
+    /// Minimum cost of any part.
+    part_min: f64,
     /// Minimum cost that any pruned branch could have reached.
     pruned_cost: f64,
     steps: u32,
@@ -216,21 +219,29 @@ struct Search<'a> {
 impl Search<'_> {
     fn descend(&mut self, from: usize, remaining: f64, cost: f64) {
         self.steps += 1;
-        // Largest count of the best end first: a good solution early prunes most.
+        // First, because a good solution early prunes most.
+        self.finish(remaining, cost);
         for at in from..self.ends.len() {
             let end = self.ends[at];
-            let min_cost = cost + self.ratio * remaining + end.above;
-            if min_cost >= self.best_cost * (1.0 - CLOSE) || self.steps >= STEPS_MAX {
-                self.pruned_cost = self.pruned_cost.min(min_cost);
+            let close = self.best_cost * (1.0 - CLOSE);
+            let relaxed = cost + self.ratio * remaining + end.above;
+            if relaxed >= close {
+                self.pruned_cost = self.pruned_cost.min(relaxed);
                 break;
             }
-            if end.rate < remaining {
-                self.chosen.push((end.at, end.share));
-                self.descend(at, remaining - end.rate, cost + end.cost);
-                self.chosen.pop();
+            if end.rate >= remaining {
+                continue;
             }
+            // At least one more part follows.
+            let min_cost = relaxed.max(cost + end.cost + self.part_min);
+            if min_cost >= close || self.steps >= STEPS_MAX {
+                self.pruned_cost = self.pruned_cost.min(min_cost);
+                continue;
+            }
+            self.chosen.push((end.at, end.share));
+            self.descend(at, remaining - end.rate, cost + end.cost);
+            self.chosen.pop();
         }
-        self.finish(remaining, cost);
     }
 
     /// One part takes the remaining rate.

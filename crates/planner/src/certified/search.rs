@@ -2,8 +2,9 @@
 //! slices fit on one GPU less.
 //!
 //! Only covers whose price above the cheapest is within the gap can be in such a plan (reduced-cost
-//! fixing); these are few. The search goes service by service, merges states with equal sums and
-//! keeps the cheapest states. It is exact unless states are dropped.
+//! fixing); these are few. A large service keeps most of its mixture, and only covers of the rest
+//! are searched. The search goes service by service, merges states with equal sums and keeps the
+//! cheapest states.
 
 use std::collections::HashMap;
 
@@ -11,19 +12,27 @@ use base::Random;
 
 use super::cover::{Prices, cheapest, covers_within};
 use super::packing::{Packed, PatternPacker};
+use super::rounding::{Kept, Mixture, is_large, keep};
 use crate::gpu::{KINDS_MAX, SliceCounts};
 use crate::problem::ServiceDemand;
 use crate::search_control::SearchControl;
 
 const STATES_MAX: usize = 3000;
-const COVERS_MAX: usize = 60;
-const PACKINGS_MAX: usize = 400;
-/// Services that get another cover at once in a large plan.
+/// Covers of all services of one search together, and of one service at least.
+const COVERS_TOTAL_MAX: usize = 3000;
+const COVERS_MIN: usize = 60;
+const PACKINGS_MAX: usize = 1500;
+/// Services that get another cover at once in a large plan, and how many of them are large if there
+/// are so many.
 const SERVICES_AT_ONCE: usize = 14;
+const LARGE_AT_ONCE: usize = 5;
+/// Slices of each kind that large services give back, in turn.
+const GIVE_BACKS: [u32; 4] = [1, 2, 0, 4];
 
 /// Inputs of the search.
 pub(crate) struct Gap<'a> {
     pub(crate) demands: &'a [ServiceDemand],
+    pub(crate) mixtures: &'a [Mixture],
     pub(crate) packer: &'a PatternPacker,
     pub(crate) prices: &'a Prices,
     pub(crate) rounds: usize,
@@ -48,19 +57,25 @@ impl Gap<'_> {
     ) -> Option<Packed> {
         let mut random = Random::new(target as u64);
         let count = self.demands.len();
-        let rounds = if count <= SERVICES_AT_ONCE { 1 } else { self.rounds };
-        for _ in 0..rounds {
+        let (large, small): (Vec<usize>, Vec<usize>) =
+            (0..count).partition(|&service| is_large(&self.mixtures[service]));
+        let rounds = match count <= SERVICES_AT_ONCE {
+            true if large.is_empty() => 1,
+            true => GIVE_BACKS.len(),
+            false => self.rounds,
+        };
+        for round in 0..rounds {
             if !control.should_continue("search", Some(target + 1), 0.0) {
                 return None;
             }
             let mut chosen: Vec<usize> = (0..count).collect();
             if count > SERVICES_AT_ONCE {
-                for at in 0..SERVICES_AT_ONCE {
-                    chosen.swap(at, at + random.below((count - at) as u64) as usize);
-                }
-                chosen.truncate(SERVICES_AT_ONCE);
+                let most = LARGE_AT_ONCE.max(SERVICES_AT_ONCE.saturating_sub(small.len()));
+                chosen = pick(&large, most, &mut random);
+                chosen.extend(pick(&small, SERVICES_AT_ONCE - chosen.len(), &mut random));
             }
-            if let Some(packed) = self.reselect_covers(covers, &chosen, target) {
+            let give_back = GIVE_BACKS[round % GIVE_BACKS.len()];
+            if let Some(packed) = self.reselect_covers(covers, &chosen, target, give_back) {
                 return Some(packed);
             }
         }
@@ -72,25 +87,30 @@ impl Gap<'_> {
         covers: &mut [SliceCounts],
         chosen: &[usize],
         target: usize,
+        give_back: u32,
     ) -> Option<Packed> {
         let worth = |counts: &SliceCounts| -> f64 {
             (0..KINDS_MAX).map(|kind| f64::from(counts[kind]) * self.prices[kind]).sum()
         };
+        let kept: Vec<Kept> = chosen
+            .iter()
+            .map(|&service| keep(&self.demands[service], &self.mixtures[service], give_back))
+            .collect();
         let mut fixed = total(covers);
-        for &service in chosen {
-            (0..KINDS_MAX).for_each(|kind| fixed[kind] -= covers[service][kind]);
+        for (&service, kept) in chosen.iter().zip(&kept) {
+            (0..KINDS_MAX).for_each(|k| fixed[k] = fixed[k] - covers[service][k] + kept.slices[k]);
         }
         let min_cost: Vec<f64> =
-            chosen.iter().map(|&s| cheapest(&self.demands[s], self.prices).bound).collect();
+            kept.iter().map(|kept| cheapest(&kept.rest, self.prices).bound).collect();
         let slack = target as f64 - worth(&fixed) - min_cost.iter().sum::<f64>() + 1e-9;
         if slack < 0.0 {
             return None;
         }
+        let covers_max = COVERS_MIN.max(COVERS_TOTAL_MAX / chosen.len());
         let mut layers =
             vec![vec![State { sum: fixed, above: 0.0, from: 0, cover: [0; KINDS_MAX] }]];
-        for (&service, min_cost) in chosen.iter().zip(&min_cost) {
-            let options =
-                covers_within(&self.demands[service], self.prices, min_cost + slack, COVERS_MAX);
+        for (kept, min_cost) in kept.iter().zip(&min_cost) {
+            let options = covers_within(&kept.rest, self.prices, min_cost + slack, covers_max);
             let next = extend(layers.last()?, &options, *min_cost, slack);
             layers.push(next);
         }
@@ -98,8 +118,9 @@ impl Gap<'_> {
         for (index, state) in last.iter().enumerate().take(PACKINGS_MAX) {
             if let Some(packed) = self.packer.pack_within(&state.sum, target) {
                 let mut at = index;
-                for (layer, &service) in layers[1..].iter().zip(chosen).rev() {
-                    covers[service] = layer[at].cover;
+                for ((layer, &service), kept) in layers[1..].iter().zip(chosen).zip(&kept).rev() {
+                    let cover = &layer[at].cover;
+                    covers[service] = std::array::from_fn(|k| kept.slices[k] + cover[k]);
                     at = layer[at].from;
                 }
                 return Some(packed);
@@ -107,6 +128,17 @@ impl Gap<'_> {
         }
         None
     }
+}
+
+/// At most `max` of `all`, at random.
+fn pick(all: &[usize], max: usize, random: &mut Random) -> Vec<usize> {
+    let mut chosen = all.to_vec();
+    for at in 0..max.min(chosen.len()) {
+        let other = at + random.below((chosen.len() - at) as u64) as usize;
+        chosen.swap(at, other);
+    }
+    chosen.truncate(max);
+    chosen
 }
 
 struct State {

@@ -14,12 +14,11 @@ use super::dual::{Bound, slice_prices};
 use super::packing::PatternPacker;
 use super::part_pricing::PartPrices;
 use super::sharing::{SharingModel, TurnOption};
+use super::unplaced::{UnplacedPart, UnplacedParts};
 use crate::gpu::{KINDS_MAX, SliceCounts};
 use crate::plan::ServiceShare;
 use crate::problem::{Problem, ServiceDemand};
 
-/// Unplaced parts considered for one slice.
-const CANDIDATES_MAX: usize = 128;
 /// Steps of the search for parts to co-locate.
 const STEPS_MAX: usize = 80;
 /// From this many parts on, two threads place half of them each. The number does not depend on the
@@ -41,16 +40,6 @@ const GAP_MIN: f64 = 0.02;
 const START_MIN: f64 = 0.8;
 /// Maximum relative change of a price by balancing.
 const BALANCED_WITHIN: f64 = 0.1;
-
-/// A part that is not placed yet.
-#[derive(Clone, Debug)]
-struct UnplacedPart {
-    service: usize,
-    rate: f64,
-    worth: f64,
-    /// Value of the smallest part of the service.
-    small: f64,
-}
 
 /// Builds slices with duty cycles.
 pub(crate) struct SharedSliceBuilder<'a> {
@@ -82,6 +71,8 @@ struct CandidateSlice<'w> {
     kind: usize,
     cycle: f64,
     members: Vec<Member<'w>>,
+    /// The parts from the second on.
+    ids: Vec<u32>,
     /// Value of the members relative to the slice's price.
     score: f64,
 }
@@ -137,7 +128,6 @@ impl<'a> SharedSliceBuilder<'a> {
         for service in 0..self.demands.len() {
             self.split(service, strain, &mut filled, &mut unplaced);
         }
-        // Smallest first, because the largest is popped from the end.
         unplaced.sort_by(|a, b| a.worth.total_cmp(&b.worth));
         let mut counts = [0; KINDS_MAX];
         filled.iter().for_each(|slice| counts[slice.kind] += 1);
@@ -207,13 +197,14 @@ impl<'a> SharedSliceBuilder<'a> {
     /// stops.
     fn fill(
         &self,
-        mut unplaced: Vec<UnplacedPart>,
+        unplaced: Vec<UnplacedPart>,
         mut counts: SliceCounts,
         should_continue: &mut dyn FnMut() -> bool,
     ) -> Option<Vec<SliceContents>> {
         let mut random = Random::new(1);
         let mut filled: Vec<SliceContents> = Vec::new();
         let every = (unplaced.len() / BALANCES).max(4);
+        let mut unplaced = UnplacedParts::new(self.sharing, self.demands, self.prices, unplaced);
         let (mut prices, mut until) = (self.prices, 0);
         while let Some(seed) = unplaced.pop() {
             if filled.len() >= until {
@@ -245,25 +236,19 @@ impl<'a> SharedSliceBuilder<'a> {
     fn serve(
         &self,
         seed: UnplacedPart,
-        unplaced: &mut Vec<UnplacedPart>,
+        unplaced: &mut UnplacedParts<'_>,
         prices: &Prices,
         random: &mut Random,
     ) -> Option<SliceContents> {
-        let co_located = sample(unplaced.len(), CANDIDATES_MAX, random);
-        let parts: Vec<&UnplacedPart> =
-            std::iter::once(&seed).chain(co_located.iter().map(|&at| &unplaced[at])).collect();
         let (score, kind, rate) = self.best_alone(&seed, prices);
         let mut remainders = Vec::new();
-        let slice = match self.best_slice(&parts, prices) {
+        let slice = match self.best_slice(&seed, unplaced, prices, random) {
             Some(found) if found.score > score + SLACK => {
-                let (slice, remaining) = self.make(&parts, &found);
+                let (slice, remaining) = self.make(&seed, unplaced, &found);
                 remainders = remaining;
-                let mut placed: Vec<usize> =
-                    found.members[1..].iter().map(|member| co_located[member.0 - 1]).collect();
-                placed.sort_unstable();
-                for &at in placed.iter().rev() {
-                    unplaced.remove(at);
-                }
+                found.members[1..]
+                    .iter()
+                    .for_each(|member| unplaced.place(found.ids[member.0 - 1]));
                 slice
             }
             _ => {
@@ -273,10 +258,7 @@ impl<'a> SharedSliceBuilder<'a> {
                 self.alone(seed.service, kind?, rate)
             }
         };
-        for rest in remainders {
-            let at = unplaced.partition_point(|other| other.worth < rest.worth);
-            unplaced.insert(at, rest);
-        }
+        remainders.into_iter().for_each(|rest| unplaced.push(rest));
         Some(slice)
     }
 
@@ -297,11 +279,13 @@ impl<'a> SharedSliceBuilder<'a> {
 
     fn best_slice<'w>(
         &'w self,
-        parts: &[&UnplacedPart],
+        seed: &UnplacedPart,
+        unplaced: &mut UnplacedParts<'_>,
         prices: &Prices,
+        random: &mut Random,
     ) -> Option<CandidateSlice<'w>> {
-        let seed = parts[0];
         let limit = self.demands[seed.service].limit_ms;
+        let any = unplaced.any(random);
         let mut best: Option<CandidateSlice<'w>> = None;
         for (kind, &price) in prices.iter().enumerate().take(self.kinds) {
             for option in self.sharing.options(seed.service, kind) {
@@ -316,11 +300,17 @@ impl<'a> SharedSliceBuilder<'a> {
                 if seed.worth * cycle / option.turn_ms < price * START_MIN {
                     continue;
                 }
-                let setting = SliceSetting { parts, kind, cycle };
+                let mut ids = any.clone();
+                if unplaced.are_many() {
+                    unplaced.matching(kind, cycle, &mut ids);
+                }
+                let parts: Vec<&UnplacedPart> =
+                    std::iter::once(seed).chain(ids.iter().map(|&id| unplaced.part(id))).collect();
+                let setting = SliceSetting { parts: &parts, kind, cycle };
                 let (members, worth) = self.with_co_located(&setting, option);
                 let score = worth / price;
                 if best.as_ref().is_none_or(|best| score > best.score) {
-                    best = Some(CandidateSlice { kind, cycle, members, score });
+                    best = Some(CandidateSlice { kind, cycle, members, ids, score });
                 }
             }
         }
@@ -428,13 +418,14 @@ impl<'a> SharedSliceBuilder<'a> {
 
     fn make(
         &self,
-        parts: &[&UnplacedPart],
+        seed: &UnplacedPart,
+        unplaced: &UnplacedParts<'_>,
         found: &CandidateSlice<'_>,
     ) -> (SliceContents, Vec<UnplacedPart>) {
         let mut remainders = Vec::new();
         let mut shares = Vec::new();
         for &(at, option, rate) in &found.members {
-            let part = parts[at];
+            let part = if at == 0 { seed } else { unplaced.part(found.ids[at - 1]) };
             let share = ServiceShare {
                 service: part.service,
                 batch: option.batch,
@@ -450,18 +441,6 @@ impl<'a> SharedSliceBuilder<'a> {
         }
         (SliceContents { kind: found.kind, cycle_ms: Some(found.cycle), shares }, remainders)
     }
-}
-
-/// `count` indices below `all`, spread evenly; all of them if there are no more.
-fn sample(all: usize, count: usize, random: &mut Random) -> Vec<usize> {
-    if all <= count {
-        return (0..all).collect();
-    }
-    let stride = all as f64 / count as f64;
-    let place = |at: usize| (((at as f64 + random.unit_f64()) * stride) as usize).min(all - 1);
-    let mut places: Vec<usize> = (0..count).map(place).collect();
-    places.dedup();
-    places
 }
 
 impl CoLocationSearch<'_, '_> {

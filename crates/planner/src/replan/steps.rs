@@ -100,7 +100,7 @@ fn stays(old: &PlannedGpu, new: &PlannedGpu) -> f64 {
     sum
 }
 
-fn same_work(a: &PlannedSlice, b: &PlannedSlice) -> bool {
+pub(super) fn same_work(a: &PlannedSlice, b: &PlannedSlice) -> bool {
     let key = |slice: &PlannedSlice| {
         let mut work: Vec<(usize, u32, u32)> =
             slice.shares.iter().map(|s| (s.service, s.batch, s.processes)).collect();

@@ -1,0 +1,57 @@
+//! The published planners as candidates, so that a certified plan never has more GPUs than one of
+//! theirs that follows the same rules.
+
+use crate::baseline::mig_serving_like;
+use crate::check::check;
+use crate::error::PlanError;
+use crate::parvagpu::{self, ParvaGpuVariant};
+use crate::plan::Plan;
+use crate::problem::{Problem, Sharing};
+use crate::search_control::SearchControl;
+use crate::squishy;
+
+/// Product of services and GPUs above which the planner that tries every service in every slot is
+/// left out: it would take minutes.
+const TRIALS_MAX: usize = 4_000_000;
+
+type Candidate = fn(&Problem) -> Result<Plan, PlanError>;
+
+const CANDIDATES: [Candidate; 5] = [
+    |problem| parvagpu::plan(problem, ParvaGpuVariant::Full),
+    |problem| parvagpu::plan(problem, ParvaGpuVariant::WithoutMps),
+    |problem| parvagpu::plan(problem, ParvaGpuVariant::WithoutOptimisation),
+    mig_serving_like,
+    squishy::plan,
+];
+
+/// The best of `plan` and the candidates. A plan that reaches its bound needs none.
+pub(crate) fn best_of(
+    problem: &Problem,
+    plan: Plan,
+    lower_bound: usize,
+    control: &mut SearchControl<'_>,
+) -> Plan {
+    let mut best = plan;
+    let trials = problem.services.len().saturating_mul(best.gpus.len());
+    for (index, candidate) in CANDIDATES.into_iter().enumerate() {
+        let slow = index == 3 && trials > TRIALS_MAX;
+        let shares = index == 4;
+        if slow || (shares && problem.rules.sharing == Sharing::None) {
+            continue;
+        }
+        let gpus = best.gpus.len();
+        if gpus <= lower_bound
+            || !control.should_continue("candidates", Some(gpus), lower_bound as f64)
+        {
+            break;
+        }
+        // A candidate may be undefined for this GPU, or take a point that is too slow by our rules.
+        if let Ok(other) = candidate(problem)
+            && other.gpus.len() < gpus
+            && check(problem, &other).is_empty()
+        {
+            best = other;
+        }
+    }
+    best
+}

@@ -1,0 +1,363 @@
+//! Verifies a plan file from the file alone, in exact arithmetic: legality, capacity, latency, and
+//! the certificate of the lower bound.
+//!
+//! It shares no code with the solvers. Numbers of the file are taken as the binary fractions they
+//! are, and every comparison is one of whole numbers. What a rule allows is stretched by
+//! [`TOLERANCE`], because a solver's sums are rounded; the certificate is verified for the rules
+//! stretched by the same share, so no plan that this module accepts has fewer GPUs than the
+//! verified bound.
+
+mod part_costs;
+mod ratio;
+mod whole_costs;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use self::ratio::Ratio;
+use crate::certified::{SearchEnd, Solution};
+use crate::error::PlanError;
+use crate::gpu::{GpuKind, KINDS_MAX};
+use crate::plan::{GpuFile, Plan, PlannedSlice};
+use crate::problem::{PlanRules, Problem, Service, Sharing};
+use crate::profile::{OperatingPoint, Profiles};
+
+/// By how much a rate, a capacity or a time may miss a rule, as one part in this many.
+pub const TOLERANCE: u64 = 10_000_000;
+/// Most services, GPUs, slices of a GPU and services of a slice in a file.
+const SERVICES_MAX: usize = 1_000_000;
+const GPUS_MAX: usize = 1_000_000;
+const SHARES_MAX: usize = 64;
+/// Violations that are listed.
+const LISTED_MAX: usize = 20;
+
+/// What a plan file carries beside the plan, so that its claims can be verified.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Certificate {
+    /// The rules of the plan.
+    pub rules: RulesFile,
+    /// The services, with the rates and SLOs that were planned.
+    pub services: Vec<Service>,
+    /// The operating points of their models.
+    pub profiles: Profiles,
+    /// Prices of the slices, in GPUs, that prove the bound.
+    pub prices: Vec<PriceFile>,
+    /// Why the search ended.
+    pub search_end: SearchEnd,
+}
+
+/// The rules of a plan in a file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RulesFile {
+    /// Share of the SLO for waiting and computing together.
+    pub slo_share: f64,
+    /// Capacity beyond the rates.
+    pub headroom: f64,
+    /// Whether services share a slice.
+    pub sharing: Sharing,
+    /// Maximum number of processes in a slice.
+    pub processes_max: u32,
+}
+
+/// The price of a slice in a file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PriceFile {
+    /// NVIDIA's name of the profile.
+    pub profile: String,
+    /// Price of all its time; of the whole slice if services do not share slices.
+    pub time: f64,
+    /// Price of all its memory.
+    pub memory: f64,
+}
+
+/// The claims of a file.
+#[derive(Clone, Copy, Debug)]
+pub struct Claims<'a> {
+    /// Name of the GPU kind.
+    pub gpu_kind: &'a str,
+    /// Number of GPUs.
+    pub gpus: usize,
+    /// Lower bound on the number of GPUs.
+    pub lower_bound: usize,
+    /// The plan.
+    pub plan: &'a [GpuFile],
+}
+
+/// What was verified.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Verified {
+    /// GPUs of the plan.
+    pub gpus: usize,
+    /// The bound that the prices prove.
+    pub bound: f64,
+    /// The bound as whole GPUs.
+    pub lower_bound: usize,
+}
+
+impl Certificate {
+    /// The certificate of a solution.
+    pub fn new(problem: &Problem, solution: &Solution) -> Certificate {
+        let PlanRules { slo_share, headroom, sharing, processes_max, .. } = problem.rules;
+        let price = |(kind, slice): (usize, &crate::gpu::SliceKind)| PriceFile {
+            profile: slice.name.to_string(),
+            time: solution.time_prices[kind],
+            memory: solution.memory_prices[kind],
+        };
+        let mut profiles = Profiles::default();
+        let mut models: Vec<&str> = problem.services.iter().map(|s| s.model.as_str()).collect();
+        models.sort_unstable();
+        models.dedup();
+        for model in models {
+            for point in problem.profiles.points(model).unwrap_or_default() {
+                // A point of a problem was accepted when it was read.
+                let _ = profiles.push(model, point.clone());
+            }
+        }
+        Certificate {
+            rules: RulesFile { slo_share, headroom, sharing, processes_max },
+            services: problem.services.clone(),
+            profiles,
+            prices: problem.gpu.slices.iter().enumerate().map(price).collect(),
+            search_end: solution.end,
+        }
+    }
+
+    fn problem(&self, gpu_kind: &str) -> Result<Problem, PlanError> {
+        let RulesFile { slo_share, headroom, sharing, processes_max } = self.rules.clone();
+        let bad = |what: &str| PlanError::BadPlan { what: what.to_string() };
+        if !(slo_share > 0.0 && slo_share <= 1.0) {
+            return Err(bad("slo_share is above 0 and at most 1"));
+        }
+        if !(0.0..=10.0).contains(&headroom) {
+            return Err(bad("headroom is from 0 to 10"));
+        }
+        if self.services.len() > SERVICES_MAX {
+            return Err(bad("too many services"));
+        }
+        let problem = Problem {
+            gpu: GpuKind::find(gpu_kind)?,
+            services: self.services.clone(),
+            profiles: self.profiles.clone(),
+            rules: PlanRules { slo_share, headroom, sharing, processes_max },
+        };
+        problem.validate()?;
+        Ok(problem)
+    }
+}
+
+/// Verifies the claims of a plan file; the errors name what does not hold.
+pub fn verify(claims: &Claims<'_>, certificate: &Certificate) -> Result<Verified, Vec<String>> {
+    let one = |error: PlanError| vec![error.to_string()];
+    let problem = certificate.problem(claims.gpu_kind).map_err(one)?;
+    if claims.plan.len() > GPUS_MAX {
+        return Err(vec!["too many gpus".to_string()]);
+    }
+    let known: BTreeMap<&str, &Service> =
+        problem.services.iter().map(|service| (service.name.as_str(), service)).collect();
+    let shares = claims.plan.iter().flat_map(|gpu| &gpu.slices).flat_map(|slice| &slice.services);
+    let mut wrong: Vec<String> = Vec::new();
+    for share in shares {
+        match known.get(share.name.as_str()) {
+            None => wrong.push(format!("there is no service '{}'", share.name)),
+            Some(service) if !share.model.is_empty() && share.model != service.model => {
+                wrong.push(format!("'{}' runs {}, not {}", share.name, share.model, service.model));
+            }
+            Some(_) => {}
+        }
+    }
+    let plan = Plan::from_file(&problem, claims.plan).map_err(one)?;
+    wrong.extend(PlanVerifier::new(&problem).violations(&plan));
+    let gpus = plan.gpus.iter().filter(|gpu| !gpu.slices.is_empty()).count();
+    if gpus != claims.gpus {
+        wrong.push(format!("the plan has {gpus} gpus, the file says {}", claims.gpus));
+    }
+    match bound(&problem, &certificate.prices) {
+        Ok(bound) => {
+            let lower_bound = bound.ceil_usize().max(1);
+            if lower_bound < claims.lower_bound {
+                wrong.push(format!(
+                    "the prices prove {lower_bound} gpus, the file says {}",
+                    claims.lower_bound
+                ));
+            }
+            if lower_bound > gpus {
+                wrong.push(format!("{gpus} gpus are below the bound of {lower_bound}"));
+            }
+            if wrong.is_empty() {
+                return Ok(Verified { gpus, bound: bound.to_f64(), lower_bound });
+            }
+        }
+        Err(what) => wrong.push(what),
+    }
+    let more = wrong.len().saturating_sub(LISTED_MAX);
+    wrong.truncate(LISTED_MAX);
+    if more > 0 {
+        wrong.push(format!("and {more} more"));
+    }
+    Err(wrong)
+}
+
+/// `1 + TOLERANCE`, as a factor.
+fn stretched(value: &Ratio) -> Ratio {
+    value.times(&Ratio::fraction(TOLERANCE + 1, TOLERANCE))
+}
+
+/// A turn: the time after which every process has finished a batch.
+fn turn_ms(point: &OperatingPoint) -> Ratio {
+    let requests = u64::from(point.batch) * u64::from(point.processes);
+    let implied = Ratio::whole(requests * 1000).over(&Ratio::from_f64(point.throughput));
+    implied.max(Ratio::from_f64(point.latency_ms))
+}
+
+/// Whether a point may run alone in a slice of `kind`, with the tolerance.
+fn may_run_alone(problem: &Problem, service: &Service, kind: usize, p: &OperatingPoint) -> bool {
+    let slice = &problem.gpu.slices[kind];
+    p.gpcs == slice.gpcs
+        && p.processes <= problem.rules.processes_max
+        && p.memory_mib.is_none_or(|memory| memory <= slice.memory_mib())
+        && turn_ms(p).times(&Ratio::whole(2)) < stretched(&limit_ms(problem, service))
+}
+
+fn limit_ms(problem: &Problem, service: &Service) -> Ratio {
+    Ratio::from_f64(service.slo_ms).times(&Ratio::from_f64(problem.rules.slo_share))
+}
+
+fn demand(problem: &Problem, service: &Service) -> Ratio {
+    let factor = Ratio::whole(1).plus(&Ratio::from_f64(problem.rules.headroom));
+    Ratio::from_f64(service.rate).times(&factor)
+}
+
+struct PlanVerifier<'a> {
+    problem: &'a Problem,
+    served: Vec<Ratio>,
+    wrong: Vec<String>,
+}
+
+impl<'a> PlanVerifier<'a> {
+    fn new(problem: &'a Problem) -> PlanVerifier<'a> {
+        let served = vec![Ratio::whole(0); problem.services.len()];
+        PlanVerifier { problem, served, wrong: Vec::new() }
+    }
+
+    fn violations(mut self, plan: &Plan) -> Vec<String> {
+        for (number, gpu) in plan.gpus.iter().enumerate() {
+            // `Plan::from_file` has verified starts and overlaps.
+            let sizes = gpu.slices.iter().map(|slice| self.problem.gpu.slices[slice.kind].gpcs);
+            let gpcs: u32 = sizes.map(u32::from).sum();
+            if gpcs > u32::from(self.problem.gpu.gpcs) {
+                self.wrong.push(format!("gpu {number}: {gpcs} compute slices"));
+            }
+            for slice in &gpu.slices {
+                self.slice(number, slice);
+            }
+        }
+        for (service, served) in self.problem.services.iter().zip(&self.served) {
+            if stretched(served) < demand(self.problem, service) {
+                self.wrong.push(format!(
+                    "'{}' gets {} of {} requests/s",
+                    service.name,
+                    served.to_f64(),
+                    demand(self.problem, service).to_f64()
+                ));
+            }
+        }
+        self.wrong
+    }
+
+    fn slice(&mut self, gpu: usize, slice: &PlannedSlice) {
+        let kind = &self.problem.gpu.slices[slice.kind];
+        let place = format!("gpu {gpu}, {} at {}", kind.name, slice.start);
+        let cycle = slice.cycle_ms.map(|cycle| (cycle.is_finite() && cycle > 0.0, cycle));
+        if cycle.is_some_and(|(legal, _)| !legal) || slice.shares.len() > SHARES_MAX {
+            self.wrong.push(format!("{place}: the cycle or its length is not possible"));
+            return;
+        }
+        let cycle = cycle.map(|(_, cycle)| Ratio::from_f64(cycle));
+        let shared = slice.shares.len() > 1;
+        if shared && (cycle.is_none() || self.problem.rules.sharing == Sharing::None) {
+            self.wrong.push(format!("{place}: shared without a duty cycle"));
+        }
+        let (mut busy, mut memory) = (Ratio::whole(0), 0u64);
+        for share in &slice.shares {
+            let service = &self.problem.services[share.service];
+            let points = self.problem.profiles.points(&service.model).unwrap_or_default();
+            let wanted = (kind.gpcs, share.batch, share.processes);
+            let point = points.iter().find(|p| (p.gpcs, p.batch, p.processes) == wanted);
+            let Some(point) = point.filter(|p| p.processes <= self.problem.rules.processes_max)
+            else {
+                self.wrong.push(format!("{place}: '{}' was not measured so", service.name));
+                continue;
+            };
+            let turn = turn_ms(point);
+            let limit = stretched(&limit_ms(self.problem, service));
+            let requests = u64::from(point.batch) * u64::from(point.processes);
+            let (latency, capacity) = match &cycle {
+                None => (turn.times(&Ratio::whole(2)), Ratio::from_f64(point.throughput)),
+                Some(cycle) => (cycle.plus(&turn), Ratio::whole(requests * 1000).over(cycle)),
+            };
+            if latency > limit {
+                self.wrong.push(format!("{place}: '{}' misses its slo", service.name));
+            }
+            let rate = Ratio::from_f64(share.rate);
+            if rate > stretched(&capacity) {
+                self.wrong.push(format!(
+                    "{place}: '{}' is sent {} of {} requests/s",
+                    service.name,
+                    share.rate,
+                    capacity.to_f64()
+                ));
+            }
+            busy = busy.plus(&turn);
+            memory = memory.saturating_add(self.problem.profiles.memory_limit_mib(
+                self.problem.gpu,
+                &service.model,
+                point,
+            ));
+            self.served[share.service] = self.served[share.service].plus(&rate);
+        }
+        if cycle.is_some_and(|cycle| busy > stretched(&cycle)) {
+            self.wrong.push(format!("{place}: the turns exceed the cycle"));
+        }
+        if memory > kind.memory_mib() {
+            self.wrong.push(format!("{place}: {memory} MiB"));
+        }
+    }
+}
+
+/// The bound that prices prove: what all services pay at least, over what the dearest GPU pattern
+/// is worth.
+fn bound(problem: &Problem, prices: &[PriceFile]) -> Result<Ratio, String> {
+    let mut rows = [[0.0; KINDS_MAX]; 2];
+    for price in prices {
+        let kind = problem.gpu.slices.iter().position(|slice| slice.name == price.profile);
+        let kind =
+            kind.ok_or_else(|| format!("a price for '{}', which is not there", price.profile))?;
+        for (row, value) in rows.iter_mut().zip([price.time, price.memory]) {
+            if !(0.0..=16.0).contains(&value) {
+                return Err(format!("the price of '{}' is {value}", price.profile));
+            }
+            row[kind] = value;
+        }
+    }
+    let [time, memory] = rows;
+    let worth = |pattern: &[u32; KINDS_MAX]| {
+        (0..KINDS_MAX).fold(Ratio::whole(0), |sum, kind| {
+            let price = Ratio::from_f64(time[kind]).plus(&Ratio::from_f64(memory[kind]));
+            sum.plus(&price.times(&Ratio::whole(u64::from(pattern[kind]))))
+        })
+    };
+    let dearest =
+        problem.gpu.maximal_patterns().iter().map(worth).fold(Ratio::whole(1), Ratio::max);
+    let paid = match problem.rules.sharing {
+        Sharing::None => {
+            let prices = std::array::from_fn(|kind| time[kind] + memory[kind]);
+            if memory.iter().any(|price| *price > 0.0) {
+                return Err("memory has no price where slices are not shared".to_string());
+            }
+            whole_costs::sum(problem, &prices)
+        }
+        Sharing::Time => part_costs::sum(problem, &time, &memory),
+    };
+    Ok(paid.over(&dearest))
+}
