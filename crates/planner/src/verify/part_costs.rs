@@ -238,7 +238,9 @@ mod tests {
                 least[at] = costs.min().unwrap_or(u128::MAX);
             }
             let (found, grid) = (cheapest(&choices, rate), least[steps as usize]);
-            assert!(found <= grid && found * 100 >= grid * 97, "round {round}: {found}, {grid}");
+            // Every part of either is rounded down by less than a unit.
+            let close = found <= grid + 100 && found * 100 >= grid * 97;
+            assert!(close, "round {round}: {found}, {grid}");
         }
     }
 }
