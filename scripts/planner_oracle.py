@@ -19,7 +19,7 @@ import highspy
 import numpy
 
 # Seconds for one instance; a run past it counts as unknown and is printed.
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S = 10.0
 # Relative error up to which a rate counts as met, as in the planner.
 MET = 1e-9
 
