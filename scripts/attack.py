@@ -6,9 +6,9 @@
 A server of its own gets 2 GiB of memory: by a memory cgroup (v1 or v2) where this user may make
 one, else by a limit of the address space. Real-time clients are measured alone first. Then clients
 send the worst bodies that are known (scripts/attack_bodies.py), as processes that only get idle
-cores, because in reality they are other machines. Fails when the process ends, its memory exceeds the
-limit, a real-time request fails, or the 99th percentile of real time is more than --max-slowdown
-times what it is alone.
+cores, because in reality they are other machines. Fails when the process ends, its memory exceeds
+the limit, a real-time request fails, or the 99th percentile of real time is more than
+--max-slowdown times what it is alone.
 """
 
 from __future__ import annotations

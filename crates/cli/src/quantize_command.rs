@@ -74,7 +74,8 @@ pub(crate) struct QuantizeArgs {
     keep: Vec<String>,
 
     /// Max samples
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    #[arg(long, default_value_t = 512)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     samples: u32,
 
     /// Print as JSON

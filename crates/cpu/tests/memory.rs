@@ -133,7 +133,8 @@ fn outputs_stay_reserved_until_they_are_dropped() {
     assert!(memory.used() >= 300 * 300 * 4);
     drop(outputs);
     // What is kept for the next request is freed when another request needs it.
-    assert!(memory.reserve((64 << 20) - (1 << 20)).is_ok(), "{}", memory.used());
+    // The last part of a budget is for small requests.
+    assert!(memory.reserve(61 << 20).is_ok(), "{}", memory.used());
 }
 
 #[test]

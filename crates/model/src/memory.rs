@@ -180,7 +180,7 @@ impl HostMemory {
         }
     }
 
-    /// How much may be in use when somebody who holds `total` bytes has them.
+    /// How much may be in use once a reservation has `total` bytes.
     fn limit_for(&self, total: usize) -> usize {
         let limit = self.limit();
         match total > SMALL_BYTES && limit >= PARTED_LIMIT {
@@ -189,7 +189,7 @@ impl HostMemory {
         }
     }
 
-    /// Adds `bytes` for somebody who holds `held`.
+    /// Adds `bytes` to a reservation of `held`.
     fn add(&self, bytes: usize, held: usize) -> Result<(), MemoryError> {
         let limit = self.limit_for(bytes.saturating_add(held));
         if self.try_add(bytes, limit) {

@@ -113,7 +113,7 @@ fn instance(
     let mut problem = Problem { gpu, services: Vec::new(), profiles, rules: PlanRules::default() };
     let gpus = GPUS_MAX.powf(random.unit_f64());
     for index in 0..count {
-        // The share of the fleet that a service gets, about.
+        // The share of all GPUs that a service gets, about.
         let share = match (shape, index) {
             (0, _) => gpus,
             (1, 0) => gpus * 0.8,

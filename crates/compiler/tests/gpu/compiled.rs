@@ -1,9 +1,9 @@
 //! What the compiler said of kernels, kept in a file: compiling all of them takes minutes.
 //!
-//! `kernels/compiled.txt` has a line for each kernel that the tests compile, by a digest of all that
-//! determines the result, the compiler's version included. A kernel with a line is not compiled
-//! again, but for one of sixteen, whose line must agree; `ATOLL_ALL_KERNELS=1` compiles all.
-//! `ATOLL_BLESS=1` records what was compiled.
+//! `kernels/compiled.txt` has a line for each kernel that the tests compile, by a digest of all
+//! that determines the result, the compiler's version included. A kernel with a line is not
+//! compiled again, but for one of sixteen, whose line must agree; `ATOLL_ALL_KERNELS=1` compiles
+//! all. `ATOLL_BLESS=1` records what was compiled.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
