@@ -75,6 +75,14 @@ struct QuantizedProduct {
     is_convolution: bool,
 }
 
+/// A weight as bytes.
+struct QuantizedWeight {
+    /// One, or one for each index of the product's axis.
+    scales: Vec<f32>,
+    bytes: Vec<u8>,
+    shape: Vec<usize>,
+}
+
 /// A model file whose products can be quantized.
 pub struct QuantizableModel {
     bytes: Bytes,
@@ -412,10 +420,7 @@ impl<'a> GraphWriter<'a> {
     }
 
     /// The scales of a weight, and the weight as bytes.
-    fn quantized_weight(
-        &self,
-        product: &QuantizedProduct,
-    ) -> Result<(Vec<f32>, Vec<u8>, Vec<usize>), ImportError> {
+    fn quantized_weight(&self, product: &QuantizedProduct) -> Result<QuantizedWeight, ImportError> {
         let name = &self.model.nodes[product.node].inputs[1];
         let tensor = to_tensor(&self.model.initializers[name], &self.model.external)?;
         let bad = |reason: &str| ImportError::Tensor { name: name.clone(), reason: reason.into() };
@@ -441,7 +446,7 @@ impl<'a> GraphWriter<'a> {
             (value / scales[group(index)]).round_ties_even().clamp(-127.0, 127.0) as i8 as u8
         };
         let bytes = values.iter().enumerate().map(byte).collect();
-        Ok((scales, bytes, shape))
+        Ok(QuantizedWeight { scales, bytes, shape })
     }
 
     /// The dequantized form of a weight.
@@ -451,7 +456,7 @@ impl<'a> GraphWriter<'a> {
         if let Some(known) = self.dequantized.get(&key) {
             return Ok(known.clone());
         }
-        let (scales, bytes, shape) = self.quantized_weight(product)?;
+        let QuantizedWeight { scales, bytes, shape } = self.quantized_weight(product)?;
         let dims = if self.model.opset >= AXIS_OPSET { vec![scales.len()] } else { vec![] };
         let names = ["quantized", "scale", "zero_point", "dequantized"];
         let [quantized, scale, zero, dequantized] = names.map(|what| self.fresh(&name, what));
@@ -473,7 +478,7 @@ impl<'a> GraphWriter<'a> {
         };
         let tensor = to_tensor(proto, &self.model.external)?;
         let plain = !has_factor(&self.model.nodes[product.node]);
-        let (scales, ..) = self.quantized_weight(product)?;
+        let QuantizedWeight { scales, .. } = self.quantized_weight(product)?;
         let activation = self.model.source(&self.model.nodes[product.node].inputs[0]);
         let (scale, _) = self.ranges[activation].quantum(self.activations);
         let one_each = tensor.shape() == [scales.len()] && self.model.opset >= AXIS_OPSET;
