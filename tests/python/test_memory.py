@@ -42,7 +42,7 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         flags = ["--memory-limit-mib", str(LIMIT_MIB), "--data-dir", str(folder / "data")]
         # What folds without end is ended sooner than by default.
-        flags += ["--model-check-secs", "15"]
+        flags += ["--model-check-secs", "30"]
         running = serve(folder / "models", folder / "server.log", *flags, "--device", "cpu")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)

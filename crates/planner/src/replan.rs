@@ -3,7 +3,7 @@
 //! Services whose slices still suffice, none of them superfluous, are not changed. The others
 //! either extend their present slices or get a new cover, with a price on every change. New slices
 //! go onto free slots first, and then onto further GPUs. If the plan then has too many GPUs, the
-//! GPUs with the least work are planned again together ([`drift`]).
+//! GPUs with the least work are planned again together (`replan/drift.rs`).
 
 mod drift;
 pub mod steps;
