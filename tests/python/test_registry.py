@@ -430,7 +430,9 @@ def test_kills_during_registrations_lose_nothing(tmp_path: Path) -> None:
     for run in range(6):
         server = start(tmp_path, "--model-check", "off")
         for name in accepted:
-            assert infer(server, name).status_code == 200, name
+            reply = infer(server, name)
+            # A kill may meet a model while it is measured: it is kept, but in quarantine.
+            assert reply.status_code == 200 or "it is quarantined" in reply.text, (name, reply.text)
 
         def keep_registering(server: Server, run: int) -> None:
             for number in range(50):
@@ -451,7 +453,6 @@ def test_kills_during_registrations_lose_nothing(tmp_path: Path) -> None:
     assert accepted
     # A registration that got no answer may have been kept or not, but never by half.
     check = atoll("registry", "check", "--data-dir", tmp_path / "data")
-    # Two kills in a row may meet a model while it is measured: it is kept, but in quarantine.
     held = [line.split()[0] for line in check.stdout.splitlines() if "is quarantined" in line]
     for name in held:
         atoll("registry", "release", name, "--data-dir", tmp_path / "data")
