@@ -211,17 +211,5 @@ fn sessions() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 fn random_services(count: usize, seed: u64) -> Vec<Service> {
-    let mut random = Random::new(seed);
-    let base = scenario::services(5);
-    (0..count)
-        .map(|index| {
-            let base = &base[random.below(11) as usize];
-            Service {
-                name: format!("{}-{index}", base.model),
-                model: base.model.clone(),
-                rate: base.rate * (0.2 + 1.1 * random.unit_f64()),
-                slo_ms: base.slo_ms * (1.0 + 2.0 * random.unit_f64()),
-            }
-        })
-        .collect()
+    scenario::random_services(count, &mut Random::new(seed))
 }

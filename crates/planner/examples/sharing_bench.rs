@@ -19,7 +19,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     for count in counts {
         for seed in 1..=if count <= 1000 { 3 } else { 1 } {
-            row("scenario", seed, &profiles, near_scenario(count, seed))?;
+            row(
+                "scenario",
+                seed,
+                &profiles,
+                scenario::random_services(count, &mut Random::new(seed)),
+            )?;
             row("logarithmic", seed, &profiles, logarithmic(&profiles, count, seed)?)?;
         }
     }
@@ -37,14 +42,7 @@ fn row(
     let count = services.len();
     let problem = Problem { gpu, services, profiles: profiles.clone(), rules };
     let clock = MonotonicClock::new();
-    let mut phases: Vec<(&str, Option<usize>)> = Vec::new();
-    let mut report = |progress: planner::SearchProgress| {
-        let now = (progress.phase, progress.gpus);
-        if phases.last() != Some(&now) {
-            phases.push(now);
-        }
-        true
-    };
+    let mut report = |_| true;
     let mut control = SearchControl::new(&clock, &mut report);
     let solution = run(&problem, Algorithm::Certified, &mut control)?.solution;
     let gpus = solution.plan.gpus.len();
@@ -58,26 +56,7 @@ fn row(
         solution.seconds,
         if legal { "" } else { "  REJECTED" }
     );
-    if std::env::var_os("PHASES").is_some() {
-        println!("       {phases:?}");
-    }
     Ok(())
-}
-
-fn near_scenario(count: usize, seed: u64) -> Vec<Service> {
-    let mut random = Random::new(seed);
-    let base = scenario::services(5);
-    (0..count)
-        .map(|index| {
-            let base = &base[random.below(11) as usize];
-            Service {
-                name: format!("{}-{index}", base.model),
-                model: base.model.clone(),
-                rate: base.rate * (0.2 + 1.1 * random.unit_f64()),
-                slo_ms: base.slo_ms * (1.0 + 2.0 * random.unit_f64()),
-            }
-        })
-        .collect()
 }
 
 /// Rates from 2 to 1,000 requests per second, SLOs from 40 ms over one and a half decades.

@@ -1,6 +1,8 @@
 //! The scenarios S1 to S6 of ParvaGPU (SC'24, table IV; the values are those of the authors'
 //! repository).
 
+use base::Random;
+
 use crate::problem::Service;
 
 /// The models, in the order of the rows below.
@@ -61,4 +63,20 @@ pub fn services_times(number: usize, copies: usize) -> Vec<Service> {
         })
     };
     (0..copies).flat_map(copy).collect()
+}
+
+/// `count` random services like those of S5: their models, rates from 0.2 to 1.3 times and SLOs
+/// from 1 to 3 times theirs.
+pub fn random_services(count: usize, random: &mut Random) -> Vec<Service> {
+    let base = services(5);
+    let one = |index| {
+        let base = &base[random.below(base.len() as u64) as usize];
+        Service {
+            name: format!("{}-{index}", base.model),
+            model: base.model.clone(),
+            rate: base.rate * (0.2 + 1.1 * random.unit_f64()),
+            slo_ms: base.slo_ms * (1.0 + 2.0 * random.unit_f64()),
+        }
+    };
+    (0..count).map(one).collect()
 }

@@ -10,25 +10,11 @@ use planner::{
     Plan, PlanRules, Problem, SearchControl, Service, Sharing, certified, check, scenario,
 };
 
-fn services(count: usize, random: &mut Random) -> Vec<Service> {
-    let base = scenario::services(5);
-    (0..count)
-        .map(|index| {
-            let base = &base[random.below(11) as usize];
-            Service {
-                name: format!("{}-{index}", base.model),
-                model: base.model.clone(),
-                rate: base.rate * (0.2 + 1.1 * random.unit_f64()),
-                slo_ms: base.slo_ms * (1.0 + 2.0 * random.unit_f64()),
-            }
-        })
-        .collect()
-}
-
 #[test]
 fn one_percent_of_ten_thousand_services_changes() {
     let mut random = Random::new(11);
-    let Some(mut problem) = common::problem(services(10_000, &mut random), PlanRules::default())
+    let Some(mut problem) =
+        common::problem(scenario::random_services(10_000, &mut random), PlanRules::default())
     else {
         return;
     };
@@ -63,7 +49,8 @@ fn one_percent_of_ten_thousand_services_changes() {
 fn transition_keeps_the_capacity_of_every_service() {
     let mut random = Random::new(5);
     for round in 0..20 {
-        let Some(mut problem) = common::problem(services(40, &mut random), PlanRules::default())
+        let Some(mut problem) =
+            common::problem(scenario::random_services(40, &mut random), PlanRules::default())
         else {
             return;
         };
@@ -151,7 +138,9 @@ fn unchanged_services_of_any_plan_are_not_moved() {
         for sharing in [Sharing::None, Sharing::Time] {
             let count = 2 + random.below(11) as usize;
             let rules = PlanRules { sharing, ..PlanRules::default() };
-            let Some(problem) = common::problem(services(count, &mut random), rules) else {
+            let Some(problem) =
+                common::problem(scenario::random_services(count, &mut random), rules)
+            else {
                 return;
             };
             let first = plan_of(&problem);
@@ -170,7 +159,10 @@ fn unchanged_services_of_any_plan_are_not_moved() {
 fn chain(count: usize, changes: usize, sharing: Sharing, moves_max: Option<usize>) -> usize {
     let mut random = Random::new(17);
     let rules = PlanRules { sharing, ..PlanRules::default() };
-    let Some(mut problem) = common::problem(services(count, &mut random), rules) else { return 0 };
+    let Some(mut problem) = common::problem(scenario::random_services(count, &mut random), rules)
+    else {
+        return 0;
+    };
     let base = problem.services.clone();
     let first = plan_of(&problem);
     let (mut plan, mut prices, mut moved) = (first.plan, first.prices, 0);
