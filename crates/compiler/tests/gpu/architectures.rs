@@ -8,11 +8,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
-use model::LaunchPlan;
 use model::gpu::{GpuTarget, Kernel, Precision};
+use model::{DataType, LaunchPlan};
 
 use crate::compiled::{Compiled, compiler_for};
-use crate::{kernels, lower_in, models, products};
+use crate::{kernels, lower_in, models, products, quantized};
 
 const ARCHITECTURES: [(u32, Precision); 4] =
     [(80, Precision::TF32), (89, Precision::F16), (90, Precision::BF16), (100, Precision::F32)];
@@ -29,6 +29,8 @@ fn plans() -> Vec<LaunchPlan> {
         models::stages(),
         products::plan(1),
         products::plan(2),
+        quantized::plan(DataType::U8),
+        quantized::plan(DataType::I8),
     ]
 }
 

@@ -9,6 +9,7 @@ mod layouts;
 mod lowering_device;
 mod models;
 mod products;
+mod quantized;
 mod recurrent;
 mod sections;
 mod shapes;
