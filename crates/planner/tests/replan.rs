@@ -6,9 +6,7 @@ use base::{MonotonicClock, Random};
 use planner::certified::Solution;
 use planner::replan::steps::{align, replay, steps};
 use planner::replan::{ChangeCosts, replan};
-use planner::{
-    Plan, PlanRules, Problem, SearchControl, Service, Sharing, certified, check, scenario,
-};
+use planner::{Plan, PlanRules, Problem, SearchControl, Sharing, certified, check, scenario};
 
 #[test]
 fn one_percent_of_ten_thousand_services_changes() {

@@ -10,8 +10,8 @@ use crate::problem::{Problem, Sharing};
 use crate::search_control::SearchControl;
 use crate::squishy;
 
-/// Product of services and GPUs above which there are no candidates. They try every service in every
-/// slot: with 10,000 services they would take four times as long as the plan itself.
+/// Product of services and GPUs above which there are no candidates. They try every service in
+/// every slot: with 10,000 services they would take ten times as long as the plan itself.
 const TRIALS_MAX: usize = 4_000_000;
 
 type Candidate = fn(&Problem) -> Result<Plan, PlanError>;
