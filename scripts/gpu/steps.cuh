@@ -290,8 +290,10 @@ inline Launch prepare(const Step& s, const Variant& v)
     switch (s.kind) {
     case Kind::Conv: return conv_launch(s, v);
     case Kind::Depthwise: return depthwise_launch(s, v.kernel);
-    case Kind::MaxPool: return op_launch<Pool<true>>(s.pool, ceil_div(s.pool.items, 128));
-    case Kind::AveragePool: return op_launch<Pool<false>>(s.pool, ceil_div(s.pool.items, 128));
+    case Kind::MaxPool:
+        return op_launch<Pool<HalfWindow<true>>>(s.pool, ceil_div(s.pool.items, 128));
+    case Kind::AveragePool:
+        return op_launch<Pool<HalfWindow<false>>>(s.pool, ceil_div(s.pool.items, 128));
     case Kind::GlobalPool:
         return op_launch<GlobalPool<half, half>>(
             s.global, s.batch * (int)s.global.by_groups.divisor);

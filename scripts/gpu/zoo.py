@@ -8,9 +8,10 @@ scripts/modelzoo/zoo_nets.py makes the networks. They are exported by both of to
 parallel processes; each export then runs once in atoll at every batch, which compiles its kernels
 and compares its outputs with PyTorch in single precision (no TF32). Timing follows, one network at
 a time on an otherwise idle GPU: atoll's replays against PyTorch's CUDA graph (half precision,
-channels last where inputs are images, cuDNN autotuning) and, with --compile, against
-torch.compile(mode="max-autotune"). OUT.json is written after every network. --peers takes the
-latencies of PyTorch from an earlier report: for work in progress, not for evidence.
+channels last where inputs are images, cuDNN autotuning), its plain calls where a graph cannot be
+captured, and, with --compile, against torch.compile(mode="max-autotune"). OUT.json is written after
+every network. --peers takes the latencies of PyTorch from an earlier report: for work in progress,
+not for evidence.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def torch_us(name: str, batches: list[int], compiled: bool) -> dict[int, dict]:
     """PyTorch's latency: a CUDA graph in half precision, and max-autotune."""
     import torch
 
-    from latency import graph_us
+    from latency import graph_us, replay_us
     from modelzoo import zoo_nets
 
     torch.backends.cudnn.benchmark = True
@@ -155,7 +156,12 @@ def torch_us(name: str, batches: list[int], compiled: bool) -> dict[int, dict]:
             images = tensor.dim() == 4
             tensors.append(tensor.to(memory_format=torch.channels_last) if images else tensor)
         with torch.inference_mode():
-            found[batch] = {"graph_us": graph_us(module, tensors)}
+            try:
+                found[batch] = {"graph_us": graph_us(module, tensors)}
+            except RuntimeError:
+                # It makes tensors on the host, which a graph cannot capture.
+                torch.cuda.synchronize()
+                found[batch] = {"eager_us": replay_us(lambda: module(*tensors))}
         if compiled:
             found[batch]["compile_us"] = compiled_us(module, tensors)
     return found
@@ -198,25 +204,30 @@ def profile(atoll: str, path: str, batches: list[int], tuned: bool) -> dict:
 
 
 def slowest(plan: dict, count: int = 3) -> list[dict]:
-    """The steps that take longest, with their share of the whole."""
-    steps = sorted(plan.get("steps", []), key=lambda step: -step["us"])[:count]
-    total = sum(step["us"] for step in plan.get("steps", [])) or 1.0
-    keys = ("name", "op", "problem", "variant", "bound", "share_of_limit")
+    """The steps that take longest, equal ones together, with their share of the whole."""
+    keys = ("op", "problem", "variant", "bound", "share_of_limit")
+    alike: dict[str, dict] = {}
+    for step in plan.get("steps", []):
+        first = {key: step[key] for key in keys if key in step} | {"times": 0, "us": 0.0}
+        entry = alike.setdefault(step.get("problem", step["name"]), first)
+        entry["times"] += 1
+        entry["us"] += step["us"]
+    total = sum(entry["us"] for entry in alike.values()) or 1.0
+    steps = sorted(alike.values(), key=lambda entry: -entry["us"])[:count]
     return [
-        {key: step[key] for key in keys if key in step}
-        | {"us": round(step["us"], 2), "share": round(step["us"] / total, 3)}
-        for step in steps
+        entry | {"us": round(entry["us"], 2), "share": round(entry["us"] / total, 3)}
+        for entry in steps
     ]
 
 
 def earlier_us(name: str, peers: Path | None) -> dict[int, dict]:
     """PyTorch's latencies of an earlier report, by batch."""
     rows = json.loads(peers.read_text())["rows"] if peers else []
-    keys = ("graph_us", "compile_us")
+    keys = ("graph_us", "eager_us", "compile_us")
     return {
         row["batch"]: {key: row[key] for key in keys if key in row}
         for row in rows
-        if row["network"] == name and "graph_us" in row
+        if row["network"] == name and any(key in row for key in keys)
     }
 
 

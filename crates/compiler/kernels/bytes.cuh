@@ -26,7 +26,7 @@ struct BytesArgs {
     int splits, reduce;
     int a_shift, out_shift; // from the address to the element of the first position; signed
     int b_column, out_column, residual_column;
-    int vectors; // bits: output, residual may be moved eight columns at a time
+    int vectors; // of `ByteVectors`
     u32 fill; // four bytes from outside the image
     FastDiv by_splits, by_columns, by_rows; // tiles
     StridedLoop<PartRank, 5 + Axes> part; // a, b, column parameters, output, residual; not used
@@ -237,21 +237,28 @@ struct BytesMethod {
     static __device__ __forceinline__ void emit(
         const Args& a, const Place& p, const Parts& parts, int first, int last)
     {
+        using End = typename P::End;
         constexpr int kChunks = C::BN / 8;
+        static_assert(C::kThreads % kChunks == 0, "a thread always has the same columns");
+        int column = threadIdx.x % kChunks * 8, n = p.n + column, count = a.columns - n;
+        if (count <= 0) return;
+        int offset[8];
+        load_offsets<End>(a.end, p.part[2] + n, count, a.vectors, offset);
+        ByteColumns columns(a.end, p.part[2] + n, count, a.vectors);
         for (int i = first * kChunks + threadIdx.x; i < last * kChunks; i += C::kThreads) {
-            int row = i / kChunks, column = i % kChunks * 8;
-            int m = p.m + row, n = p.n + column, at[4 + P::kAxes];
-            if (m >= a.rows || n >= a.columns) continue;
+            int row = i / kChunks, m = p.m + row, at[4 + P::kAxes];
+            if (m >= a.rows) break;
             a.row.offsets(m, at);
-            int s[8] = {};
-            sum_of_parts(parts, s, row * C::kStaged + column);
-            using End = typename P::End;
-            int count = a.columns - n;
             BytePlace to = {count, a.vectors,
                 p.part[3] + at[2] + a.out_shift + n * a.out_column, a.out_column,
                 p.part[4] + at[3] + n * a.residual_column, a.residual_column};
-            ByteColumns columns = ByteColumns::of<End>(a.end, p.part[2] + n, count);
-            end_of_bytes<End>(a.end, columns, to, s);
+            ByteResidual<End> residual = {};
+            if constexpr (End::kAdds) residual = load_residual<End>(a.end, to);
+            int s[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) s[j] = offset[j];
+            sum_of_parts(parts, s, row * C::kStaged + column);
+            end_of_bytes<End>(a.end, columns, to, s, residual);
         }
     }
 };

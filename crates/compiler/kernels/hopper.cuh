@@ -321,17 +321,21 @@ __device__ __forceinline__ void hopper_emit(
     }
 }
 
-// How halves are multiplied: sums, the instruction, and what comes before and after.
+// How halves are multiplied: sums, the instruction, and what comes before and after. `ahead` loads
+// what the end of a tile needs, while the tile before it ends.
 template <class C>
 struct HopperMethod {
     using Sums = HopperSums<C>;
+    struct Ahead {};
+    static __device__ __forceinline__ Ahead ahead(const ConvArgs&, const OutputTile<C>&)
+    { return {}; }
     static __device__ __forceinline__ void begin(
         const ConvArgs& a, const OutputTile<C>& t, Sums& sums)
     { hopper_begin<C>(a, t, sums); }
     static __device__ __forceinline__ void issue(Sums& sums, int i, u64 x, u64 w)
     { Products<C::kColumns>::issue(sums.v[i], x, w); }
     static __device__ __forceinline__ void emit(
-        const ConvArgs& a, const OutputTile<C>& t, const Sums& sums)
+        const ConvArgs& a, const OutputTile<C>& t, const Sums& sums, const Ahead&)
     { hopper_emit<C>(a, t, sums); }
 };
 
@@ -404,8 +408,9 @@ __device__ __forceinline__ bool consume(const HopperArgs& a, const TileRange& ti
     int stages = a.steps + YieldPoint::kPreemptible; // of a tile
     if (own) ring.skip(stages);
     u32 turn = 0;
-    for (int tile = tiles.first + own * tiles.step; tile < tiles.end;
-        tile += tiles.step * C::kTiles, ++turn) {
+    int tile = tiles.first + own * tiles.step, step = tiles.step * C::kTiles;
+    typename Method::Ahead ahead = method.ahead(a.conv, OutputTile<C>(a, tile));
+    for (; tile < tiles.end; tile += step, ++turn) {
         OutputTile<C> t(a, tile);
         typename Method::Sums sums;
         method.begin(a.conv, t, sums);
@@ -413,7 +418,9 @@ __device__ __forceinline__ bool consume(const HopperArgs& a, const TileRange& ti
         if (YieldPoint::kPreemptible && own && get_word(ring.second_exits())) return false;
         if (!multiply_tile<C, YieldPoint>(a, ring, own, method, sums)) return false;
         yield_point.finishing();
-        method.emit(a.conv, t, sums);
+        typename Method::Ahead own_ahead = ahead;
+        if (!YieldPoint::kPreemptible) ahead = method.ahead(a.conv, OutputTile<C>(a, tile + step));
+        method.emit(a.conv, t, sums, own_ahead);
         if (YieldPoint::kPreemptible) break; // it has no other
         if (C::kAlternate) ring.skip(stages);
     }

@@ -117,43 +117,105 @@ struct HopperByteSums {
     int v[C::kRows][C::kColumns / 2];
 };
 
+// What is added to the results of a thread. It is most of what a short product reads, and little of
+// it is in flight if it is asked for only when the sums are known. Bytes are loaded a tile ahead;
+// halves, which take twice the registers, with the first stage.
+template <class C, class E, bool Loaded>
+struct HopperByteResidual {
+    static constexpr int kRows = C::kRows * 2, kGroups = C::kColumns / 32;
+    ByteResidual<E> v[Loaded ? kRows : 1][Loaded ? kGroups : 1];
+};
+
 // How bytes are multiplied; see `HopperMethod`.
 template <class C, class E>
 struct HopperBytesMethod {
-    using Sums = HopperByteSums<C>;
+    static constexpr int kRows = C::kRows * 2, kGroups = C::kColumns / 32;
+    static constexpr bool kAhead = E::kAdds && sizeof(typename E::Residual) == 1;
+    static constexpr bool kBefore = E::kAdds && !kAhead;
+    using Ahead = HopperByteResidual<C, E, kAhead>;
+    struct Sums : HopperByteSums<C> {
+        HopperByteResidual<C, E, kBefore> before;
+    };
     const ByteEnd& end;
     int vectors;
 
-    __device__ __forceinline__ void begin(
-        const ConvArgs&, const OutputTile<C>&, Sums& sums) const
+    static __device__ __forceinline__ int row(const ThreadPlace<C>& p, int i)
+    { return p.m + i / 2 * 64 + i % 2 * 8; }
+    __device__ __forceinline__ BytePlace place(const ConvArgs& a, int row, int n) const
     {
-#pragma unroll
-        for (int i = 0; i < C::kRows; ++i)
-#pragma unroll
-            for (int j = 0; j < C::kColumns / 2; ++j) sums.v[i][j] = 0;
+        return {a.out_c - n, vectors, row * a.out_stride + n, 1, row * a.residual_stride + n, 1};
     }
-    __device__ __forceinline__ void issue(Sums& sums, int i, u64 x, u64 w) const
-    { ByteProducts<C::kColumns, typename E::T>::issue(sums.v[i], x, w); }
-    __device__ __forceinline__ void emit(
-        const ConvArgs& a, const OutputTile<C>& t, const Sums& sums) const
+    // Nothing of a tile that does not exist.
+    template <bool Loaded>
+    __device__ __forceinline__ void load(const ConvArgs& a, const OutputTile<C>& t,
+        HopperByteResidual<C, E, Loaded>& residual) const
+    {
+        if constexpr (Loaded) {
+            ThreadPlace<C> p(t);
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) {
+                    int n = p.n + g * 32;
+                    if (n < a.out_c && row(p, i) < a.rows)
+                        residual.v[i][g] = load_residual<E>(end, place(a, row(p, i), n));
+                }
+        }
+    }
+
+    __device__ __forceinline__ Ahead ahead(const ConvArgs& a, const OutputTile<C>& t) const
+    {
+        Ahead r;
+        load(a, t, r);
+        return r;
+    }
+    __device__ __forceinline__ void begin(
+        const ConvArgs& a, const OutputTile<C>& t, Sums& sums) const
     {
         ThreadPlace<C> p(t);
 #pragma unroll
-        for (int g = 0; g < C::kColumns / 32; ++g) {
-            int n = p.n + g * 32, count = a.out_c - n;
-            if (count <= 0) break;
-            ByteColumns columns = ByteColumns::of<E>(end, n, count);
+        for (int g = 0; g < kGroups; ++g) {
+            int n = p.n + g * 32, offset[8] = {};
+            if (n < a.out_c) load_offsets<E>(end, n, a.out_c - n, vectors, offset);
 #pragma unroll
-            for (int i = 0; i < C::kRows * 2; ++i) {
-                int row = p.m + i / 2 * 64 + i % 2 * 8;
-                if (row >= a.rows) break;
+            for (int i = 0; i < C::kRows; ++i)
+#pragma unroll
+                for (int j = 0; j < 16; ++j) {
+                    int& sum = sums.v[i][g * 16 + j];
+                    sum = offset[j / 4 * 2 + j % 2];
+                    // In a register of its own from here on: copies made between the first
+                    // products would wait for them.
+                    asm volatile("" : "+r"(sum));
+                }
+        }
+        load(a, t, sums.before);
+    }
+    __device__ __forceinline__ void issue(Sums& sums, int i, u64 x, u64 w) const
+    { ByteProducts<C::kColumns, typename E::T>::issue(sums.v[i], x, w); }
+    static __device__ __forceinline__ const ByteResidual<E>& residual(
+        const Sums& sums, const Ahead& ahead, int i, int g)
+    {
+        if constexpr (kAhead) return ahead.v[i][g];
+        else return sums.before.v[kBefore ? i : 0][kBefore ? g : 0];
+    }
+    __device__ __forceinline__ void emit(
+        const ConvArgs& a, const OutputTile<C>& t, const Sums& sums, const Ahead& ahead) const
+    {
+        ThreadPlace<C> p(t);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            int n = p.n + g * 32;
+            if (n >= a.out_c) break;
+            ByteColumns columns(end, n, a.out_c - n, vectors);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                if (row(p, i) >= a.rows) break;
                 int s[8];
 #pragma unroll
                 for (int j = 0; j < 8; ++j)
                     s[j] = sums.v[i / 2][g * 16 + j / 2 * 4 + i % 2 * 2 + j % 2];
-                BytePlace at = {count, vectors, row * a.out_stride + n, 1,
-                    row * a.residual_stride + n, 1};
-                end_of_bytes<E>(end, columns, at, s);
+                end_of_bytes<E>(
+                    end, columns, place(a, row(p, i), n), s, residual(sums, ahead, i, g));
             }
         }
     }

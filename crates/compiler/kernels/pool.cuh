@@ -1,4 +1,5 @@
-// Pooling, NHWC. Windows: a thread computes eight channels of one output pixel. Global average: a
+// Pooling, NHWC. Windows: a thread computes 16 bytes of one output pixel: eight channels in half
+// precision, or the largest bytes of sixteen. Global average: a
 // block adds 64 channels of one image or of a part of it, optionally of relu(x * scale + shift),
 // which precedes the last pooling of a pre-activation network.
 #pragma once
@@ -7,32 +8,98 @@
 namespace tiles {
 
 struct PoolArgs {
-    const half* input;
-    half* output;
+    const void* input;
+    void* output;
     int in_h, in_w, in_stride;
     int out_stride;
     int ker_h, ker_w, stride_h, stride_w, pad_h, pad_w;
-    int items; // batch * out_h * out_w * channels / 8
+    int items; // batch * out_h * out_w * channels / those of a thread
     int count_padding; // average: divide by the whole window, not by the part inside the image
     FastDiv by_chunks, by_out_w, by_out_h;
 };
 
+// Largest or mean halves.
 template <bool Max>
-struct Pool {
-    using Args = PoolArgs;
-    static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
+struct HalfWindow {
+    using T = half;
+    float acc[8];
 
-    static __device__ __forceinline__ void fold(float (&acc)[8], uint4 raw)
+    __device__ __forceinline__ void begin()
+    {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) acc[i] = Max ? -65504.f : 0.f;
+    }
+    __device__ __forceinline__ void fold(uint4 raw)
     {
         float v[8];
         unpack(raw, v);
 #pragma unroll
         for (int i = 0; i < 8; ++i) acc[i] = Max ? fmaxf(acc[i], v[i]) : acc[i] + v[i];
     }
+    __device__ __forceinline__ uint4 end(int count)
+    {
+        if (!Max) {
+            float scale = 1.f / (float)count;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) acc[i] *= scale;
+        }
+        return pack(acc);
+    }
+};
+
+// The larger of two pairs of unsigned 16-bit numbers.
+__device__ __forceinline__ u32 larger_pairs(u32 a, u32 b)
+{
+#ifdef TILES_EMULATED
+    return max(a & 0xffff0000u, b & 0xffff0000u) | max(a & 0xffffu, b & 0xffffu);
+#else
+    return __vmaxu2(a, b);
+#endif
+}
+
+// Largest bytes. Every other byte of a word is one of a pair; signed bytes are moved by 128, which
+// keeps their order.
+template <class Byte>
+struct ByteWindow {
+    using T = Byte;
+    static constexpr u32 kMoved = (Byte)-1 < 0 ? 0x80808080u : 0u;
+    u32 even[4], odd[4];
+
+    __device__ __forceinline__ void begin()
+    {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) even[i] = odd[i] = 0;
+    }
+    __device__ __forceinline__ void fold(uint4 raw)
+    {
+        u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32 word = words[i] ^ kMoved;
+            even[i] = larger_pairs(even[i], word & 0x00ff00ffu);
+            odd[i] = larger_pairs(odd[i], word >> 8 & 0x00ff00ffu);
+        }
+    }
+    __device__ __forceinline__ uint4 end(int)
+    {
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = (even[i] | odd[i] << 8) ^ kMoved;
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+};
+
+template <class Window>
+struct Pool {
+    using Args = PoolArgs;
+    static constexpr int kThreads = 128, kShared = 0, kBlocks = 1;
+
     template <class YieldPoint, class Dependency>
     static __device__ __forceinline__ bool tile(
         const Args& a, int t, unsigned char*, YieldPoint& yield_point, const Dependency& dependency)
     {
+        using T = typename Window::T;
+        constexpr int kChannels = 16 / (int)sizeof(T);
         yield_point.finishing();
         int item = t * kThreads + threadIdx.x, channel, x, y;
         int pixel = a.by_chunks.split(item, channel);
@@ -40,27 +107,22 @@ struct Pool {
         dependency.wait();
         yield_point.poll();
         if (item >= a.items) return true;
-        float acc[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) acc[i] = Max ? -65504.f : 0.f;
+        const T* input = (const T*)a.input + channel * kChannels;
+        Window window;
+        window.begin();
         int inside = 0;
         for (int ky = 0; ky < a.ker_h; ++ky)
             for (int kx = 0; kx < a.ker_w; ++kx) {
                 int iy = y * a.stride_h - a.pad_h + ky, ix = x * a.stride_w - a.pad_w + kx;
                 if ((u32)iy >= (u32)a.in_h || (u32)ix >= (u32)a.in_w) continue;
-                fold(acc,
-                    load_activations(a.input +
-                                     (size_t)((image * a.in_h + iy) * a.in_w + ix) * a.in_stride +
-                                     channel * 8));
+                size_t from = (size_t)((image * a.in_h + iy) * a.in_w + ix) * a.in_stride;
+                window.fold(__ldcg((const uint4*)(input + from)));
                 ++inside;
             }
-        if (!Max) {
-            float scale = 1.f / (float)(a.count_padding ? a.ker_h * a.ker_w : inside);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) acc[i] *= scale;
-        }
+        uint4 result = window.end(a.count_padding ? a.ker_h * a.ker_w : inside);
         if (yield_point.is_preempted()) return false;
-        *(uint4*)(a.output + (size_t)pixel * a.out_stride + channel * 8) = pack(acc);
+        T* output = (T*)a.output + (size_t)pixel * a.out_stride + channel * kChannels;
+        *(uint4*)output = result;
         return true;
     }
 };

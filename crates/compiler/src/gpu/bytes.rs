@@ -9,11 +9,12 @@ mod behind;
 mod source;
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use graph::Graph;
 use graph::content;
 use graph::ir::GraphNode;
-use model::gpu::{MemoryLocation, WeightKey};
+use model::gpu::{MemoryLocation, Packer, WeightKey};
 use model::op::{Activation, Op};
 use model::{DataType, Tensor, ValueId};
 
@@ -255,28 +256,68 @@ impl Centred {
     }
 }
 
+/// One right operand of a product of bytes, and what follows it.
+struct BytePart {
+    source: ByteSource,
+    behind: Behind,
+    tensor: Tensor,
+    centred: Centred,
+}
+
+impl BytePart {
+    /// Whether the product is rows of floats that depend on nothing else.
+    fn is_plain(&self) -> bool {
+        let Behind { scale, between, residual, after, output, .. } = &self.behind;
+        let plain = between.is_none() && residual.is_none() && *after == Activation::None;
+        let columns = self.source.columns;
+        !self.source.is_convolution()
+            && plain
+            && output.is_none()
+            && scale.is_some()
+            && weight_rows(columns) == columns
+            && self.centred.repeats(&self.tensor) == 1
+    }
+
+    /// Whether it multiplies the same operand in the same way.
+    fn is_like(&self, other: &BytePart) -> bool {
+        let transposed = |part: &BytePart| match part.source.layout {
+            WeightLayout::Matrix { transposed } => Some(transposed),
+            WeightLayout::Convolution(_) => None,
+        };
+        self.source.a == other.source.a
+            && self.source.a_zero == other.source.a_zero
+            && transposed(self) == transposed(other)
+            && self.behind.factor == other.behind.factor
+            && self.behind.activation == other.behind.activation
+    }
+}
+
 impl Lowering<'_> {
     /// A product of bytes with what follows it; false when `node` is none.
     pub fn byte_product(&mut self, node: &GraphNode) -> Result<bool, UnsupportedReason> {
-        let scope = Scope { graph: self.graph, producers: self.producers() };
-        let Some(source) = scope.source(node) else { return Ok(false) };
-        let first = Self::output(node)?;
-        let tensor = self.graph.constant(source.weight).cloned().ok_or("no weight")?;
-        let centred = Centred::of(&source);
-        let repeats = centred.repeats(&tensor);
-        let conv = match source.is_convolution() {
-            true => Some(packed(self.graph, node, &source, repeats).ok_or("not a convolution")?),
+        let Some(own) = self.byte_part(node)? else { return Ok(false) };
+        let repeats = own.centred.repeats(&own.tensor);
+        let conv = match own.source.is_convolution() {
+            true => {
+                let conv = packed(self.graph, node, &own.source, repeats);
+                Some(conv.ok_or("not a convolution")?)
+            }
             false => None,
         };
-        let behind = self.behind(&source, first);
+        let others = self.byte_siblings(node, &own)?;
+        let parts: Vec<BytePart> = [own].into_iter().chain(others).collect();
+        let BytePart { source, behind, .. } = &parts[0];
         let a = match &conv {
             Some(conv) => self.byte_image(source.a, conv)?,
             None => self.byte_rows(source.a)?,
         };
-        let weight = self.byte_weight(&tensor, &centred, conv.as_ref(), repeats);
-        let columns = self.byte_columns(&source, &behind, &tensor, &centred)?;
-        let epilogue = self.byte_epilogue(&behind)?;
-        let output = self.byte_output(behind.last, conv.is_some(), &epilogue)?;
+        let weight = self.byte_weight(&parts, conv.as_ref(), repeats);
+        let columns = self.byte_columns(&parts)?;
+        let epilogue = self.byte_epilogue(behind)?;
+        let output = match &parts[..] {
+            [_] => self.byte_output(behind.last, conv.is_some(), &epilogue)?,
+            _ => self.byte_output_of(&parts)?,
+        };
         let outside = match source.a_zero {
             ZeroPoint::Constant(zero) => zero.to_le_bytes()[0],
             ZeroPoint::Value(_) => 0,
@@ -294,9 +335,56 @@ impl Lowering<'_> {
             None => product.matmul(&self.target, repeats)?,
         };
         self.push(work);
-        self.bytes.covered.extend(&behind.covered);
-        self.define(behind.last, output);
+        let (last, mut first_column) = (output.shape.len() - 1, 0);
+        for part in &parts {
+            self.bytes.covered.extend(&part.behind.covered);
+            let own = match &parts[..] {
+                [_] => output.clone(),
+                _ => output.sliced(last, first_column, part.source.columns, 1),
+            };
+            self.define(part.behind.last, own);
+            first_column += part.source.columns;
+        }
         Ok(true)
+    }
+
+    fn byte_part(&self, node: &GraphNode) -> Result<Option<BytePart>, UnsupportedReason> {
+        let scope = Scope { graph: self.graph, producers: self.producers() };
+        let Some(source) = scope.source(node) else { return Ok(None) };
+        let tensor = self.graph.constant(source.weight).cloned().ok_or("no weight")?;
+        let (behind, centred) = (self.behind(&source, Self::output(node)?), Centred::of(&source));
+        Ok(Some(BytePart { source, behind, tensor, centred }))
+    }
+
+    /// Products of the same operand with other constants, which are then part of the same launch.
+    fn byte_siblings(
+        &self,
+        node: &GraphNode,
+        own: &BytePart,
+    ) -> Result<Vec<BytePart>, UnsupportedReason> {
+        let mut found = Vec::new();
+        let free = |part: &BytePart| {
+            let last = part.behind.last;
+            self.placement(last).is_none() && !self.is_defined(last)
+        };
+        if !own.is_plain() || !free(own) {
+            return Ok(found);
+        }
+        let rows = |part: &BytePart| -> Result<Vec<usize>, UnsupportedReason> {
+            let mut shape = self.shape(part.behind.last)?;
+            shape.pop();
+            Ok(shape)
+        };
+        for other in &self.graph.nodes {
+            if std::ptr::eq(other, node) || other.op != node.op {
+                continue;
+            }
+            let Some(part) = self.byte_part(other)? else { continue };
+            if part.is_like(own) && part.is_plain() && free(&part) && rows(&part)? == rows(own)? {
+                found.push(part);
+            }
+        }
+        Ok(found)
     }
 
     /// Puts `id` into memory in the order that a product of bytes reads, if one does.
@@ -388,29 +476,39 @@ impl Lowering<'_> {
         View { buffer, offset: 0, shape, strides, element, slack: 0 }
     }
 
+    /// The weights of all parts, one after another.
     fn byte_weight(
         &mut self,
-        tensor: &Tensor,
-        centred: &Centred,
+        parts: &[BytePart],
         conv: Option<&PackedConv>,
         repeats: usize,
     ) -> View {
-        let zero = centred.name();
-        let (len, how) = match conv {
-            Some(conv) => (conv.weight_len(), format!("bytes {} {zero}", conv.packing())),
+        let len = match conv {
+            Some(conv) => conv.weight_len(),
             None => {
-                let depth = tensor.len() / centred.columns;
-                let row = (depth * repeats).next_multiple_of(CHUNK);
-                let len = row * weight_rows(centred.columns);
-                (len, format!("bytes {} {zero}", centred.columns_fastest))
+                let columns: usize = parts.iter().map(|part| part.source.columns).sum();
+                let depth = parts[0].tensor.len() / parts[0].source.columns;
+                (depth * repeats).next_multiple_of(CHUNK) * weight_rows(columns)
             }
         };
-        let (centred, conv) = (centred.clone(), conv.cloned());
-        let pack = move |tensor: &Tensor| match &conv {
-            Some(conv) => conv.pack_bytes(&centred.values(tensor)),
-            None => centred.pack_matrix(tensor, repeats),
+        let name = |part: &BytePart| {
+            let BytePart { tensor, centred, .. } = part;
+            let how = match conv {
+                Some(conv) => conv.packing(),
+                None => centred.columns_fastest.to_string(),
+            };
+            format!("{}:bytes {how} {}", self.identity(tensor), centred.name())
         };
-        let number = self.weight(tensor, &how, len, pack);
+        let key = WeightKey(parts.iter().map(name).collect::<Vec<_>>().join("+"));
+        let (conv, factors) = (conv.cloned(), factors(parts));
+        let pack = move || -> Vec<u8> {
+            let one = |(tensor, centred): &(Tensor, Centred)| match &conv {
+                Some(conv) => conv.pack_bytes(&centred.values(tensor)),
+                None => centred.pack_matrix(tensor, repeats),
+            };
+            factors.iter().flat_map(one).collect()
+        };
+        let number = self.keyed_weight(key, len, Packer(Arc::new(pack)));
         self.weight_row(number, len, Element::I8)
     }
 
@@ -423,64 +521,69 @@ impl Lowering<'_> {
         Ok(self.weight_row(number, len, Element::F32))
     }
 
-    /// A row of integers, one for each column, made of the sums of the weight.
-    fn sum_columns(
-        &mut self,
-        tensor: &Tensor,
-        centred: &Centred,
-        how: &str,
-        of: impl Fn(usize, i32) -> i32 + Send + Sync + 'static,
-    ) -> View {
-        let len = centred.columns;
-        let layout = centred.columns_fastest;
-        let key = format!("{}:sums {layout} {} {how}", self.identity(tensor), centred.name());
-        let (tensor, centred) = (tensor.clone(), centred.clone());
-        let pack = move || -> Vec<u8> {
-            let sums = centred.sums(&tensor).into_iter().enumerate();
-            sums.flat_map(|(column, sum)| of(column, sum).to_le_bytes()).collect()
+    /// A row of integers, one for each column: `factor` times the sum of its weights, plus the
+    /// bias of the sums.
+    fn sum_columns(&mut self, parts: &[BytePart], factor: i32) -> View {
+        let len = parts.iter().map(|part| part.source.columns).sum::<usize>();
+        let name = |part: &BytePart| {
+            let BytePart { source, tensor, centred, .. } = part;
+            let bias = match &source.sum_bias {
+                Some(bias) => Tensor::from_vec(vec![bias.len()], bias.clone())
+                    .as_ref()
+                    .map_or(String::new(), content_name),
+                None => "none".to_string(),
+            };
+            let layout = centred.columns_fastest;
+            format!("{}:sums {layout} {} {bias}", self.identity(tensor), centred.name())
         };
-        let pack = model::gpu::Packer(std::sync::Arc::new(pack));
-        let number = self.keyed_weight(WeightKey(key), len * 4, pack);
+        let names: Vec<String> = parts.iter().map(name).collect();
+        let key = WeightKey(format!("{}*{factor}", names.join("+")));
+        let biases: Vec<Option<Vec<i32>>> =
+            parts.iter().map(|part| part.source.sum_bias.clone()).collect();
+        let factors = factors(parts);
+        let pack = move || -> Vec<u8> {
+            let one = |((tensor, centred), bias): (&(Tensor, Centred), &Option<Vec<i32>>)| {
+                let mut sums = centred.sums(tensor);
+                for (column, sum) in sums.iter_mut().enumerate() {
+                    let own = bias.as_ref().map_or(0, |bias| bias[column]);
+                    *sum = own.wrapping_add(factor.wrapping_mul(*sum));
+                }
+                sums
+            };
+            let sums = factors.iter().zip(&biases).flat_map(one);
+            sums.flat_map(i32::to_le_bytes).collect()
+        };
+        let number = self.keyed_weight(key, len * 4, Packer(Arc::new(pack)));
         self.weight_row(number, len, Element::I32)
     }
 
-    fn byte_columns(
-        &mut self,
-        source: &ByteSource,
-        behind: &Behind,
-        tensor: &Tensor,
-        centred: &Centred,
-    ) -> Result<ByteColumns, UnsupportedReason> {
+    fn byte_columns(&mut self, parts: &[BytePart]) -> Result<ByteColumns, UnsupportedReason> {
         let mut columns = ByteColumns::default();
-        let bias = source.sum_bias.clone();
-        match source.a_zero {
-            ZeroPoint::Constant(0) if bias.is_none() => {}
+        match parts[0].source.a_zero {
+            ZeroPoint::Constant(0) if parts.iter().all(|part| part.source.sum_bias.is_none()) => {}
             ZeroPoint::Constant(zero) => {
-                let name = match &bias {
-                    Some(bias) => Tensor::from_vec(vec![bias.len()], bias.clone())
-                        .as_ref()
-                        .map_or(String::new(), content_name),
-                    None => "none".to_string(),
-                };
-                let of = move |column: usize, sum: i32| {
-                    let own = bias.as_ref().map_or(0, |bias| bias[column]);
-                    own.wrapping_sub(zero.wrapping_mul(sum))
-                };
-                columns.offset =
-                    Some(self.sum_columns(tensor, centred, &format!("{zero} {name}"), of));
+                columns.offset = Some(self.sum_columns(parts, zero.wrapping_neg()));
             }
             ZeroPoint::Value(id) => {
-                let sums = self.sum_columns(tensor, centred, "plain", |_, sum| sum);
+                let sums = self.sum_columns(parts, 1);
                 columns.zero = Some((self.operand(id)?, sums));
             }
         }
-        if let Some(scale) = &behind.scale {
-            columns.scale = Some(self.float_columns(scale.clone())?);
+        let row = |of: fn(&Behind) -> &Option<Vec<f32>>, none: f32| -> Option<Vec<f32>> {
+            let given = parts.iter().any(|part| of(&part.behind).is_some());
+            let one = |part: &BytePart| match of(&part.behind) {
+                Some(values) => values.clone(),
+                None => vec![none; part.source.columns],
+            };
+            given.then(|| parts.iter().flat_map(one).collect())
+        };
+        if let Some(scale) = row(|behind| &behind.scale, 1.0) {
+            columns.scale = Some(self.float_columns(scale)?);
         }
-        if let Some(bias) = &behind.bias {
-            columns.bias = Some(self.float_columns(bias.clone())?);
+        if let Some(bias) = row(|behind| &behind.bias, 0.0) {
+            columns.bias = Some(self.float_columns(bias)?);
         }
-        if let Some(factor) = behind.factor {
+        if let Some(factor) = parts[0].behind.factor {
             columns.factor = Some(self.single_float(factor)?);
         }
         Ok(columns)
@@ -533,4 +636,18 @@ impl Lowering<'_> {
             (false, false) => self.packed(&shape, element),
         })
     }
+
+    /// Rows of the results of several parts.
+    fn byte_output_of(&mut self, parts: &[BytePart]) -> Result<View, UnsupportedReason> {
+        let (mut shape, element) =
+            (self.shape(parts[0].behind.last)?, self.element(parts[0].behind.last)?);
+        let columns = shape.last_mut().ok_or("a product of no dimension")?;
+        *columns = parts.iter().map(|part| part.source.columns).sum();
+        Ok(self.packed(&shape, element))
+    }
+}
+
+/// The weights of `parts` and their zero points.
+fn factors(parts: &[BytePart]) -> Vec<(Tensor, Centred)> {
+    parts.iter().map(|part| (part.tensor.clone(), part.centred.clone())).collect()
 }

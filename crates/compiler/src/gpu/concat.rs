@@ -5,6 +5,7 @@ use graph::ir::GraphNode;
 use model::ValueId;
 use model::op::Op;
 
+use super::elementwise;
 use super::factored::FactoredView;
 use super::lowering::{Buffer, DeferredValue, Lowering, UnsupportedReason};
 use super::view::{View, packed_in};
@@ -136,6 +137,13 @@ impl Lowering<'_> {
                 self.ordered(&shape, &order, element)
             }
         };
+        if let Some(view) = evenly_spaced(&parts, axis).filter(|v| v.buffer != whole.buffer)
+            && let Ok(copy) = elementwise::copy(&view, &whole.split(axis, parts.len()))
+        {
+            self.push(copy);
+            self.define(output_id, whole);
+            return Ok(());
+        }
         let mut start = 0;
         for part in parts {
             let length = part.shape()[axis];
@@ -172,4 +180,31 @@ impl Lowering<'_> {
         }
         self.operand(id).map(Part::Stored)
     }
+}
+
+/// Parts that are windows of one buffer at equal distances, as one view with their number before
+/// `axis`: a series that is cut into patches is one copy, not one for each of them.
+fn evenly_spaced(parts: &[Part], axis: usize) -> Option<View> {
+    const LEAST: usize = 3;
+    let stored = |part: &Part| match part {
+        Part::Stored(view) => Some(view.clone()),
+        _ => None,
+    };
+    let views: Vec<View> = parts.iter().map(stored).collect::<Option<_>>()?;
+    let [first, second, ..] = &views[..] else { return None };
+    let step = second.offset.checked_sub(first.offset)?;
+    let alike = |(number, view): (usize, &View)| {
+        view.buffer == first.buffer
+            && view.shape == first.shape
+            && view.strides == first.strides
+            && view.element == first.element
+            && view.offset == first.offset + number * step
+    };
+    if views.len() < LEAST || !views.iter().enumerate().all(alike) || first.is_empty() {
+        return None;
+    }
+    let mut view = View { slack: 0, ..first.clone() };
+    view.shape.insert(axis, views.len());
+    view.strides.insert(axis, step);
+    Some(view)
 }

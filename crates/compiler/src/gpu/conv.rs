@@ -88,6 +88,11 @@ impl Window2 {
 /// The stride of pixels of an image with channels fastest; `None` for another order, or one that
 /// vector loads of `vec` elements cannot read.
 pub fn pixel_stride(view: &View, vec: usize) -> Option<usize> {
+    stride_of_pixels(view, vec).filter(|_| view.element == Element::F16)
+}
+
+/// As [`pixel_stride`], of any elements.
+pub fn stride_of_pixels(view: &View, vec: usize) -> Option<usize> {
     let [n, c, h, w] = view.shape[..] else { return None };
     let strides = &view.strides;
     let pixel = match (w > 1, h > 1, n > 1) {
@@ -100,7 +105,7 @@ pub fn pixel_stride(view: &View, vec: usize) -> Option<usize> {
         && (h == 1 || strides[2] == w * pixel)
         && (n == 1 || strides[0] == h * w * pixel);
     let aligned = pixel % vec == 0 && view.offset.is_multiple_of(vec) && pixel >= c;
-    (ordered && aligned && view.element == Element::F16).then_some(pixel)
+    (ordered && aligned).then_some(pixel)
 }
 
 /// A product as its kernel computes it.

@@ -1,11 +1,11 @@
-//! Pooling over images with channels fastest, half precision.
+//! Pooling over images with channels fastest, of halves and of bytes.
 
 use graph::ir::GraphNode;
 use model::ValueId;
 use model::op::{self, PoolKind};
 
 use super::args::{Address, ArgsWriter};
-use super::conv::{Window2, pixel_stride};
+use super::conv::{Window2, stride_of_pixels};
 use super::draft::{KernelText, LaunchDraft, StepDraft};
 use super::loop_nest::address;
 use super::lowering::{Lowering, UnsupportedReason};
@@ -29,8 +29,14 @@ impl Lowering<'_> {
         };
         // Average windows that exceed the input in ceil mode count only what the padding covers.
         let plain = !(pool.ceil_mode && !max && count_padding);
-        let half = self.element(output_id)? == Element::F16;
-        if !half || out_shape.len() != 4 || out_shape[1] % 8 != 0 || !plain {
+        let (window_type, at_once) = match self.element(output_id)? {
+            Element::F16 => (format!("HalfWindow<{max}>"), 8),
+            Element::U8 if max => ("ByteWindow<unsigned char>".to_string(), 16),
+            Element::I8 if max => ("ByteWindow<signed char>".to_string(), 16),
+            _ => return Ok(false),
+        };
+        let whole = out_shape.len() == 4 && out_shape[1].is_multiple_of(at_once);
+        if !whole || !plain {
             return Ok(false);
         }
         let input = self.input(node, 0)?;
@@ -42,11 +48,19 @@ impl Lowering<'_> {
             self.define(output_id, input);
             return Ok(true);
         }
-        let (input, in_stride, channels) = self.as_image(input, 8)?;
+        let (input, in_stride, channels) = match stride_of_pixels(&input, at_once) {
+            Some(stride) if at_once == 16 => (input, stride, out_shape[1]),
+            None if at_once == 16 => return Ok(false),
+            _ => self.as_image(input, at_once)?,
+        };
         let output = self.output_image(output_id)?;
-        let out_stride = pixel_stride(&output, 8).ok_or("the output is not an image")?;
+        let out_stride = match stride_of_pixels(&output, at_once) {
+            Some(stride) => stride,
+            None if at_once == 16 => return Ok(false),
+            None => return Err("the output is not an image".to_string()),
+        };
         let [batch, _, out_h, out_w] = out_shape[..] else { return Ok(false) };
-        let items = batch * out_h * out_w * channels / 8;
+        let items = batch * out_h * out_w * channels / at_once;
         let mut args = ArgsWriter::new();
         args.address(address(&input)).address(address(&output));
         args.int(input.shape[2]).int(input.shape[3]).int(in_stride).int(out_stride);
@@ -54,16 +68,16 @@ impl Lowering<'_> {
             args.int(pair[0]).int(pair[1]);
         }
         args.int(items).signed(i32::from(count_padding));
-        args.fast_div(channels / 8).fast_div(out_w).fast_div(out_h);
+        args.fast_div(channels / at_once).fast_div(out_w).fast_div(out_h);
         let kernel = KernelText {
             source: "#include \"pool.cuh\"\n".to_string(),
-            expression: format!("tiles::Pool<{max}>"),
+            expression: format!("tiles::Pool<tiles::{window_type}>"),
             threads: THREADS as u32,
             shared_bytes: 0,
         };
         let signature = format!(
-            "Pool {max} {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/{out_stride} \
-             {window:?}",
+            "Pool {window_type} {batch}x{:?}/{in_stride} -> {out_h}x{out_w}x{channels}/\
+             {out_stride} {window:?}",
             &input.shape[2..]
         );
         self.push(StepDraft {

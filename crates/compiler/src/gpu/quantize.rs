@@ -38,12 +38,18 @@ pub fn quantize_linear(
 ) -> Result<StepDraft, String> {
     let inputs = operands(along, x, scale, zero)?;
     let zero = zero.map(|_| Expr::Input(2));
-    let expr = quantized(Expr::Input(0), Expr::Input(1), zero, y.element)?;
+    let expr = quantized((Expr::Input(0), x.element), Expr::Input(1), zero, y.element)?;
     Ok(StepDraft { op: "QuantizeLinear", ..work(&expr, &inputs, y)? })
 }
 
-/// `saturate(round(x / scale) + zero)` as `element`.
-fn quantized(x: Expr, scale: Expr, zero: Option<Expr>, element: Element) -> Result<Expr, String> {
+/// `saturate(round(x / scale) + zero)` as `element`. Of halves, whose own error is larger, the
+/// quotient is a product with the inverse: a division takes longer than reading and writing.
+fn quantized(
+    (x, stored): (Expr, Element),
+    scale: Expr,
+    zero: Option<Expr>,
+    element: Element,
+) -> Result<Expr, String> {
     let (low, high) = match element {
         Element::U8 => (0.0, 255.0),
         Element::I8 => (-128.0, 127.0),
@@ -52,7 +58,12 @@ fn quantized(x: Expr, scale: Expr, zero: Option<Expr>, element: Element) -> Resu
         other => return Err(format!("quantization to {other:?} is not supported")),
     };
     let real = |x: Expr| Expr::Cast(Element::F32, Box::new(x));
-    let scaled = binary(Binary::Div, real(x), real(scale));
+    let scaled = match stored {
+        Element::F16 | Element::BF16 => {
+            binary(Binary::Mul, real(x), binary(Binary::Div, Expr::Float(1.0), real(scale)))
+        }
+        _ => binary(Binary::Div, real(x), real(scale)),
+    };
     let mut whole = Expr::Unary(Unary::Round, Box::new(scaled));
     if let Some(zero) = zero {
         whole = binary(Binary::Add, whole, real(zero));
@@ -74,14 +85,17 @@ pub fn dequantize_linear(
     }
     let inputs = operands(along, x, scale, zero)?;
     let zero = zero.map(|_| Expr::Input(2));
-    let expr = dequantized(Expr::Input(0), Expr::Input(1), zero);
+    let expr = dequantized(Expr::Input(0), Expr::Input(1), zero, x.element);
     Ok(StepDraft { op: "DequantizeLinear", ..work(&expr, &inputs, y)? })
 }
 
-/// `(x - zero) * scale` in single precision.
-fn dequantized(x: Expr, scale: Expr, zero: Option<Expr>) -> Expr {
-    // The difference is computed in integers: single precision cannot represent a large one.
-    let whole = |x: Expr| Expr::Cast(Element::I64, Box::new(x));
+/// `(x - zero) * scale` in single precision, `x` stored as `element`.
+fn dequantized(x: Expr, scale: Expr, zero: Option<Expr>, element: Element) -> Expr {
+    // Differences of up to 16 bits are exact in single precision; larger ones are computed in
+    // integers, which takes several times as long.
+    let small = matches!(element, Element::U8 | Element::I8 | Element::U16 | Element::I16);
+    let kind = if small { Element::F32 } else { Element::I64 };
+    let whole = |x: Expr| Expr::Cast(kind, Box::new(x));
     let distance = match zero {
         Some(zero) => binary(Binary::Sub, whole(x), whole(zero)),
         None => whole(x),
@@ -119,9 +133,9 @@ impl Lowering<'_> {
             None => None,
         };
         let expr = if quantizes {
-            quantized(of_x, scale, zero, element)?
+            quantized((of_x, self.element(x)?), scale, zero, element)?
         } else {
-            dequantized(of_x, scale, zero)
+            dequantized(of_x, scale, zero, self.element(x)?)
         };
         self.defer(output, DeferredValue { expr, inputs: chain.inputs, shape, element });
         Ok(())
@@ -159,7 +173,8 @@ impl Lowering<'_> {
         let expr = Expr::Cast(Element::U8, Box::new(whole));
         let of = [low, scale.clone()];
         self.push(StepDraft { op: "DynamicQuantizeLinear", ..work(&expr, &of, &zero_point)? });
-        let expr = quantized(Expr::Input(0), Expr::Input(1), Some(Expr::Input(2)), Element::U8)?;
+        let of_x = (Expr::Input(0), x.element);
+        let expr = quantized(of_x, Expr::Input(1), Some(Expr::Input(2)), Element::U8)?;
         let (shape, element) = (x.shape.clone(), Element::U8);
         let inputs = vec![x, scale.clone(), zero_point.clone()];
         self.defer(output(0)?, DeferredValue { expr, inputs, shape, element });

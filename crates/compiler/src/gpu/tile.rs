@@ -69,7 +69,7 @@ const fn tile(
 }
 
 /// Shapes for inputs of at least eight channels.
-const PLAIN: [Tile; 16] = [
+const PLAIN: [Tile; 18] = [
     tile(64, 64, 64, (2, 2, 1), 4, 8),
     tile(128, 128, 32, (2, 4, 1), 4, 8),
     tile(128, 128, 64, (2, 4, 1), 3, 8),
@@ -83,6 +83,8 @@ const PLAIN: [Tile; 16] = [
     tile(64, 64, 64, (2, 2, 2), 4, 8),
     tile(128, 64, 64, (2, 2, 1), 3, 8),
     tile(128, 32, 64, (4, 1, 1), 3, 8),
+    tile(128, 16, 64, (4, 1, 1), 4, 8),
+    tile(256, 32, 64, (8, 1, 1), 3, 8),
     tile(256, 64, 32, (4, 2, 1), 4, 8),
     tile(128, 256, 32, (2, 4, 1), 4, 8),
     tile(256, 128, 32, (4, 2, 1), 4, 8),
@@ -109,7 +111,7 @@ const IMAGE: [Tile; 3] = [
 const GENERAL: [Tile; 2] = [tile(64, 64, 64, (2, 2, 1), 4, 8), tile(32, 32, 64, (1, 1, 4), 6, 8)];
 
 /// Shapes for operands of any strides.
-const STRIDED: [Tile; 9] = [
+const STRIDED: [Tile; 11] = [
     tile(64, 64, 64, (2, 2, 1), 4, 8),
     tile(128, 128, 32, (2, 4, 1), 4, 8),
     tile(64, 128, 64, (2, 2, 1), 3, 8),
@@ -119,6 +121,8 @@ const STRIDED: [Tile; 9] = [
     tile(32, 64, 64, (1, 2, 2), 4, 8),
     tile(64, 32, 64, (2, 1, 2), 4, 8),
     tile(128, 32, 64, (4, 1, 1), 3, 8),
+    tile(128, 16, 64, (4, 1, 1), 4, 8),
+    tile(256, 32, 64, (8, 1, 1), 3, 8),
 ];
 
 /// Shapes for bytes. A step of them has twice the depth, and the same bytes and instructions.
@@ -259,24 +263,42 @@ impl Problem {
             _ => &PLAIN,
         };
         let fitting: Vec<Tile> =
-            candidates.iter().copied().filter(|tile| self.suits(tile)).collect();
-        if fitting.is_empty() { vec![candidates[0]] } else { fitting }
+            candidates.iter().copied().filter(|tile| !self.wastes(tile)).collect();
+        let larger = |tile: &Tile| {
+            fitting.iter().any(|other| {
+                other.bm * other.bn > tile.bm * tile.bn
+                    && self.covered(other) <= self.covered(tile) * 11 / 10
+            })
+        };
+        let kept: Vec<Tile> = fitting
+            .iter()
+            .copied()
+            .filter(|tile| !(self.vec == 8 && self.has_far_too_many(tile) && larger(tile)))
+            .collect();
+        if kept.is_empty() { vec![candidates[0]] } else { kept }
     }
 
     fn tile_count(&self, tile: &Tile) -> usize {
         self.parts * self.rows.div_ceil(tile.bm) * self.columns.div_ceil(tile.bn)
     }
 
-    /// Whether a tile is neither much larger than the problem nor far too small for it.
-    fn suits(&self, tile: &Tile) -> bool {
-        let tiles = self.tile_count(tile);
-        let covered = (tiles * tile.bm * tile.bn) as f64;
-        let waste = covered / (self.parts * self.rows * self.columns) as f64;
+    /// Outputs of all tiles, those that do not exist included.
+    fn covered(&self, tile: &Tile) -> usize {
+        self.tile_count(tile) * tile.bm * tile.bn
+    }
+
+    /// Whether tiles are much larger than the problem.
+    fn wastes(&self, tile: &Tile) -> bool {
+        let waste = self.covered(tile) as f64 / (self.parts * self.rows * self.columns) as f64;
         let smallest = tile.bm * tile.bn <= 16 * 64 || (self.rows < 16 && tile.bm == 16);
+        waste > 2.5 && !smallest
+    }
+
+    /// Whether tiles are far too small for the problem.
+    fn has_far_too_many(&self, tile: &Tile) -> bool {
+        let tiles = self.tile_count(tile);
         let small = tile.bm * tile.bn <= 2048;
-        let far_too_many =
-            tiles > 48 * self.multiprocessors || (small && tiles > 8 * self.multiprocessors);
-        (waste <= 2.5 || smallest) && !(self.vec == 8 && far_too_many)
+        tiles > 48 * self.multiprocessors || (small && tiles > 8 * self.multiprocessors)
     }
 
     fn splits_of(&self, tile: Tile) -> Vec<Variant> {
@@ -456,6 +478,19 @@ mod tests {
                 let names: std::collections::HashSet<String> =
                     variants.iter().map(Variant::name).collect();
                 assert_eq!(names.len(), variants.len(), "{rows} {columns} {depth}");
+            }
+        }
+    }
+
+    /// Narrow results of many rows have many tiles of any shape: the widest that is not half empty
+    /// must remain.
+    #[test]
+    fn results_of_many_rows_and_few_columns_have_narrow_tiles() {
+        for (columns, widest) in [(8, 16), (16, 16), (32, 32), (48, 64), (64, 64)] {
+            for rows in [614_400, 2_457_600, 4_194_304] {
+                let variants = problem(rows, columns, 576).variants();
+                let fitting = variants.iter().any(|v| v.tile.bn <= widest && v.tile.bm >= 128);
+                assert!(fitting, "{rows}x{columns}");
             }
         }
     }

@@ -225,6 +225,16 @@ impl View {
         view
     }
 
+    /// `axis` as two dimensions, the first of size `count`, which divides it.
+    pub fn split(&self, axis: usize, count: usize) -> View {
+        let mut view = View { slack: 0, ..self.clone() };
+        let inner = view.shape[axis] / count;
+        view.shape[axis] = inner;
+        view.shape.insert(axis, count);
+        view.strides.insert(axis, inner * self.strides[axis]);
+        view
+    }
+
     /// The same elements broadcast to `shape` as in numpy; `None` when the shapes are not
     /// compatible.
     pub fn broadcast(&self, shape: &[usize]) -> Option<View> {

@@ -253,6 +253,51 @@ fn matrix_products_between_quantized_rows() {
     bench.finish("byte_matrices");
 }
 
+/// Products of the same bytes are one launch; what follows one of them differs.
+#[test]
+fn products_of_the_same_rows() {
+    let mut bench = Bench::default();
+    let mut net = Net::new(11);
+    let x = net.input(&[3, 20, 40], DataType::U8, 7);
+    let mut outputs = Vec::new();
+    for (columns, along) in [(64, Some(1)), (32, None), (96, Some(1))] {
+        let weight = net.weight(&[40, columns], along);
+        let mut y = net.node(Op::MatMul(MatMul::default()), &[x.real, weight]);
+        if columns != 32 {
+            let bias = net.bias(columns);
+            y = net.node(Op::Binary(Binary::Add), &[y, bias]);
+        }
+        outputs.push(y);
+    }
+    // This one is stored as bytes, which the others are not.
+    let weight = net.weight(&[40, 32], None);
+    let y = net.node(Op::MatMul(MatMul::default()), &[x.real, weight]);
+    outputs.push(net.quantized(y, DataType::I8, 3).bytes);
+    let ops = ["MatMul", "MatMul", "Copy", "Copy", "Copy", "Copy"];
+    net.check(&mut bench, "siblings", &outputs, &ops);
+    bench.finish("byte_siblings");
+}
+
+/// The largest bytes of windows that are sixteen channels wide.
+#[test]
+fn windows_of_bytes() {
+    let mut bench = Bench::default();
+    for (seed, dtype, zero) in [(12, DataType::U8, 9), (13, DataType::I8, -5)] {
+        let mut net = Net::new(seed);
+        let x = net.input(&[2, 16, 9, 11], dtype, zero);
+        let (weight, bias) = (net.weight(&[32, 16, 1, 1], Some(0)), net.bias(32));
+        let y = net.node(conv(1, 0, 1, Activation::None), &[x.real, weight, bias]);
+        let y = net.quantized(y, dtype, zero);
+        let padding = Padding::Explicit(vec![1, 1, 1, 1]);
+        let window = Window { kernel: vec![3; 2], strides: vec![2; 2], dilations: vec![], padding };
+        let pool = Op::Pool(Pool { kind: PoolKind::Max, window, ceil_mode: false });
+        let pooled = net.node(pool, &[y.bytes]);
+        let name = format!("{dtype:?}");
+        net.check(&mut bench, &name, &[pooled], &["Copy", "Conv", "MaxPool", "Copy"]);
+    }
+    bench.finish("byte_windows");
+}
+
 /// The operators that take bytes themselves, with zero points of the weights that do not leave room
 /// in a byte.
 #[test]

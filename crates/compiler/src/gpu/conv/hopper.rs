@@ -52,11 +52,13 @@ const SHAPES: [Shape; 7] = [
     shape(128, 64, (2, 1), 4, 2),
 ];
 
-/// Shapes for bytes. Their end takes more registers than two large blocks of an SM have, and with
-/// two products per step and warpgroup ptxas waits between them (C7517).
-const BYTE_SHAPES: [Shape; 4] = [
+/// Shapes for bytes. Their end takes more registers than two large blocks of an SM have.
+const BYTE_SHAPES: [Shape; 7] = [
+    shape(256, 128, (2, 1), 4, 1),
     shape(128, 192, (2, 1), 5, 1),
+    shape(128, 128, (1, 1), 6, 1),
     shape(128, 128, (2, 1), 6, 1),
+    shape(128, 64, (1, 1), 8, 1),
     shape(128, 64, (2, 1), 8, 1),
     shape(128, 64, (2, 1), 4, 2),
 ];
@@ -89,6 +91,15 @@ impl Shape {
     /// tile, and what aligns them.
     fn shared_bytes(&self) -> usize {
         self.stages * (self.bm + self.bn) * DEPTH * 2 + (self.stages + 1) * 20 + 1024
+    }
+
+    /// Whether a thread has registers for its sums and for a residual of this many bytes an
+    /// element, which is loaded before the sums are known: single bytes for two tiles.
+    fn fits_residual(&self, bytes: usize) -> bool {
+        const WORDS_MAX: usize = 124;
+        let sums = self.bm * self.bn / (self.groups.0 * self.groups.1 * 128);
+        let loaded = if bytes == 1 { 2 } else { bytes };
+        bytes == 0 || sums + sums * loaded / 4 <= WORDS_MAX
     }
 
     fn name(&self) -> String {
@@ -171,15 +182,13 @@ pub(in crate::gpu) struct ByteEnding {
     pub name: String,
     /// `ByteEnd`.
     pub args: ArgsWriter,
-    /// Bits: output, residual may be moved eight columns at a time.
+    /// `ByteVectors`.
     pub vectors: usize,
+    /// Bytes of an element of the residual, or zero.
+    pub residual_bytes: usize,
     /// The output.
     pub output: View,
 }
-
-/// `hopper_bytes.cuh` has been compiled and never been run: it is offered once a GPU has passed
-/// conformance with it.
-const BYTES_OFFERED: bool = false;
 
 /// The variants of a product of bytes for Hopper (`kernels/hopper_bytes.cuh`) with their estimates.
 /// Pairs of bytes are halves to the copy engine.
@@ -189,8 +198,7 @@ pub(in crate::gpu) fn byte_drafts(
     target: &GpuTarget,
 ) -> Vec<(f64, LaunchDraft)> {
     let even = images.channels.is_multiple_of(16) && images.pixel.is_multiple_of(16);
-    let offered = BYTES_OFFERED && target.capability == CAPABILITY;
-    if !offered || !even || !images.input.offset.is_multiple_of(16) {
+    if target.capability != CAPABILITY || !even || !images.input.offset.is_multiple_of(16) {
         return Vec::new();
     }
     let product = Product {
@@ -218,7 +226,9 @@ pub(in crate::gpu) fn byte_drafts(
     };
     let Some(input) = InputMap::of(&product) else { return Vec::new() };
     let multiprocessors = (target.multiprocessors as usize).max(1);
-    let suited = BYTE_SHAPES.iter().filter(|shape| product.suits(shape, multiprocessors));
+    let suited = BYTE_SHAPES
+        .iter()
+        .filter(|shape| !product.wastes(shape) && shape.fits_residual(ending.residual_bytes));
     let draft = |shape: &Shape| {
         let estimate = product.estimate_us(shape, multiprocessors);
         (estimate, product.byte_draft(shape, &input, multiprocessors, images, ending))
@@ -289,11 +299,13 @@ impl Product {
     /// Whether a tile is not much larger than the output, nor narrow where there are enough wide
     /// ones.
     fn suits(&self, shape: &Shape, multiprocessors: usize) -> bool {
-        let tiles = self.hopper_tiles(shape);
-        let wasteful = tiles * shape.bm * shape.bn * 2 > self.rows * self.out_c * 3;
         let narrow = shape.bn <= 64 && self.out_c > 64;
-        let many = tiles > 8 * multiprocessors;
-        !(wasteful || narrow && many)
+        let many = self.hopper_tiles(shape) > 8 * multiprocessors;
+        !(self.wastes(shape) || narrow && many)
+    }
+
+    fn wastes(&self, shape: &Shape) -> bool {
+        self.hopper_tiles(shape) * shape.bm * shape.bn * 2 > self.rows * self.out_c * 3
     }
 
     /// An estimate of the time, comparable to those of the other variants: an SM computes its

@@ -284,6 +284,11 @@ impl ByteProduct<'_> {
                 name: self.ending(),
                 args: self.end(),
                 vectors: self.vectors(loops),
+                residual_bytes: self
+                    .epilogue
+                    .residual
+                    .as_ref()
+                    .map_or(0, |(view, _)| view.element.size()),
                 output: self.output.clone(),
             };
             drafts.extend(byte_drafts(&images, &ending, target));
@@ -452,18 +457,18 @@ impl ByteProduct<'_> {
         let one = Quantum { scale: 1.0, zero: 0, element: Element::I8 };
         let between = epilogue.between.unwrap_or(one);
         let (low, high) = between.bounds();
-        args.float(between.scale.recip()).float(between.scale).float(between.zero as f32);
-        args.float(low).float(high);
+        let zero = between.zero as f32;
+        args.float(between.scale.recip()).float(between.scale);
+        args.float(low - zero).float(high - zero);
         let residual = epilogue.residual.as_ref().and_then(|(_, quantum)| *quantum).unwrap_or(one);
         args.float(residual.scale).float(residual.zero as f32);
         let output = epilogue.output.unwrap_or(one);
-        let (low, high) = output.bounds();
-        args.float(output.scale.recip()).float(output.zero as f32);
-        args.float(low).float(high);
+        args.float(output.scale.recip()).signed(output.zero);
         args
     }
 
-    /// Bits: eight columns of output and residual may be moved at once.
+    /// `ByteVectors`: which of output, residual and parameters of columns may be moved eight
+    /// columns at a time.
     fn vectors(&self, loops: &TensorLoops) -> usize {
         let even = |start: i64, column: usize, in_part: usize, in_row: usize| {
             let steps = |nest: &LoopNest, at: usize| {
@@ -475,7 +480,12 @@ impl ByteProduct<'_> {
         let output = even(self.output.offset as i64 + loops.out_shift, loops.column[2], 3, 2);
         let start = self.epilogue.residual.as_ref().map_or(1, |(view, _)| view.offset as i64);
         let residual = even(start, loops.column[3], 4, 3);
-        usize::from(output) | usize::from(residual) << 1
+        let parameters = [&self.columns.offset, &self.columns.scale, &self.columns.bias];
+        let sums = self.columns.zero.as_ref().map(|(_, sums)| sums);
+        let mut parameters = parameters.into_iter().filter_map(Option::as_ref).chain(sums);
+        let steps = loops.part.loops.iter().all(|each| each.strides[2].is_multiple_of(4));
+        let columns = steps && parameters.all(|view| view.offset.is_multiple_of(4));
+        usize::from(output) | usize::from(residual) << 1 | usize::from(columns) << 2
     }
 }
 
