@@ -6,6 +6,8 @@
 Writes these files of evidence/, each if RUN_DIR has the results it is made from:
 
     latency, conformance      scripts/gpu.sh
+    zoo                       scripts/gpu/zoo.py (zoo*.json), added to the parts that are there
+    quantized                 scripts/gpu/quantized.py
     disb                      scripts/gpu/disb.sh
     preempt                   atoll bench preempt
     best_effort               scripts/gpu/best_effort.py
@@ -49,9 +51,17 @@ def is_word(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
-def header(folder: Path, command: str) -> dict:
+# Only products of bytes use them.
+OF_BYTES = ("bytes.cuh", "byte_end.cuh", "hopper_bytes.cuh")
+
+
+def header(folder: Path, command: str, quantized: bool = False) -> dict:
+    """What was measured where; float networks do not depend on products of bytes."""
     device, driver = (folder / "device.txt").read_text().strip().split(", ")
-    hashes = {path.name: source_hash(path) for path in sorted(KERNELS.glob("*.cuh"))}
+    sources = sorted(KERNELS.glob("*.cuh"))
+    if not quantized:
+        sources = [path for path in sources if path.name not in OF_BYTES]
+    hashes = {path.name: source_hash(path) for path in sources}
     return {
         "device": device,
         "driver": driver,
@@ -140,6 +150,40 @@ def write_disb(run: Path, head: dict) -> None:
     write("disb.json", {**head, "date": found["date"], "command": found["command"], **kept})
 
 
+def add_to_zoo(run: Path, head: dict) -> None:
+    """Replaces the rows of the networks that were measured. Every part has its own hashes; those of
+    the file are the first part's, so that it is stale as long as any part is."""
+    from zoo import summary
+
+    path = ROOT / "evidence" / "zoo.json"
+    old = json.loads(path.read_text())
+    own = ("device", "driver", "date", "command", "sha256", "note", "torch")
+    parts = old.get("parts") or [{key: old[key] for key in own if key in old}]
+    found = [json.loads(each.read_text()) for each in sorted(run.glob("zoo*.json"))]
+    new = [row for report in found for row in report["rows"] if "ratio" in row]
+    measured = {row["network"] for row in new}
+    rows = [row for row in old["rows"] if row["network"] not in measured]
+    for row in rows:
+        row.setdefault("part", 0)
+    rows += [row | {"part": len(parts)} for row in new]
+    parts.append(head | {"torch": found[0]["torch"]})
+    used = sorted({row["part"] for row in rows})
+    for row in rows:
+        row["part"] = used.index(row["part"])
+    parts = [parts[number] for number in used]
+    refused = [each for each in old["refused"] if each["network"] not in measured]
+    write(
+        "zoo.json",
+        {
+            "sha256": parts[0]["sha256"],
+            "parts": parts,
+            "summary": summary(rows, refused),
+            "rows": rows,
+            "refused": refused,
+        },
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,7 +204,14 @@ def main() -> None:
             name: json.loads((args.run / f"conformance_{name}.json").read_text())
             for name in precisions
         }
-        write("conformance.json", {**head, "precisions": conformance})
+        whole = header(args.run, args.command, quantized=True)
+        write("conformance.json", {**whole, "precisions": conformance})
+    if any(args.run.glob("zoo*.json")):
+        add_to_zoo(args.run, head)
+    if (args.run / "quantized.json").is_file():
+        found = json.loads((args.run / "quantized.json").read_text())
+        whole = header(args.run, args.command, quantized=True)
+        write("quantized.json", {**whole, "rows": found["rows"], "failed": found["failed"]})
     if (args.run / "disb.json").is_file():
         write_disb(args.run, head)
     if (args.run / "preempt.json").is_file():
