@@ -48,8 +48,8 @@ struct SliceEntry {
 }
 
 /// The kinds of a file: `[[gpu]]` tables with `name`, `gpcs`, `memory_slices` and `[[gpu.slice]]`
-/// tables of `name`, `profile_id`, `gpcs`, `memory_gib`, `memory_slices` and `starts`; or, for a GPU
-/// without MIG, `name`, `sms` and `memory_gib`.
+/// tables of `name`, `profile_id`, `gpcs`, `memory_gib`, `memory_slices` and `starts`; or, for a
+/// GPU without MIG, `name`, `sms` and `memory_gib`.
 ///
 /// Kinds live as long as the process; a file has few.
 pub fn from_toml(text: &str) -> Result<Vec<&'static GpuKind>, PlanError> {

@@ -134,7 +134,8 @@ fn services_stay_on_their_kinds_and_apart() {
 #[test]
 fn offers_are_read_and_bad_ones_named() {
     let good = "[[offer]]\ngpu = 'a100-80gb'\nprice = 1.5\ncount = 8\n[[offer]]\ngpu = 'l4-24gb'\n\
-                price = 0.3\nwatts = 72\n[[offer]]\ngpu = 'A100-80GB'\nname = 'spot'\nprice = 0.9\n";
+                price = 0.3\nwatts = 72\n[[offer]]\ngpu = 'A100-80GB'\nname = 'spot'\n\
+                price = 0.9\n";
     let kinds = offers_from_toml(good, GpuKind::find).unwrap();
     assert_eq!((kinds.len(), kinds[0].1.len(), kinds[1].1[0].watts), (2, 2, 72.0));
     let kinds =
