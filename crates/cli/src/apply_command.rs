@@ -10,10 +10,10 @@ use planner::GpuKind;
 use planner::apply::{Change, Partition, changes, check_changes};
 
 use self::journal::{AppliedChange, Journal};
-use self::servers::{ServerLaunch, start_server, stop_server};
+use self::servers::{PlannedBatches, ServerLaunch, start_server, stop_server};
 use crate::args::ApplyArgs;
 use crate::nvidia::{MachineState, NvidiaTools};
-use crate::plan_command::PlanFile;
+use crate::plan_command::{PlanFile, gpu_kind};
 
 /// Runs the command.
 pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
@@ -56,7 +56,7 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
 fn planned(args: &ApplyArgs) -> Result<(&'static GpuKind, Vec<Change>), Failure> {
     let path = args.plan.as_ref().ok_or_else(|| Failure::usage("name the plan to apply"))?;
     let named =
-        |error: &dyn std::fmt::Display| Failure::failed(format!("{}: {error}", path.display()));
+        |error: &dyn std::fmt::Display| Failure::usage(format!("{}: {error}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|error| named(&error))?;
     let file: PlanFile = serde_json::from_str(&text).map_err(|error| named(&error))?;
     let kind = match (&args.gpu, file.gpu_kind.as_str()) {
@@ -64,8 +64,9 @@ fn planned(args: &ApplyArgs) -> Result<(&'static GpuKind, Vec<Change>), Failure>
         (None, "") => return Err(Failure::usage("the plan does not name its gpu kind; use --gpu")),
         (None, kind) => kind,
     };
-    let kind = GpuKind::find(kind).map_err(Failure::usage)?;
-    let partition = if args.partition == "mps" { Partition::Mps } else { Partition::Mig };
+    let kind = gpu_kind(kind, args.gpu_table.as_deref())?;
+    let mps = args.partition == "mps" || !kind.has_mig();
+    let partition = if mps { Partition::Mps } else { Partition::Mig };
     let list = changes(kind, &file.plan, &args.gpus, partition).map_err(|error| named(&error))?;
     if let Some(wrong) = check_changes(kind, &file.plan, partition, &list).first() {
         return Err(Failure::failed(format!("the checker rejects the changes: {wrong}")));
@@ -240,7 +241,12 @@ fn command_line(args: &ApplyArgs, state: &Path, change: &Change, port: u16) -> S
             let environment: Vec<String> =
                 environment.iter().map(|(name, value)| format!("{name}={value}")).collect();
             let arguments = servers::arguments(args, state, spec, port).join(" ");
-            format!("{} atoll {arguments}", environment.join(" "))
+            let models = servers::planned_batches(spec).into_iter().map(|(model, planned)| {
+                let PlannedBatches { batch, concurrent, cycle_ms } = planned;
+                let cycle = cycle_ms.map_or(String::new(), |ms| format!(", cycle {ms:.1} ms"));
+                format!("# {model}: batches of {batch}, {concurrent} at a time{cycle}\n")
+            });
+            format!("{}{} atoll {arguments}", models.collect::<String>(), environment.join(" "))
         }
     }
 }

@@ -56,14 +56,18 @@ fn slips_in_the_services_file_are_named() {
     let folder = Folder::new();
     folder.write("table.toml", &SERVICES.replace("[[service]]", "[[services]]"));
     let (code, message) = folder.refused("table.toml", &[]);
-    assert!(code == 1 && message.contains("unknown field `services`"), "{message}");
+    assert!(code == 2 && message.contains("line 1: unknown field `services`"), "{message}");
     folder.write("key.toml", &SERVICES.replace("rate = 90", "rate = 90\nslo = 5"));
     let (code, message) = folder.refused("key.toml", &[]);
-    assert!(code == 1 && message.contains("unknown field `slo`"), "{message}");
+    assert!(code == 2 && message.contains("line 10: unknown field `slo`"), "{message}");
+    folder.write("rate.toml", &SERVICES.replace("rate = 90", "rate = -1"));
+    let (code, message) = folder.refused("rate.toml", &[]);
+    assert!(code == 2 && message.contains("line 9: service 'b': rate -1"), "{message}");
+    assert!(folder.plan("rate.toml", &["--keep-going"]).status.success());
     folder.write("empty.toml", "");
     let (code, message) = folder.refused("empty.toml", &[]);
     assert!(
-        code == 1 && message.contains("empty.toml") && message.contains("[[service]]"),
+        code == 2 && message.contains("empty.toml") && message.contains("[[service]]"),
         "{message}"
     );
 }
@@ -97,7 +101,7 @@ fn every_faulty_service_is_named_and_the_others_can_be_planned() {
 fn a_current_plan_must_be_one_and_of_the_same_gpu() {
     let folder = Folder::new();
     let (code, message) = folder.refused("services.toml", &["--from", "services.toml"]);
-    assert!(code == 1 && message.contains("is not a plan"), "{message}");
+    assert!(code == 2 && message.contains("is not a plan"), "{message}");
     let current = folder.plan("services.toml", &["--json"]).stdout;
     folder.write("current.json", &String::from_utf8(current).unwrap());
     let from = ["--from", "current.json"];
@@ -108,4 +112,40 @@ fn a_current_plan_must_be_one_and_of_the_same_gpu() {
     let greedy = ["--from", "current.json", "--algorithm", "parvagpu"];
     let (code, message) = folder.refused("services.toml", &greedy);
     assert!(code == 2 && message.contains("--algorithm"), "{message}");
+}
+
+#[test]
+fn profiles_of_another_gpu_are_refused() {
+    let folder = Folder::new();
+    let named =
+        PROFILES.replace("model,", "gpu,model,").replace("net,", "NVIDIA A100-SXM4-80GB,net,");
+    folder.write("profiles.csv", &named);
+    assert!(folder.plan("services.toml", &[]).status.success());
+    let (code, message) = folder.refused("services.toml", &["--gpu", "h200-141gb"]);
+    assert!(code == 2 && message.contains("profiles.csv"), "{message}");
+    assert!(
+        message.contains("A100-SXM4-80GB") && message.contains("--foreign-profiles"),
+        "{message}"
+    );
+    let foreign = ["--gpu", "h200-141gb", "--foreign-profiles"];
+    assert!(folder.plan("services.toml", &foreign).status.success());
+    folder.write("profiles.csv", &format!("{PROFILES}net,1,x,1,1,1\n"));
+    let (code, message) = folder.refused("services.toml", &[]);
+    assert!(code == 2 && message.contains("line 5: batch 'x'"), "{message}");
+}
+
+#[test]
+fn sweeps_and_traffic_are_tables() {
+    let folder = Folder::new();
+    let sweep = ["--sweep", "rate=1..8:3", "--svg", "sweep.svg"];
+    let text = String::from_utf8(folder.plan("services.toml", &sweep).stdout).unwrap();
+    assert!(text.lines().count() == 4 && text.contains("8.000"), "{text}");
+    assert!(std::fs::read_to_string(folder.path("sweep.svg")).unwrap().contains("<circle"));
+    folder.write("rates.csv", "time,a\n0,10\n43200,2000\n");
+    let traffic = ["--traffic", "rates.csv", "--window-s", "43200"];
+    let text = String::from_utf8(folder.plan("services.toml", &traffic).stdout).unwrap();
+    assert!(text.contains("12:00") && text.contains("gpu hours"), "{text}");
+    folder.write("rates.csv", "time,a\n0,ten\n");
+    let (code, message) = folder.refused("services.toml", &traffic);
+    assert!(code == 2 && message.contains("rates.csv: line 2: rate 'ten'"), "{message}");
 }

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::PlanError;
 use crate::gpu::{GpuKind, SLOTS_MAX};
 
@@ -11,7 +13,7 @@ mod table;
 pub use self::table::ProfileTable;
 
 /// One measured operating point of a model on a slice.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OperatingPoint {
     /// Compute slices of the slice it was measured on.
     pub gpcs: u8,
@@ -24,6 +26,7 @@ pub struct OperatingPoint {
     /// Latency of a batch in milliseconds, with all processes busy.
     pub latency_ms: f64,
     /// Memory of all processes together, where it was measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
 }
 
@@ -74,7 +77,8 @@ impl OperatingPoint {
 }
 
 /// The points of every model.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "table::ProfilesFile")]
 pub struct Profiles {
     models: BTreeMap<String, Vec<OperatingPoint>>,
 }

@@ -54,6 +54,9 @@ pub struct RulesFile {
     pub slo_share: f64,
     /// Capacity beyond the rates.
     pub headroom: f64,
+    /// The same of services that have one of their own, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub own_headroom: BTreeMap<String, f64>,
     /// Whether services share a slice.
     pub sharing: Sharing,
     /// Maximum number of processes in a slice.
@@ -98,7 +101,8 @@ pub struct Verified {
 impl Certificate {
     /// The certificate of a solution.
     pub fn new(problem: &Problem, solution: &Solution) -> Certificate {
-        let PlanRules { slo_share, headroom, sharing, processes_max, .. } = problem.rules;
+        let PlanRules { slo_share, headroom, own_headroom, sharing, processes_max } =
+            problem.rules.clone();
         let price = |(kind, slice): (usize, &crate::gpu::SliceKind)| PriceFile {
             profile: slice.name.to_string(),
             time: solution.time_prices[kind],
@@ -115,7 +119,7 @@ impl Certificate {
             }
         }
         Certificate {
-            rules: RulesFile { slo_share, headroom, sharing, processes_max },
+            rules: RulesFile { slo_share, headroom, own_headroom, sharing, processes_max },
             services: problem.services.clone(),
             profiles,
             prices: problem.gpu.slices.iter().enumerate().map(price).collect(),
@@ -124,7 +128,8 @@ impl Certificate {
     }
 
     fn problem(&self, gpu_kind: &str) -> Result<Problem, PlanError> {
-        let RulesFile { slo_share, headroom, sharing, processes_max } = self.rules.clone();
+        let RulesFile { slo_share, headroom, own_headroom, sharing, processes_max } =
+            self.rules.clone();
         let bad = |what: &str| PlanError::BadPlan { what: what.to_string() };
         if !(slo_share > 0.0 && slo_share <= 1.0) {
             return Err(bad("slo_share is above 0 and at most 1"));
@@ -139,7 +144,7 @@ impl Certificate {
             gpu: GpuKind::find(gpu_kind)?,
             services: self.services.clone(),
             profiles: self.profiles.clone(),
-            rules: PlanRules { slo_share, headroom, sharing, processes_max },
+            rules: PlanRules { slo_share, headroom, own_headroom, sharing, processes_max },
         };
         problem.validate()?;
         Ok(problem)
@@ -224,7 +229,7 @@ fn limit_ms(problem: &Problem, service: &Service) -> Ratio {
 }
 
 fn demand(problem: &Problem, service: &Service) -> Ratio {
-    let factor = Ratio::whole(1).plus(&Ratio::from_f64(problem.rules.headroom));
+    let factor = Ratio::whole(1).plus(&Ratio::from_f64(problem.rules.headroom_of(&service.name)));
     Ratio::from_f64(service.rate).times(&factor)
 }
 

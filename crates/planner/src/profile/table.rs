@@ -31,7 +31,7 @@ const COLUMNS: [&str; 6] =
 /// Profiles in JSON: the points of each model, and the GPU they were measured on.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct ProfilesFile {
+pub(super) struct ProfilesFile {
     #[serde(default)]
     gpu: String,
     models: BTreeMap<String, Vec<PointFile>>,
@@ -54,6 +54,25 @@ impl From<PointFile> for OperatingPoint {
     fn from(file: PointFile) -> OperatingPoint {
         let PointFile { gpcs, batch, processes, throughput, latency_ms, memory_mib } = file;
         OperatingPoint { gpcs, batch, processes, throughput, latency_ms, memory_mib }
+    }
+}
+
+/// Profiles inside another file, whose reader adds the line.
+impl TryFrom<ProfilesFile> for Profiles {
+    type Error = String;
+
+    fn try_from(file: ProfilesFile) -> Result<Profiles, String> {
+        let mut profiles = Profiles::default();
+        for (model, points) in file.models {
+            if let Some(what) = bad_name(&model) {
+                return Err(what);
+            }
+            for (index, point) in points.into_iter().enumerate() {
+                let pushed = profiles.push(&model, point.into());
+                pushed.map_err(|what| format!("point {index} of '{model}': {what}"))?;
+            }
+        }
+        Ok(profiles)
     }
 }
 
