@@ -245,7 +245,7 @@ mod tests {
         let (name, model) = ("a".to_string(), "m".to_string());
         let problem = Problem {
             gpu: GpuKind::find("a100-80gb").unwrap(),
-            services: vec![Service { name, model, rate: 1400.0, slo_ms: 10.0 }],
+            services: vec![Service { name, model, rate: 1400.0, slo_ms: 13.0 }],
             profiles: Profiles::from_csv(profiles).unwrap(),
             rules: PlanRules::default(),
         };

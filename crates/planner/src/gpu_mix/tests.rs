@@ -14,9 +14,9 @@ fn kind(name: &str, factor: f64, price: f64, count: Option<usize>) -> MixKind {
     let mut text = COLUMNS.to_string();
     for slice in gpu.slices {
         let rate = f64::from(slice.gpcs) * 100.0 * factor;
-        text += &format!("small,{},8,1,{rate},10\n", slice.gpcs);
+        text += &format!("small,{},1,1,{rate},10\n", slice.gpcs);
         if slice.gpcs >= 4 {
-            text += &format!("large,{},8,1,{},10\n", slice.gpcs, rate * factor / 8.0);
+            text += &format!("large,{},1,1,{},10\n", slice.gpcs, rate * factor / 8.0);
         }
     }
     MixKind { gpu, profiles: Profiles::from_csv(&text).unwrap(), offers: offer(price, count) }
@@ -28,7 +28,7 @@ fn mix(services: usize, kinds: Vec<MixKind>) -> MixProblem {
         name: format!("s{index}"),
         model: if index % 4 == 0 { "large" } else { "small" }.to_string(),
         rate: 5.0 + 300.0 * random.unit_f64() * random.unit_f64(),
-        slo_ms: 100.0,
+        slo_ms: 400.0,
     };
     let services: Vec<Service> = (0..services).map(service).collect();
     let terms = services.iter().map(|_| ServiceTerms::default()).collect();
