@@ -2,6 +2,7 @@
 
 mod inputs;
 mod mix;
+mod verification;
 mod what_if;
 
 use std::io::IsTerminal;
@@ -16,7 +17,7 @@ use planner::certified::SearchEnd;
 use planner::plan::GpuFile;
 use planner::replan::steps::{TransitionStep, steps};
 use planner::replan::{ChangeCosts, replan};
-use planner::verify::{Certificate, Claims, verify};
+use planner::verify::Certificate;
 use planner::{
     Algorithm, Plan, PlanError, PlannerOutput, Problem, SearchControl, SearchProgress, certified,
     check, render,
@@ -64,7 +65,7 @@ struct PlanOutcome {
 /// Runs the command.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     if let Some(path) = &args.verify {
-        return verify_file(path);
+        return verification::run(args, path);
     }
     if args.from.is_some() && args.algorithm != Algorithm::Certified {
         return Err(Failure::usage(
@@ -139,34 +140,12 @@ fn solve(args: &PlanArgs, inputs: PlanInputs) -> Result<PlanOutcome, Failure> {
 }
 
 fn plan_file(path: &Path) -> Result<PlanFile, Failure> {
-    serde_json::from_str(&read_file(path)?).map_err(|error| {
-        let path = path.display();
-        Failure::usage(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
-    })
+    serde_json::from_str(&read_file(path)?).map_err(|error| not_a_plan(path, &error))
 }
 
-/// Verifies a plan from its file alone.
-fn verify_file(path: &Path) -> Result<(), Failure> {
-    let file = plan_file(path)?;
-    let Some(certificate) = &file.certificate else {
-        return Err(Failure::failed(format!("{} carries no certificate", path.display())));
-    };
-    let PlanFile { gpu_kind, gpus, lower_bound, plan, .. } = &file;
-    let claims = Claims { gpu_kind, gpus: *gpus, lower_bound: *lower_bound, plan };
-    match verify(&claims, certificate) {
-        Ok(verified) => {
-            println!(
-                "verified: {} gpus, legal, within every rate and slo; at least {} needed \
-                 (bound {:.6}{})",
-                verified.gpus,
-                verified.lower_bound,
-                verified.bound,
-                if verified.gpus == verified.lower_bound { ", proven best" } else { "" }
-            );
-            Ok(())
-        }
-        Err(wrong) => Err(Failure::failed(format!("{}: {}", path.display(), wrong.join("\n  ")))),
-    }
+fn not_a_plan(path: &Path, error: &serde_json::Error) -> Failure {
+    let path = path.display();
+    Failure::usage(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
 }
 
 fn from_current(

@@ -3,6 +3,8 @@
 //! [`changes`] makes the list; [`check_changes`] replays a list independently and reports
 //! violations. The executor undoes the list from the end if a change fails.
 
+pub mod transition;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -115,6 +117,12 @@ pub enum ApplyError {
     NamedTwice {
         /// Its number.
         gpu: u32,
+    },
+    /// No way from the plan in effect.
+    #[error("the plan in effect cannot be replaced: {what}")]
+    NoWay {
+        /// Why.
+        what: String,
     },
     /// Something about a slice.
     #[error("gpu {gpu} of the plan, slice at {start}: {what}")]

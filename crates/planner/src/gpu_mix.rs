@@ -3,12 +3,14 @@
 //! Each service runs on one kind. The prices that prove a kind's bound say what a service costs
 //! there; each service goes where that is cheapest, each kind is planned by itself, and services of
 //! poorly used GPUs are tried elsewhere. The cheapest costs of all services together are a lower
-//! bound on the cost of any plan, also of one that splits services over kinds.
+//! bound on the cost of any plan that runs each service on one kind.
 
 mod spare;
 mod stock;
 
 use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
 
 use crate::certified;
 use crate::error::PlanError;
@@ -23,7 +25,8 @@ pub use self::spare::{Spare, check_spare};
 pub use self::stock::{GpuOffer, offers_from_toml};
 
 /// What a plan keeps small.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum MixObjective {
     /// The price of all GPUs together.
     Cost,
@@ -98,6 +101,8 @@ pub struct MixSolution {
     pub total: f64,
     /// Lower bound on the same for the services that are served, without spare capacity.
     pub bound: f64,
+    /// Prices of the slices of each kind, in GPUs of it, that prove the bound.
+    pub prices: Vec<[f64; KINDS_MAX]>,
     /// Duration in seconds.
     pub seconds: f64,
 }
@@ -175,6 +180,7 @@ struct Mixer<'a> {
     problem: &'a MixProblem,
     /// GPUs that a service takes at least, by service and kind; `None` where it cannot run.
     needs: Vec<Vec<Option<f64>>>,
+    prices: Vec<[f64; KINDS_MAX]>,
 }
 
 impl<'a> Mixer<'a> {
@@ -186,6 +192,7 @@ impl<'a> Mixer<'a> {
             return Err(PlanError::NoServices);
         }
         let mut needs = vec![vec![None; problem.kinds.len()]; problem.services.len()];
+        let mut prices = vec![[0.0; KINDS_MAX]; problem.kinds.len()];
         let mut first_error = vec![None; problem.services.len()];
         for (index, kind) in problem.kinds.iter().enumerate() {
             let all: Vec<usize> = (0..problem.services.len()).collect();
@@ -207,9 +214,9 @@ impl<'a> Mixer<'a> {
             if able.is_empty() {
                 continue;
             }
-            let prices = certified::bound(&problem.of_kind(index, &able), control)?.prices;
+            prices[index] = certified::bound(&problem.of_kind(index, &able), control)?.prices;
             for service in able {
-                needs[service][index] = Some(problem.need(index, service, &prices));
+                needs[service][index] = Some(problem.need(index, service, &prices[index]));
             }
         }
         for (service, needs) in needs.iter().enumerate() {
@@ -219,7 +226,7 @@ impl<'a> Mixer<'a> {
                 return Err(first_error[service].take().unwrap_or(nowhere));
             }
         }
-        Ok(Mixer { problem, needs })
+        Ok(Mixer { problem, needs, prices })
     }
 
     /// Services in the order in which they are served when not all can be.
@@ -409,6 +416,7 @@ impl<'a> Mixer<'a> {
             kinds: solution.kinds,
             unserved,
             total: solution.total,
+            prices: self.prices.clone(),
             seconds: control.seconds(),
         }
     }

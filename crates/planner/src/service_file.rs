@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use toml::Spanned;
 
 use crate::error::PlanError;
@@ -19,7 +19,7 @@ const HEADROOMS: (f64, f64) = (0.0, 10.0);
 const REVENUES: (f64, f64) = (0.0, 1e12);
 
 /// What a service is worth, for when not all services can be served.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ServiceTerms {
     /// Its priority; 1 is the highest.
     pub priority: u32,

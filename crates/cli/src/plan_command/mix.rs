@@ -8,9 +8,11 @@ use planner::gpu_mix::{
     MixKind, MixObjective, MixProblem, MixSolution, ServeFirst, Spare, check_mix, offers_from_toml,
     plan_mix,
 };
+use planner::verify::mix::MixFile;
 use planner::{GpuKind, PlanError, SearchControl, render};
 
 use super::inputs::{self, MixInputs};
+use super::verification::unit;
 use crate::args::PlanArgs;
 
 /// Plans the services onto the kinds that a file offers.
@@ -24,10 +26,10 @@ pub(super) fn run(args: &PlanArgs, path: &Path) -> Result<(), Failure> {
         return Err(Failure::failed(format!("the checker rejects the plan: {wrong}")));
     }
     let singles = single_kinds(&problem, &mut control);
-    match args.json {
-        true => print_json(&problem, &solution, &singles),
-        false => print_text(&problem, &solution, &singles),
+    if args.json {
+        return print_json(&problem, &solution, &singles);
     }
+    print_text(&problem, &solution, &singles);
     Ok(())
 }
 
@@ -84,14 +86,6 @@ fn single_kinds(
     totals
 }
 
-fn unit(problem: &MixProblem) -> &'static str {
-    match problem.objective {
-        MixObjective::Cost => "an hour",
-        MixObjective::Gpus => "gpus",
-        MixObjective::Energy => "watts",
-    }
-}
-
 fn print_text(
     problem: &MixProblem,
     solution: &MixSolution,
@@ -106,14 +100,14 @@ fn print_text(
     }
     for (name, total) in singles {
         match total {
-            Some(total) => println!("{name} alone: {total:.2} {}", unit(problem)),
+            Some(total) => println!("{name} alone: {total:.2} {}", unit(problem.objective)),
             None => println!("{name} alone: does not serve all"),
         }
     }
     println!(
         "{:.2} {} with {} gpus, at least {:.2} without spare capacity, {:.3} s",
         solution.total,
-        unit(problem),
+        unit(problem.objective),
         solution.gpus(),
         solution.bound,
         solution.seconds
@@ -124,24 +118,12 @@ fn print_json(
     problem: &MixProblem,
     solution: &MixSolution,
     singles: &[(&'static str, Option<f64>)],
-) {
-    let kinds = problem.kinds.iter().zip(&solution.kinds).map(|(kind, planned)| {
-        serde_json::json!({
-            "gpu_kind": kind.gpu.name,
-            "gpus": planned.gpus,
-            "plan": planned.plan.to_file(&planned.problem),
-        })
-    });
-    let name = |&service: &usize| problem.services[service].name.clone();
-    let report = serde_json::json!({
-        "total": solution.total,
-        "unit": unit(problem),
-        "bound": solution.bound,
-        "gpus": solution.gpus(),
-        "seconds": solution.seconds,
-        "unserved": solution.unserved.iter().map(name).collect::<Vec<_>>(),
-        "single_kinds": singles.iter().copied().collect::<std::collections::BTreeMap<_, _>>(),
-        "kinds": kinds.collect::<Vec<_>>(),
-    });
-    println!("{report:#}");
+) -> Result<(), Failure> {
+    let single = |(name, total): &(&str, Option<f64>)| (name.to_string(), *total);
+    let file = MixFile {
+        single_kinds: singles.iter().map(single).collect(),
+        ..MixFile::new(problem, solution)
+    };
+    println!("{}", serde_json::to_string_pretty(&file).map_err(Failure::failed)?);
+    Ok(())
 }

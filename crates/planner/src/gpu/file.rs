@@ -70,6 +70,40 @@ pub fn from_toml(text: &str) -> Result<Vec<&'static GpuKind>, PlanError> {
     Ok(kinds)
 }
 
+impl GpuKind {
+    /// The table of a kind that [`from_toml`] has read; `None` for a kind that is known anyway.
+    pub(crate) fn own_table(&self) -> Option<String> {
+        let known = GPU_KINDS.iter().any(|kind| kind.name == self.name);
+        (!known).then(|| to_toml(self))
+    }
+}
+
+fn to_toml(kind: &GpuKind) -> String {
+    // A string of JSON without control characters is one of TOML.
+    let text = |name: &str| serde_json::Value::from(name).to_string();
+    let gib = |mib: u64| mib as f64 / 1024.0;
+    let words: Vec<String> = kind.words.iter().map(|word| text(word)).collect();
+    let mut table =
+        format!("[[gpu]]\nname = {}\ndevice_words = [{}]\n", text(kind.name), words.join(", "));
+    if let Division::Sms { sms } = kind.division {
+        return table + &format!("sms = {sms}\nmemory_gib = {:?}\n", gib(kind.memory_mib()));
+    }
+    table += &format!("gpcs = {}\nmemory_slices = {}\n", kind.gpcs, kind.memory_slices);
+    for slice in kind.slices {
+        table += &format!(
+            "[[gpu.slice]]\nname = {}\nprofile_id = {}\ngpcs = {}\nmemory_gib = {:?}\n\
+             memory_slices = {}\nstarts = {:?}\n",
+            text(slice.name),
+            slice.profile_id,
+            slice.gpcs,
+            gib(slice.memory_mib()),
+            slice.memory_slices,
+            slice.starts
+        );
+    }
+    table
+}
+
 fn leak(text: String) -> &'static str {
     Box::leak(text.into_boxed_str())
 }
@@ -200,6 +234,12 @@ mod tests {
         assert_eq!(kinds[0].maximal_patterns().len(), 2);
         assert_eq!(kinds[1].division, Division::Sms { sms: 92 });
         assert_eq!(kinds[1].slices[1].memory_mib(), 11 * 1024);
+        // Plan files carry the table of their kind.
+        for kind in kinds {
+            let copy = from_toml(&kind.own_table().unwrap()).unwrap();
+            assert_eq!(format!("{:?}", copy[0]), format!("{kind:?}"));
+        }
+        assert!(GPU_KINDS.iter().all(|kind| kind.own_table().is_none()));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Offers of GPUs: kinds with a price, a power and a stock.
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use toml::Spanned;
 
 use crate::error::PlanError;
@@ -11,7 +11,7 @@ const PRICES: (f64, f64) = (0.0, 1e9);
 const WATTS: (f64, f64) = (0.0, 1e6);
 
 /// GPUs of one kind at one price: a lease, a spot price, or owned ones.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GpuOffer {
     /// Its name, such as `lease`.
     pub name: String,
@@ -20,6 +20,7 @@ pub struct GpuOffer {
     /// Power of a GPU under load.
     pub watts: f64,
     /// How many there are; `None` for any number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub count: Option<usize>,
 }
 
