@@ -2,10 +2,11 @@
 //! `gpu_mix PROFILES.csv [SERVICES] [MACHINE_GPUS]`. The profiles are those of an A100; H100 and
 //! A30 get the same points at another speed, so the figures show the method, not the GPUs.
 
-use base::{MonotonicClock, Random};
+use base::{Clock, MonotonicClock, Random};
 use planner::gpu_mix::{
     GpuOffer, MixKind, MixObjective, MixProblem, ServeFirst, Spare, check_mix, plan_mix,
 };
+use planner::verify::mix::MixFile;
 use planner::{
     GpuKind, OperatingPoint, PlanRules, Profiles, SearchControl, Service, ServiceTerms, scenario,
 };
@@ -16,7 +17,8 @@ const KINDS: [(&str, f64, f64); 3] =
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let profiles = args.first().ok_or("usage: gpu_mix PROFILES.csv [SERVICES] [MACHINE_GPUS]")?;
+    let usage = "usage: gpu_mix PROFILES.csv [SERVICES] [MACHINE_GPUS] [PLAN.json]";
+    let profiles = args.first().ok_or(usage)?;
     let measured = Profiles::from_csv(&std::fs::read_to_string(profiles)?)?;
     let count: usize = args.get(1).map_or(Ok(500), |text| text.parse())?;
     let machine_gpus: usize = args.get(2).map_or(Ok(1), |text| text.parse())?;
@@ -42,12 +44,22 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         serve_first: ServeFirst::Priority,
         spare: if machine_gpus == 0 { Spare::None } else { Spare::Machine(machine_gpus) },
     };
-    report("all three", &problem)?;
+    println!(
+        "{count} services, {}",
+        match machine_gpus {
+            0 => "nothing may fail".to_string(),
+            gpus => format!("any one machine of {gpus} gpus may fail"),
+        }
+    );
+    let file = report("all three", &problem)?;
     for kind in &problem.kinds {
         let alone = MixProblem { kinds: vec![kind.clone()], ..problem.clone() };
         if let Err(error) = report(kind.gpu.name, &alone) {
             println!("{:<12} {error}", kind.gpu.name);
         }
+    }
+    if let Some(path) = args.get(3) {
+        std::fs::write(path, serde_json::to_string_pretty(&file)?)?;
     }
     Ok(())
 }
@@ -74,23 +86,30 @@ fn kind(
     Ok(MixKind { gpu, profiles, offers })
 }
 
-fn report(name: &str, problem: &MixProblem) -> Result<(), Box<dyn std::error::Error>> {
+fn report(name: &str, problem: &MixProblem) -> Result<MixFile, Box<dyn std::error::Error>> {
     let clock = MonotonicClock::new();
     let mut report = |_| true;
     let solution = plan_mix(problem, &mut SearchControl::new(&clock, &mut report))?;
-    let wrong = check_mix(problem, &solution);
+    if let Some(wrong) = check_mix(problem, &solution).first() {
+        return Err(format!("the checker rejects the plan: {wrong}").into());
+    }
     let gpus: Vec<String> = solution
         .kinds
         .iter()
         .map(|kind| format!("{} {}", kind.gpus, kind.problem.gpu.name))
         .collect();
+    let file: MixFile =
+        serde_json::from_str(&serde_json::to_string(&MixFile::new(problem, &solution))?)?;
+    let planned_s = solution.seconds;
+    let begin = clock.now();
+    let verified = file.verify().map_err(|wrong| wrong.join("; "))?;
     println!(
-        "{name:<12} {:>9.2} an hour, bound without spare {:>9.2}, {}, {:.1} s, {} violations",
-        solution.total,
-        solution.bound,
+        "{name:<12} {:>9.2} an hour, bound without spare {:>9.2}, {}; planned in {planned_s:.2} s, \
+         verified in {:.2} s",
+        verified.total,
+        verified.bound,
         gpus.join(" + "),
-        solution.seconds,
-        wrong.len()
+        (clock.now().0 - begin.0) as f64 / 1e9,
     );
-    Ok(())
+    Ok(file)
 }

@@ -60,8 +60,10 @@ pub fn switched_to<'s>(
     running: impl Iterator<Item = &'s ServerSpec>,
 ) -> Vec<&'s ServerSpec> {
     let ends = |spec: &ServerSpec| {
-        let end = |step: &TransitionChange| matches!(step, TransitionChange::Undo(Change::StartServer(other)) if other == spec);
-        steps[at..].iter().any(end)
+        steps[at..].iter().any(|step| match step {
+            TransitionChange::Undo(Change::StartServer(other)) => other == spec,
+            _ => false,
+        })
     };
     running.filter(|spec| !ends(spec)).collect()
 }
