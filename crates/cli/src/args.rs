@@ -624,7 +624,7 @@ pub(crate) struct PlanArgs {
     pub(crate) sharing: String,
 
     /// Algorithm: certified, parvagpu, parvagpu-single, parvagpu-unoptimized, squishy,
-    /// mig-serving-like, gpulet-like, igniter-like
+    /// mig-serving-like, least-fragmentation-like, repartitioning-like, gpulet-like, igniter-like
     #[arg(long, env = "ATOLL_PLAN_ALGORITHM", default_value = "certified")]
     pub(crate) algorithm: planner::Algorithm,
 
@@ -672,6 +672,7 @@ pub(crate) struct PlanArgs {
   atoll apply plan.json --model-repository models --dry-run
   atoll apply plan.json --model-repository models --gpus 0,1 --allow-mig-changes
   atoll apply plan.json --model-repository models --partition mps      without MIG: thread shares
+  atoll apply next.json --model-repository models --replace            no request is lost
   atoll apply --undo                                                    undo everything
 
 A GPU with running work, with MIG devices or of another kind is refused before anything is changed.
@@ -723,6 +724,20 @@ pub(crate) struct ApplyArgs {
     /// Undo what an earlier call did
     #[arg(long, conflicts_with = "plan")]
     pub(crate) undo: bool,
+
+    /// Replace the plan in effect: what is equal stays, new servers start before old ones end, and
+    /// servers.json in the state folder changes in between
+    #[arg(long, requires = "plan", conflicts_with = "undo")]
+    pub(crate) replace: bool,
+
+    /// With --replace: milliseconds from the change of servers.json to the end of old servers;
+    /// clients must have read it again by then
+    #[arg(
+        long,
+        default_value_t = 1000,
+        value_parser = clap::value_parser!(u64).range(..=3_600_000)
+    )]
+    pub(crate) switch_wait_ms: u64,
 
     /// Device of the servers, as each of them sees it
     #[arg(long, env = "ATOLL_DEVICE", default_value = "cuda:0")]

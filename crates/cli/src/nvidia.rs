@@ -54,16 +54,23 @@ impl MachineState {
         self.gpu(index).is_some_and(|gpu| gpu.mig_mode == "Enabled")
     }
 
-    /// Whether a GPU is of the plan's kind and idle; otherwise why not.
-    pub(crate) fn may_touch(&self, index: u32, kind: &GpuKind, mig: bool) -> Result<(), String> {
+    /// Whether a GPU is of the plan's kind; otherwise why not.
+    pub(crate) fn is_of_kind(&self, index: u32, kind: &GpuKind) -> Result<(), String> {
         let gpu = self.gpu(index).ok_or_else(|| format!("nvidia-smi knows no gpu {index}"))?;
         let GpuInfo { name, memory_mib, .. } = gpu;
-        if !kind.is_device(name, *memory_mib) {
-            let kind = kind.name;
-            return Err(format!(
-                "gpu {index} is a {name} with {memory_mib} MiB; the plan is for {kind}"
-            ));
+        match kind.is_device(name, *memory_mib) {
+            true => Ok(()),
+            false => Err(format!(
+                "gpu {index} is a {name} with {memory_mib} MiB; the plan is for {}",
+                kind.name
+            )),
         }
+    }
+
+    /// Whether a GPU is of the plan's kind and idle; otherwise why not.
+    pub(crate) fn may_touch(&self, index: u32, kind: &GpuKind, mig: bool) -> Result<(), String> {
+        self.is_of_kind(index, kind)?;
+        let gpu = self.gpu(index).ok_or_else(|| format!("nvidia-smi knows no gpu {index}"))?;
         let here = |one: &&GpuProcess| one.uuid == gpu.uuid || gpu.mig_devices.contains(&one.uuid);
         if let Some(one) = self.running.iter().find(here) {
             let GpuProcess { pid, name, .. } = one;

@@ -58,8 +58,8 @@ pub(crate) fn arguments(
 ) -> Vec<String> {
     let mut list: Vec<String> = vec!["serve".to_string()];
     let mut add = |name: &str, value: String| list.extend([format!("--{name}"), value]);
-    add("model-repository", models_folder(state, spec).display().to_string());
-    add("data-dir", registry(state, spec).display().to_string());
+    add("model-repository", models_folder(state, spec, port).display().to_string());
+    add("data-dir", registry(state, spec, port).display().to_string());
     add("model-control-mode", "explicit".to_string());
     for model in spec.models.iter().collect::<BTreeSet<_>>() {
         add("load-model", model.clone());
@@ -78,18 +78,19 @@ pub(crate) fn arguments(
     list
 }
 
-fn label(spec: &ServerSpec) -> String {
-    format!("{}-{}-{}", spec.place, spec.slice, spec.process)
+/// The port is part of it, because a server and the one that replaces it run at the same time.
+fn label(spec: &ServerSpec, port: u16) -> String {
+    format!("{}-{}-{}-{port}", spec.place, spec.slice, spec.process)
 }
 
 /// Two servers never share a registry.
-fn registry(state: &Path, spec: &ServerSpec) -> PathBuf {
-    state.join(format!("registry-{}", label(spec)))
+fn registry(state: &Path, spec: &ServerSpec, port: u16) -> PathBuf {
+    state.join(format!("registry-{}", label(spec, port)))
 }
 
 /// The repository of a server: the models of its slice with the plan's batches.
-fn models_folder(state: &Path, spec: &ServerSpec) -> PathBuf {
-    state.join(format!("models-{}", label(spec)))
+fn models_folder(state: &Path, spec: &ServerSpec, port: u16) -> PathBuf {
+    state.join(format!("models-{}", label(spec, port)))
 }
 
 /// How the plan runs a model in a server.
@@ -131,8 +132,9 @@ fn with_plan(mut config: ModelConfig, planned: PlannedBatches) -> ModelConfig {
 
 /// Writes the repository of a server: links to the models' files, and their settings with the
 /// plan's batches.
-fn write_models(args: &ApplyArgs, state: &Path, spec: &ServerSpec) -> Result<(), Failure> {
-    let folder = models_folder(state, spec);
+fn write_models(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Result<(), Failure> {
+    let ServerLaunch { args, state, port, .. } = *launch;
+    let folder = models_folder(state, spec, port);
     let named = |error: std::io::Error| Failure::failed(format!("{}: {error}", folder.display()));
     match std::fs::remove_dir_all(&folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(named(error)),
@@ -189,8 +191,8 @@ fn link_model(folder: &Path, entry: &RepositoryEntry) -> std::io::Result<PathBuf
 /// Starts a server and waits until it is ready; returns its process id.
 pub(crate) fn start_server(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Result<u32, Failure> {
     let ServerLaunch { args, state, folder, uuid, port } = *launch;
-    write_models(args, state, spec)?;
-    let log = state.join(format!("server-{}.log", label(spec)));
+    write_models(launch, spec)?;
+    let log = state.join(format!("server-{}.log", label(spec, port)));
     let named = |error: std::io::Error| Failure::failed(format!("{}: {error}", log.display()));
     let file = File::create(&log).map_err(named)?;
     let program = std::env::current_exe().map_err(Failure::failed)?;
@@ -270,6 +272,11 @@ pub(crate) fn stop_server(state: &Path, pid: Option<u32>) -> Result<(), String> 
         std::thread::sleep(POLL_INTERVAL);
     }
     Ok(())
+}
+
+/// Whether a server that an earlier call started still runs.
+pub(crate) fn is_running(state: &Path, pid: Option<u32>) -> bool {
+    pid.is_some_and(|pid| is_ours(state, pid))
 }
 
 /// Whether the process runs and is a server with a registry in this state folder.
