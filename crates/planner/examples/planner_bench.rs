@@ -24,6 +24,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         compare(&format!("S{number}"), &profiles, &scenario::services(number))?;
     }
     compare("S5 x 10", &profiles, &scenario::services_times(5, 10))?;
+    compare("1000", &profiles, &random_services(1000, 1))?;
     let (whole, shared) = grow(&profiles)?;
     if let Some(path) = std::env::args().nth(2) {
         std::fs::write(

@@ -16,6 +16,10 @@ use crate::problem::{Problem, ServiceDemand};
 pub fn least_fragmentation_like(problem: &Problem) -> Result<Plan, PlanError> {
     problem.validate()?;
     let demands = problem.demands();
+    let mut known: BTreeMap<Occupancy, i64> = BTreeMap::new();
+    let mut fragmentation = |state: Occupancy| -> i64 {
+        *known.entry(state).or_insert_with(|| i64::from(state.fragmentation(problem.gpu)))
+    };
     // GPUs in the same state are alike, so the choice is between states.
     let mut states: BTreeMap<Occupancy, Vec<usize>> = BTreeMap::new();
     let mut plan = Plan::default();
@@ -25,11 +29,9 @@ pub fn least_fragmentation_like(problem: &Problem) -> Result<Plan, PlanError> {
             let starts = slice.starts.iter().copied();
             starts.filter_map(|start| Some((*state, start, state.with(problem.gpu, slice, start)?)))
         });
-        let growth = |(before, _, after): &(Occupancy, u8, Occupancy)| {
-            let fragmentation = |state: &Occupancy| i64::from(state.fragmentation(problem.gpu));
-            fragmentation(after) - fragmentation(before)
-        };
-        let (number, start, after) = match choices.min_by_key(growth) {
+        let best =
+            choices.min_by_key(|(before, _, after)| fragmentation(*after) - fragmentation(*before));
+        let (number, start, after) = match best {
             Some((before, start, after)) => (take(&mut states, before), start, after),
             None => {
                 plan.gpus.push(PlannedGpu::default());
@@ -37,7 +39,7 @@ pub fn least_fragmentation_like(problem: &Problem) -> Result<Plan, PlanError> {
                 let best = starts
                     .iter()
                     .filter_map(|&start| Some((start, empty.with(problem.gpu, slice, start)?)))
-                    .min_by_key(|(_, after)| after.fragmentation(problem.gpu));
+                    .min_by_key(|(_, after)| fragmentation(*after));
                 // Every slice of a kind fits its empty GPU.
                 let Some((start, after)) = best else { continue };
                 (plan.gpus.len() - 1, start, after)
@@ -58,24 +60,26 @@ pub fn repartitioning_like(problem: &Problem) -> Result<Plan, PlanError> {
     problem.validate()?;
     let demands = problem.demands();
     let mut rooms = Rooms { gpu: problem.gpu, known: BTreeMap::new() };
-    let mut gpus: Vec<Vec<WantedSlice>> = Vec::new();
+    let mut gpus: Vec<FilledGpu> = Vec::new();
+    // No GPU before these has room for a slice of the kind: it only gets less.
+    let mut first = [0; KINDS_MAX];
     for wanted in wanted_slices(problem, &demands) {
-        match gpus.iter().position(|gpu| rooms.has(gpu, wanted.kind)) {
-            Some(number) => gpus[number].push(wanted),
-            None => gpus.push(vec![wanted]),
+        let from = &mut first[wanted.kind];
+        while gpus.get(*from).is_some_and(|gpu| !rooms.has(gpu, wanted.kind)) {
+            *from += 1;
         }
+        if *from == gpus.len() {
+            gpus.push(FilledGpu::default());
+        }
+        gpus[*from].push(problem.gpu, wanted);
     }
-    while let Some(fewer) = without_emptiest(problem.gpu, &gpus, &mut rooms) {
-        gpus = fewer;
-    }
+    while empty_one(problem.gpu, &mut gpus, &mut rooms) {}
     let mut plan = Plan::default();
-    for mut wanted in gpus {
-        let mut counts: SliceCounts = [0; KINDS_MAX];
-        wanted.iter().for_each(|one| counts[one.kind] += 1);
+    for FilledGpu { counts, slices: mut left, .. } in gpus {
         let mut slices = Vec::new();
         for (kind, start) in problem.gpu.place(&counts, 0).unwrap_or_default() {
-            if let Some(at) = wanted.iter().position(|one| one.kind == kind) {
-                slices.push(wanted.swap_remove(at).planned(problem, &demands, start));
+            if let Some(at) = left.iter().position(|one| one.kind == kind) {
+                slices.push(left.swap_remove(at).planned(problem, &demands, start));
             }
         }
         slices.sort_by_key(|slice| slice.start);
@@ -182,36 +186,60 @@ struct Rooms<'k> {
 }
 
 impl Rooms<'_> {
-    fn has(&mut self, slices: &[WantedSlice], kind: usize) -> bool {
-        let mut counts: SliceCounts = [0; KINDS_MAX];
-        slices.iter().for_each(|one| counts[one.kind] += 1);
+    fn has(&mut self, gpu: &FilledGpu, kind: usize) -> bool {
+        let mut counts = gpu.counts;
         counts[kind] += 1;
-        let gpu = self.gpu;
-        *self.known.entry(counts).or_insert_with(|| gpu.place(&counts, 0).is_some())
+        let kinds = self.gpu;
+        *self.known.entry(counts).or_insert_with(|| kinds.place(&counts, 0).is_some())
     }
 }
 
-/// The GPUs without the least used one, if its slices fit the others: the largest first, each to
-/// the fullest GPU that has room.
-fn without_emptiest(
-    gpu: &GpuKind,
-    gpus: &[Vec<WantedSlice>],
-    rooms: &mut Rooms<'_>,
-) -> Option<Vec<Vec<WantedSlice>>> {
-    let used = |slices: &[WantedSlice]| {
-        slices.iter().map(|one| u32::from(gpu.slices[one.kind].memory_slices)).sum::<u32>()
-    };
-    let emptiest = (0..gpus.len()).min_by_key(|&number| used(&gpus[number]))?;
-    let mut rest = gpus.to_vec();
-    let mut moving = rest.remove(emptiest);
-    moving.sort_by_key(|one| std::cmp::Reverse(gpu.slices[one.kind].memory_slices));
-    for one in moving {
-        let room: Vec<usize> =
-            (0..rest.len()).filter(|&number| rooms.has(&rest[number], one.kind)).collect();
-        let fullest = room.into_iter().max_by_key(|&number| used(&rest[number]))?;
-        rest[fullest].push(one);
+/// A GPU whose slices have no starts yet.
+#[derive(Clone, Default)]
+struct FilledGpu {
+    slices: Vec<WantedSlice>,
+    counts: SliceCounts,
+    /// Memory slices in use.
+    used: u32,
+}
+
+impl FilledGpu {
+    fn push(&mut self, gpu: &GpuKind, slice: WantedSlice) {
+        self.counts[slice.kind] += 1;
+        self.used += u32::from(gpu.slices[slice.kind].memory_slices);
+        self.slices.push(slice);
     }
-    Some(rest)
+
+    /// Takes back the slice that came last.
+    fn pop(&mut self, gpu: &GpuKind) {
+        if let Some(slice) = self.slices.pop() {
+            self.counts[slice.kind] -= 1;
+            self.used -= u32::from(gpu.slices[slice.kind].memory_slices);
+        }
+    }
+}
+
+/// Empties the least used GPU, if its slices fit the others: the largest first, each to the fullest
+/// GPU that has room.
+fn empty_one(gpu: &GpuKind, gpus: &mut Vec<FilledGpu>, rooms: &mut Rooms<'_>) -> bool {
+    let Some(emptiest) = (0..gpus.len()).min_by_key(|&number| gpus[number].used) else {
+        return false;
+    };
+    let from = gpus.swap_remove(emptiest);
+    let mut moving = from.slices.clone();
+    moving.sort_by_key(|one| std::cmp::Reverse(gpu.slices[one.kind].memory_slices));
+    let mut moved: Vec<usize> = Vec::new();
+    for one in moving {
+        let room = (0..gpus.len()).filter(|&number| rooms.has(&gpus[number], one.kind));
+        let Some(fullest) = room.max_by_key(|&number| gpus[number].used) else {
+            moved.into_iter().rev().for_each(|number| gpus[number].pop(gpu));
+            gpus.push(from);
+            return false;
+        };
+        gpus[fullest].push(gpu, one);
+        moved.push(fullest);
+    }
+    true
 }
 
 #[cfg(test)]
