@@ -141,12 +141,10 @@ pub fn plan_mix(
         }
     }
     let mut served: Vec<usize> = order[..low].to_vec();
-    let mut attempts = 0;
-    for &service in order.iter().skip(low + 1) {
-        if attempts == EXTRAS_MAX || control.is_stopped() {
+    for &service in order.iter().skip(low + 1).take(EXTRAS_MAX) {
+        if control.is_stopped() {
             break;
         }
-        attempts += 1;
         served.push(service);
         match mixer.solve(&served, control)? {
             Some(solution) => best = Some(solution),

@@ -138,7 +138,7 @@ impl Traffic {
         rate: WindowRate,
     ) -> Result<Vec<TrafficWindow>, PlanError> {
         let unfit = |what: &str| PlanError::BadFile { line: 1, what: what.to_string() };
-        if window_s == 0 || (fold && (window_s > DAY_S || DAY_S % window_s != 0)) {
+        if window_s == 0 || (fold && (window_s > DAY_S || !DAY_S.is_multiple_of(window_s))) {
             return Err(unfit("a window is at least 1 s, and of folded days a whole part of one"));
         }
         if matches!(rate, WindowRate::Percentile(percent) if !(percent > 0.0 && percent <= 100.0)) {

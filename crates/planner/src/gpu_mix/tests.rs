@@ -26,7 +26,7 @@ fn mix(services: usize, kinds: Vec<MixKind>) -> MixProblem {
     let mut random = Random::new(7);
     let service = |index: usize| Service {
         name: format!("s{index}"),
-        model: if index % 4 == 0 { "large" } else { "small" }.to_string(),
+        model: if index.is_multiple_of(4) { "large" } else { "small" }.to_string(),
         rate: 5.0 + 300.0 * random.unit_f64() * random.unit_f64(),
         slo_ms: 400.0,
     };
