@@ -3,6 +3,8 @@
 use base::{Nanos, Random};
 use serde::{Deserialize, Serialize};
 
+use crate::scenario_check::ValueChecks;
+
 /// An arrival process. Rates are requests per second.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
@@ -49,6 +51,63 @@ pub enum Arrival {
         /// Milliseconds of a pause.
         off_ms: f64,
     },
+}
+
+/// Rates of a client, in requests per second.
+const RATES: (f64, f64) = (1e-3, 1e7);
+/// Most arrivals of a client in one run.
+const ARRIVALS_MAX: f64 = 1e9;
+/// Longest time in a process, in microseconds.
+const MICROS_MAX: u64 = 1_000_000_000_000;
+
+impl Arrival {
+    /// Checks its values; `field` is its place in a scenario of that many seconds.
+    pub fn check(&self, field: &str, seconds: f64, checks: &mut ValueChecks) {
+        let at = |name: &str| format!("{field}.{name}");
+        if let Some(rate) = self.rate() {
+            checks.number(at("rate"), rate, RATES);
+            let all = rate * seconds;
+            checks.holds(
+                all <= ARRIVALS_MAX,
+                at("rate"),
+                format_args!("= {rate} in {seconds} s are more than {ARRIVALS_MAX:e} requests"),
+            );
+        }
+        match self {
+            Arrival::ClosedLoop { think_us } => {
+                checks.count(at("think_us"), *think_us, (0, MICROS_MAX));
+            }
+            Arrival::Uniform { phase_us, .. } => {
+                checks.count(at("phase_us"), *phase_us, (0, MICROS_MAX));
+            }
+            Arrival::Poisson { .. } => {}
+            Arrival::Trace { times_ms } => {
+                let mut last = 0.0;
+                for (index, time_ms) in times_ms.iter().enumerate() {
+                    checks.number(at(&format!("times_ms[{index}]")), *time_ms, (last, 1e9));
+                    last = *time_ms;
+                }
+            }
+            Arrival::Diurnal { swing, day_s, .. } => {
+                checks.number(at("swing"), *swing, (0.0, 1.0));
+                checks.number(at("day_s"), *day_s, (1e-6, 1e9));
+            }
+            Arrival::OnOff { on_ms, off_ms, .. } => {
+                checks.number(at("on_ms"), *on_ms, (1e-6, 1e9));
+                checks.number(at("off_ms"), *off_ms, (0.0, 1e9));
+            }
+        }
+    }
+
+    fn rate(&self) -> Option<f64> {
+        match self {
+            Arrival::Uniform { rate, .. }
+            | Arrival::Poisson { rate }
+            | Arrival::Diurnal { rate, .. }
+            | Arrival::OnOff { rate, .. } => Some(*rate),
+            Arrival::ClosedLoop { .. } | Arrival::Trace { .. } => None,
+        }
+    }
 }
 
 /// Draws the arrival times of one client.

@@ -39,6 +39,8 @@ pub struct CheckerLimits {
     /// How long a best-effort request may wait for its first launch; `None` without a best-effort
     /// share.
     pub starvation: Option<Nanos>,
+    /// Whether best effort runs at all; otherwise its requests wait until the run ends.
+    pub best_effort: bool,
     /// Streams of real time.
     pub rt_streams: Range<usize>,
     /// All streams.
@@ -105,6 +107,7 @@ impl CheckerLimits {
             run_times: set.models.iter().map(run_time).collect(),
             starvation: (scenario.best_effort_share_percent > 0)
                 .then_some(STARVED + silence + silence),
+            best_effort: rules.best_effort,
             rt_streams,
             streams,
             needs: set.models.iter().map(|m| m.kernels.iter().map(|k| k.sms()).collect()).collect(),
@@ -350,9 +353,12 @@ impl Checker {
 
     /// All violations, including requests that never ended.
     pub fn finish(&mut self, now: Nanos) -> Vec<String> {
-        let unanswered: Vec<u64> = self.open.keys().copied().take(3).collect();
-        if !unanswered.is_empty() {
-            let count = self.open.len();
+        let served =
+            |tracked: &TrackedRequest| self.limits.best_effort || tracked.class == Class::RealTime;
+        let open = self.open.iter().filter(|(_, tracked)| served(tracked));
+        let unanswered: Vec<u64> = open.clone().map(|(order, _)| *order).take(3).collect();
+        let count = open.count();
+        if count > 0 {
             self.report(now, format!("{count} requests never ended, among them {unanswered:?}"));
         }
         std::mem::take(&mut self.violations)

@@ -12,6 +12,8 @@ use runtime::batching::{
     Worker,
 };
 
+use crate::outcome::{OutcomeCounts, RequestOutcome};
+
 pub mod scenario;
 pub mod study;
 
@@ -39,7 +41,8 @@ struct SessionRequest {
 struct ClientQuery {
     at: Nanos,
     open: u32,
-    failed: bool,
+    /// The outcome of the first of its requests that was not good.
+    bad: Option<RequestOutcome>,
 }
 
 /// A session on a GPU.
@@ -62,6 +65,8 @@ struct SimulatedGpu {
     running: Option<(usize, Vec<(WaitingRequest, SessionRequest)>)>,
     /// Number of the run, to ignore the end of one that a fault cut short.
     run: u64,
+    /// Its machine is lost: it takes no requests.
+    lost: bool,
 }
 
 impl SimulatedGpu {
@@ -110,6 +115,9 @@ pub struct QuerySource {
     pub poisson: bool,
 }
 
+/// Rate below which a source is silent, in queries per second.
+const RATE_MIN: f64 = 1e-6;
+
 /// Counts of one second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SecondCounts {
@@ -137,6 +145,11 @@ pub struct ClusterSim {
     sent_queries: usize,
     /// By second.
     seconds: Vec<SecondCounts>,
+    outcomes: OutcomeCounts,
+    /// Requests that ended more often than they were sent.
+    ended_twice: u64,
+    /// Sources without an arrival in the queue of events.
+    silent: Vec<bool>,
     /// Requests by session.
     arrived: Vec<u64>,
 }
@@ -165,15 +178,57 @@ impl ClusterSim {
             frontends: 1,
             sent_queries: 0,
             seconds: Vec::new(),
+            outcomes: OutcomeCounts::default(),
+            ended_twice: 0,
+            silent: vec![true; sources.len()],
             sources,
         };
         for source in 0..cluster.sources.len() {
-            // Equal gaps start at a random time, so that sources do not coincide.
-            let gap = 1e9 / cluster.sources[source].rate.max(1e-9);
-            let first = Nanos((cluster.random.unit_f64() * gap) as u64);
-            cluster.schedule(first, Event::Arrive { source });
+            cluster.start_source(source);
         }
         cluster
+    }
+
+    /// Schedules the first arrival of a silent source. Equal gaps start at a random time, so that
+    /// sources do not coincide.
+    fn start_source(&mut self, source: usize) {
+        let rate = self.sources[source].rate;
+        if rate < RATE_MIN || !self.silent[source] {
+            return;
+        }
+        self.silent[source] = false;
+        let first = self.now + Nanos((self.random.unit_f64() * 1e9 / rate) as u64);
+        self.schedule(first, Event::Arrive { source });
+    }
+
+    /// Ends all sources: nothing arrives any more.
+    pub fn stop_sources(&mut self) {
+        self.sources.iter_mut().for_each(|source| source.rate = 0.0);
+        self.events.retain(|Reverse((_, _, event))| !matches!(event, Event::Arrive { .. }));
+        self.silent.fill(true);
+    }
+
+    /// What became of all queries. Those that are still open are pending.
+    pub fn outcomes(&self) -> OutcomeCounts {
+        let mut counts = self.outcomes;
+        for query in self.queries.iter().filter(|query| query.open > 0) {
+            counts.count(query.bad.unwrap_or(RequestOutcome::Pending));
+        }
+        counts
+    }
+
+    /// Why the counts cannot be right; `None` if every query is counted once.
+    pub fn violation(&self) -> Option<String> {
+        let open = self.queries.iter().filter(|query| query.open > 0 && query.bad.is_none());
+        if self.ended_twice > 0 {
+            return Some(format!("{} requests ended twice", self.ended_twice));
+        }
+        let held: u64 = self.gpus.iter().map(|gpu| gpu.requests() as u64).sum();
+        let wanted: u64 = self.queries.iter().map(|query| u64::from(query.open)).sum();
+        if held != wanted {
+            return Some(format!("{wanted} requests are open and GPUs hold {held}"));
+        }
+        self.outcomes().violation(open.count() as u64)
     }
 
     /// Sets the number of frontends, before routes are set.
@@ -194,6 +249,7 @@ impl ClusterSim {
     /// Changes the rate of a source.
     pub fn set_rate(&mut self, source: usize, rate: f64) {
         self.sources[source].rate = rate;
+        self.start_source(source);
     }
 
     fn schedule(&mut self, at: Nanos, event: Event) {
@@ -247,10 +303,21 @@ impl ClusterSim {
         gpu.next = 0;
     }
 
+    /// The machine of a lost GPU is back, with nothing on it.
+    pub fn restore(&mut self, gpu: usize) {
+        self.gpus[gpu].lost = false;
+        for route in &mut self.routes {
+            if let Some(&place) = route.place.get(&gpu) {
+                route.candidates.iter_mut().for_each(|candidates| candidates[place].down = false);
+            }
+        }
+    }
+
     /// A GPU is lost with everything on it.
     pub fn lose(&mut self, gpu: usize) {
         let lost = std::mem::take(&mut self.gpus[gpu]);
         self.gpus[gpu].run = lost.run + 1;
+        self.gpus[gpu].lost = true;
         let running = lost.running.into_iter();
         let running = running.flat_map(|(session, batch)| {
             batch.into_iter().map(move |(waiting, request)| (session, waiting, request))
@@ -268,7 +335,7 @@ impl ClusterSim {
         // The frontend notices the broken connection and tries one more backend.
         for (session, waiting, request) in all {
             self.record_exit(session, gpu, request, false);
-            self.send(session, request, waiting.deadline);
+            self.send(session, request, waiting.deadline, RequestOutcome::Failed);
         }
     }
 
@@ -337,7 +404,11 @@ impl ClusterSim {
 
     fn arrive(&mut self, source: usize) {
         let QuerySource { rate, poisson, .. } = self.sources[source];
-        let gap = 1e9 / rate.max(1e-9);
+        if rate < RATE_MIN {
+            self.silent[source] = true;
+            return;
+        }
+        let gap = 1e9 / rate;
         let gap = if poisson { self.random.exponential(gap) } else { gap };
         let next = self.now + Nanos((gap as u64).max(1));
         self.schedule(next, Event::Arrive { source });
@@ -350,7 +421,7 @@ impl ClusterSim {
             for _ in 0..count {
                 self.arrived[session] += 1;
                 let deadline = self.now + self.sessions[session].budget;
-                self.send(session, request, deadline);
+                self.send(session, request, deadline, RequestOutcome::Refused);
             }
         }
     }
@@ -361,7 +432,8 @@ impl ClusterSim {
             self.seconds.resize(second + 1, SecondCounts::default());
         }
         self.seconds[second].sent_queries += 1;
-        let query = ClientQuery { at: self.now, open, failed: false };
+        self.outcomes.arrivals += 1;
+        let query = ClientQuery { at: self.now, open, bad: None };
         match self.free.pop() {
             Some(index) => {
                 self.queries[index as usize] = query;
@@ -375,29 +447,51 @@ impl ClusterSim {
     }
 
     /// One request of a query has ended.
-    fn close(&mut self, request: SessionRequest, good: bool) {
+    fn close(&mut self, request: SessionRequest, outcome: RequestOutcome) {
         let query = &mut self.queries[request.query as usize];
-        query.open -= 1;
-        if !good && !query.failed {
-            query.failed = true;
+        let Some(open) = query.open.checked_sub(1) else {
+            self.ended_twice += 1;
+            return;
+        };
+        query.open = open;
+        if outcome != RequestOutcome::Good && query.bad.is_none() {
+            query.bad = Some(outcome);
             self.seconds[(query.at.0 / 1_000_000_000) as usize].bad += 1;
         }
         if query.open == 0 {
+            self.outcomes.count(query.bad.unwrap_or(RequestOutcome::Good));
             self.free.push(request.query);
         }
     }
 
-    fn send(&mut self, session: usize, request: SessionRequest, deadline: Nanos) {
+    /// Sends a request to a backend; one that nobody takes ends with the outcome `otherwise`.
+    fn send(
+        &mut self,
+        session: usize,
+        request: SessionRequest,
+        deadline: Nanos,
+        otherwise: RequestOutcome,
+    ) {
         let route = &mut self.routes[session];
-        let busy = |index: usize| self.gpus[route.gpus[index]].requests();
         let candidates =
             route.candidates.get_mut(request.frontend).map_or(&mut [][..], |list| list);
-        let Some(chosen) = choose(candidates, self.now, busy, &mut self.random) else {
-            return self.close(request, false);
+        // A frontend learns that a machine is lost when it cannot connect, and tries another.
+        let chosen = loop {
+            let busy = |index: usize| self.gpus[route.gpus[index]].requests();
+            let Some(chosen) = choose(candidates, self.now, busy, &mut self.random) else {
+                break None;
+            };
+            if !self.gpus[route.gpus[chosen]].lost {
+                break Some(chosen);
+            }
+            if std::mem::replace(&mut candidates[chosen].down, true) {
+                break None;
+            }
         };
+        let Some(chosen) = chosen else { return self.close(request, otherwise) };
         let gpu = route.gpus[chosen];
         let queue = self.gpus[gpu].queues.iter_mut().find(|queue| queue.session == session);
-        let Some(queue) = queue else { return self.close(request, false) };
+        let Some(queue) = queue else { return self.close(request, otherwise) };
         queue.waiting.push_back(WaitingRequest { arrived: self.now, deadline });
         queue.requests.push_back(request);
         sent(&mut candidates[chosen], self.now);
@@ -466,7 +560,7 @@ impl ClusterSim {
         for (waiting, request) in waiting.into_iter().zip(dropped) {
             self.record_exit(session, gpu, request, true);
             if !self.retry_elsewhere(session, gpu, request, waiting) {
-                self.close(request, false);
+                self.close(request, RequestOutcome::Late);
             }
         }
     }
@@ -487,6 +581,8 @@ impl ClusterSim {
         let route = &mut self.routes[session];
         let others: Vec<usize> =
             (0..route.gpus.len()).filter(|&place| route.gpus[place] != from).collect();
+        let others: Vec<usize> =
+            others.into_iter().filter(|&place| !self.gpus[route.gpus[place]].lost).collect();
         let mine = &mut route.candidates[request.frontend];
         let candidates: Vec<BackendCandidate> = others.iter().map(|&place| mine[place]).collect();
         let busy = |index: usize| self.gpus[route.gpus[others[index]]].requests();
@@ -527,7 +623,7 @@ impl ClusterSim {
             if good {
                 self.feed(session, request, waiting.deadline);
             }
-            self.close(request, good);
+            self.close(request, if good { RequestOutcome::Good } else { RequestOutcome::Late });
         }
         self.gpus[gpu].queues.retain(|queue| !queue.draining || !queue.waiting.is_empty());
         self.start(gpu);
@@ -544,7 +640,7 @@ impl ClusterSim {
                 self.queries[request.query as usize].open += 1;
                 self.arrived[next] += 1;
                 let budget = self.sessions[next].budget;
-                self.send(next, request, deadline + budget);
+                self.send(next, request, deadline + budget, RequestOutcome::Refused);
             }
         }
     }
@@ -602,12 +698,47 @@ mod tests {
     }
 
     #[test]
+    fn without_gpus_every_query_is_refused() {
+        let mut cluster = cluster(100.0, false);
+        cluster.lose(0);
+        cluster.lose(1);
+        // A scheduler that does not know yet still assigns models to lost GPUs.
+        cluster.hold(0, &[(0, 32)]);
+        cluster.run_until(Nanos::from_millis(2000));
+        let outcomes = cluster.outcomes();
+        assert_eq!((outcomes.good, outcomes.refused), (0, outcomes.arrivals));
+        cluster.restore(0);
+        cluster.hold(0, &[(0, 32)]);
+        cluster.run_until(Nanos::from_millis(4000));
+        assert!(cluster.outcomes().good > 100, "{:?}", cluster.outcomes());
+        assert_eq!(cluster.violation(), None);
+    }
+
+    #[test]
+    fn a_source_resumes_after_a_silence() {
+        let mut cluster = cluster(100.0, false);
+        cluster.set_rate(0, 0.0);
+        cluster.run_until(Nanos::from_millis(5000));
+        let before = cluster.outcomes().arrivals;
+        assert!(before <= 1, "{before}");
+        // It stayed silent: its next arrival was a million seconds away.
+        cluster.set_rate(0, 100.0);
+        cluster.run_until(Nanos::from_millis(10_000));
+        assert!(cluster.outcomes().arrivals > before + 400, "{:?}", cluster.outcomes());
+    }
+
+    #[test]
     fn every_query_ends_once() {
         let mut cluster = cluster(2000.0, true);
         cluster.run_until(Nanos::from_millis(3000));
-        cluster.set_rate(0, 1e-6);
+        assert!(cluster.outcomes().pending > 0);
+        assert_eq!(cluster.violation(), None);
+        cluster.stop_sources();
         cluster.run_until(Nanos::from_millis(10_000));
         assert_eq!(cluster.free.len(), cluster.queries.len());
+        let outcomes = cluster.outcomes();
+        assert_eq!((outcomes.pending, cluster.violation()), (0, None));
+        assert!(outcomes.good > 0 && outcomes.late > 0, "{outcomes:?}");
         assert!(cluster.seconds().iter().all(|counts| counts.bad <= counts.sent_queries));
     }
 }

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
+use crate::outcome::OutcomeCounts;
 use crate::simulation::SimulationOutcome;
 
 /// Figures of a policy on a workload. Latencies are microseconds.
@@ -37,6 +38,12 @@ pub struct SimulationReport {
     pub be_redone_pct: f64,
     /// Requests without reply, and arrivals skipped because one was outstanding.
     pub dropped: u64,
+    /// What became of real-time requests.
+    pub rt: OutcomeCounts,
+    /// What became of best-effort requests.
+    pub be: OutcomeCounts,
+    /// Arrivals skipped because one was outstanding; they were never sent.
+    pub skipped: u64,
 }
 
 impl SimulationReport {
@@ -75,6 +82,9 @@ impl SimulationReport {
             preempt_p99_us: round(preempt(0.99)),
             be_redone_pct: round(if used > 0.0 { redone / used * 100.0 } else { 0.0 }),
             dropped: outcome.dropped,
+            rt: outcome.rt,
+            be: outcome.be,
+            skipped: outcome.skipped,
         }
     }
 }
@@ -121,6 +131,36 @@ pub fn table(reports: &[SimulationReport]) -> String {
             r.be_redone_pct,
             r.dropped
         );
+    }
+    text
+}
+
+/// What became of the requests of each report, as a table: one row for each class.
+pub fn outcome_table(reports: &[SimulationReport]) -> String {
+    let mut text = format!(
+        "{:<14} {:<18} {:<6}{:>10}{:>10}{:>9}{:>9}{:>10}{:>8}{:>9}\n",
+        "workload",
+        "policy",
+        "class",
+        "arrivals",
+        "good",
+        "late",
+        "refused",
+        "cancelled",
+        "failed",
+        "pending"
+    );
+    for report in reports {
+        for (class, counts) in [("rt", &report.rt), ("be", &report.be)] {
+            let OutcomeCounts { arrivals, good, late, refused, cancelled, failed, pending } =
+                counts;
+            let _ = writeln!(
+                text,
+                "{:<14} {:<18} {class:<6}{arrivals:>10}{good:>10}{late:>9}{refused:>9}\
+                 {cancelled:>10}{failed:>8}{pending:>9}",
+                report.workload, report.policy
+            );
+        }
     }
     text
 }

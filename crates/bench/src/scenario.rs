@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::arrival::Arrival;
+use crate::scenario_check::{BadValue, ValueChecks};
 
 /// Why a scenario cannot run.
 #[derive(Debug, Error)]
@@ -23,6 +24,19 @@ pub enum ScenarioError {
     /// A profile or trace is not valid.
     #[error("{0}: {1}")]
     Json(String, serde_json::Error),
+    /// A value of a file is out of range.
+    #[error("{file}, line {line}: {bad}")]
+    Bad {
+        /// The file.
+        file: String,
+        /// The line.
+        line: usize,
+        /// The value.
+        bad: BadValue,
+    },
+    /// A value of a scenario that is not from a file is out of range.
+    #[error("scenario: {0}")]
+    Value(BadValue),
     /// A name that does not exist.
     #[error("there is no {kind} '{name}'; known: {known}")]
     Unknown {
@@ -74,6 +88,9 @@ pub struct FaultAt {
     #[serde(flatten)]
     pub kind: FaultKind,
 }
+
+/// Longest run in seconds.
+pub const SECONDS_MAX: f64 = 1e6;
 
 /// A scenario.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -138,7 +155,60 @@ impl Scenario {
         let name = path.display().to_string();
         let text =
             std::fs::read_to_string(path).map_err(|err| ScenarioError::Read(name.clone(), err))?;
-        toml::from_str(&text).map_err(|err| ScenarioError::Parse(name, err))
+        Scenario::from_toml(&name, &text)
+    }
+
+    /// Reads the text of a file and checks every value.
+    pub fn from_toml(file: &str, text: &str) -> Result<Scenario, ScenarioError> {
+        let scenario: Scenario =
+            toml::from_str(text).map_err(|err| ScenarioError::Parse(file.to_string(), err))?;
+        let checked = scenario.check().and_then(|()| {
+            let mut checks = ValueChecks::default();
+            checks.holds(!scenario.clients.is_empty(), "clients", "is empty; nothing would run");
+            unknown_fault_keys(text, &mut checks);
+            checks.result()
+        });
+        checked.map_err(|bad| {
+            let (file, line) = (file.to_string(), bad.line_in(text));
+            ScenarioError::Bad { file, line, bad }
+        })?;
+        Ok(scenario)
+    }
+
+    /// Checks every value: what passes has an end.
+    pub fn check(&self) -> Result<(), BadValue> {
+        let mut checks = ValueChecks::default();
+        checks.number("seconds", self.seconds, (1e-6, SECONDS_MAX));
+        let share = u64::from(self.best_effort_share_percent);
+        checks.count("best_effort_share_percent", share, (0, 100));
+        checks.count("queue_capacity", self.queue_capacity as u64, (1, 1 << 20));
+        checks.count("best_effort_streams", self.best_effort_streams as u64, (0, 64));
+        checks.count("memory_mb", self.memory_mb.unwrap_or(1), (1, 1_000_000_000));
+        checks.count("level", u64::from(self.level.unwrap_or(0)), (0, 3));
+        checks.count("clients", self.clients.len() as u64, (0, 10_000));
+        for (index, client) in self.clients.iter().enumerate() {
+            let field = |name: &str| format!("clients[{index}].{name}");
+            checks.count(field("priority"), u64::from(client.priority), (1, u64::from(u32::MAX)));
+            checks.count(field("cancel_percent"), u64::from(client.cancel_percent), (0, 100));
+            if let Some(deadline_ms) = client.deadline_ms {
+                checks.number(field("deadline_ms"), deadline_ms, (1e-6, 1e9));
+            }
+            client.arrival.check(&field("arrival"), self.seconds, &mut checks);
+        }
+        for (index, fault) in self.faults.iter().enumerate() {
+            let field = |name: &str| format!("faults[{index}].{name}");
+            checks.number(field("at_ms"), fault.at_ms, (0.0, SECONDS_MAX * 1e3));
+            match fault.kind {
+                FaultKind::SlowKernel { factor } => {
+                    checks.number(field("factor"), factor, (1e-3, 1e6));
+                }
+                FaultKind::CopyStall { span_us } => {
+                    checks.count(field("span_us"), span_us, (0, 1_000_000_000));
+                }
+                FaultKind::LostCompletion | FaultKind::DeviceReset => {}
+            }
+        }
+        checks.result()
     }
 
     /// The profiles of its GPU.
@@ -186,6 +256,24 @@ impl Scenario {
         alone.clients.retain(|client| client.class == Class::RealTime);
         alone.policy = "rt_only".to_string();
         alone
+    }
+}
+
+/// Faults flatten their kind, so that their reader cannot refuse unknown keys itself.
+fn unknown_fault_keys(text: &str, checks: &mut ValueChecks) {
+    let table = text.parse::<toml::Table>().unwrap_or_default();
+    let faults = table.get("faults").and_then(toml::Value::as_array).into_iter().flatten();
+    for (index, fault) in faults.enumerate() {
+        let kind = fault.get("kind").and_then(toml::Value::as_str).unwrap_or_default();
+        let own = match kind {
+            "slow_kernel" => "factor",
+            "copy_stall" => "span_us",
+            _ => "kind",
+        };
+        for key in fault.as_table().into_iter().flat_map(toml::Table::keys) {
+            let known = ["at_ms", "kind", own].contains(&key.as_str());
+            checks.holds(known, format_args!("faults[{index}].{key}"), "is not known");
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use crate::arrival::ArrivalTimes;
 use crate::checker::Checker;
+use crate::outcome::{OutcomeCounts, RequestOutcome};
 use crate::scenario::{Scenario, ScenarioError};
 
 /// How long requests in flight may take after the clients have stopped.
@@ -54,6 +55,7 @@ struct LiveRequest {
     model: usize,
     class: Class,
     arrived: Nanos,
+    deadline: Nanos,
     task: Option<TaskId>,
     launched: bool,
 }
@@ -86,6 +88,13 @@ pub struct SimulationOutcome {
     pub be_in_time: u64,
     /// Requests that ended without outputs, and arrivals that were skipped.
     pub dropped: u64,
+    /// Arrivals that a client skipped because one of its requests was outstanding; they were never
+    /// sent.
+    pub skipped: u64,
+    /// What became of real-time requests.
+    pub rt: OutcomeCounts,
+    /// What became of best-effort requests.
+    pub be: OutcomeCounts,
     /// Preemptions of best effort for real time.
     pub preemptions: u64,
     /// From the preemption to the first real-time block, less the time of a launch.
@@ -385,6 +394,11 @@ impl Simulation {
             self.gpu.drop_task(task);
         }
         let outcome = &mut self.outcome;
+        let counts = match live.class {
+            Class::RealTime => &mut outcome.rt,
+            Class::BestEffort => &mut outcome.be,
+        };
+        counts.count(outcome_of(end, now > live.deadline));
         let in_time = u64::from(now <= self.end);
         match (end, live.class) {
             (End::Done, Class::RealTime) => {
@@ -455,7 +469,13 @@ impl Simulation {
         let (class, priority, cancel_percent) = (spec.class, spec.priority, spec.cancel_percent);
         let deadline = spec.deadline_ms.map_or(Nanos::MAX, |ms| now + Nanos((ms * 1e6) as u64));
         let model = self.models.iter().position(|model| model.name == spec.model).unwrap_or(0);
+        let counts = match class {
+            Class::RealTime => &mut self.outcome.rt,
+            Class::BestEffort => &mut self.outcome.be,
+        };
+        counts.arrivals += 1;
         let Some(request) = self.core.next_request_id() else {
+            counts.count(RequestOutcome::Refused);
             self.outcome.dropped += 1;
             return;
         };
@@ -475,6 +495,7 @@ impl Simulation {
             model,
             class,
             arrived: now,
+            deadline,
             task: None,
             launched: false,
         };
@@ -503,11 +524,36 @@ impl Simulation {
             }
         }
         outcome.seconds = self.scenario.seconds;
-        outcome.dropped += self.clients.iter().map(|client| client.skipped).sum::<u64>();
+        outcome.skipped = self.clients.iter().map(|client| client.skipped).sum();
+        outcome.dropped += outcome.skipped;
         if let Some(checker) = &mut self.checker {
             outcome.violations = checker.finish(self.now);
         }
+        for (class, counts) in
+            [(Class::RealTime, &mut outcome.rt), (Class::BestEffort, &mut outcome.be)]
+        {
+            let open = self.live.iter().flatten().filter(|live| live.class == class).count() as u64;
+            // What has no outcome is pending; that these are the requests still held is the proof
+            // that each was counted once.
+            counts.pending = counts.arrivals.saturating_sub(counts.good + counts.bad());
+            outcome.violations.extend(
+                counts
+                    .violation(open)
+                    .map(|what| format!("{}: {} requests: {what}", self.now, class.as_str())),
+            );
+        }
         outcome
+    }
+}
+
+fn outcome_of(end: End, late: bool) -> RequestOutcome {
+    match end {
+        End::Done if late => RequestOutcome::Late,
+        End::Done => RequestOutcome::Good,
+        End::DeadlineExceeded => RequestOutcome::Late,
+        End::Cancelled => RequestOutcome::Cancelled,
+        End::Failed => RequestOutcome::Failed,
+        End::QueueFull | End::NoSuchModel | End::ShuttingDown => RequestOutcome::Refused,
     }
 }
 

@@ -107,3 +107,48 @@ fn execution_orders_are_selected_by_name_and_kept() {
     let unknown = run(&text.replace("least_laxity", "shortest")).unwrap_err();
     assert!(unknown.to_string().contains("edf, fifo, least_laxity"), "{unknown}");
 }
+
+fn scenario(text: &str) -> Scenario {
+    Scenario::from_toml("scenario", text).unwrap()
+}
+
+#[test]
+fn real_time_alone_beside_best_effort_leaves_it_pending() {
+    let scenario = scenario(
+        "policy = 'rt_only'\nseconds = 0.5\n
+        [[clients]]\nname = 'rt'\nmodel = 'inceptionv3'\nclass = 'real_time'
+        arrival = { kind = 'uniform', rate = 100.0 }\n
+        [[clients]]\nname = 'be'\nmodel = 'resnet152'\nclass = 'best_effort'
+        arrival = { kind = 'poisson', rate = 20.0 }",
+    );
+    let outcome = bench::simulation::run(&scenario, CHECKED).unwrap();
+    // Best effort that never runs was reported as a violation.
+    assert_eq!(outcome.violations, Vec::<String>::new());
+    assert_eq!((outcome.rt.good, outcome.rt.arrivals), (50, 50));
+    assert!(outcome.be.arrivals > 0 && outcome.be.pending == outcome.be.arrivals);
+}
+
+#[test]
+fn every_request_has_one_outcome() {
+    // More than the device does, with deadlines, a short queue, cancels and a lost device.
+    let scenario = scenario(
+        "policy = 'atoll'\nseconds = 1.0\nqueue_capacity = 4\n
+        [[clients]]\nname = 'rt'\nmodel = 'vgg19'\nclass = 'real_time'\ndeadline_ms = 12
+        arrival = { kind = 'poisson', rate = 400.0 }\n
+        [[clients]]\nname = 'be'\nmodel = 'resnet152'\nclass = 'best_effort'\ncancel_percent = 30
+        arrival = { kind = 'poisson', rate = 400.0 }\n
+        [[faults]]\nat_ms = 500\nkind = 'device_reset'",
+    );
+    let outcome = bench::simulation::run(&scenario, CHECKED).unwrap();
+    assert_eq!(outcome.violations, Vec::<String>::new());
+    for counts in [&outcome.rt, &outcome.be] {
+        assert_eq!(counts.arrivals, counts.good + counts.bad(), "{counts:?}");
+        assert_eq!((counts.pending, counts.violation(0)), (0, None), "{counts:?}");
+    }
+    let (rt, be) = (outcome.rt, outcome.be);
+    assert!(rt.good > 0 && rt.late > 0 && be.refused > 0 && be.cancelled > 0, "{rt:?} {be:?}");
+    let alone = bench::simulation::run(&scenario.real_time_alone(), CHECKED).unwrap();
+    let report = bench::report::SimulationReport::new("w", "atoll", &outcome, &alone);
+    let table = bench::report::outcome_table(&[report]);
+    assert!(table.contains("cancelled") && table.contains(&rt.arrivals.to_string()), "{table}");
+}

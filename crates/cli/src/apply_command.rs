@@ -1,8 +1,11 @@
 //! `atoll apply`: applies a plan to this machine's GPUs, or prints what it would do.
 
+mod addresses;
 mod journal;
+mod replacement;
 mod servers;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use assembly::Failure;
@@ -10,10 +13,10 @@ use planner::GpuKind;
 use planner::apply::{Change, Partition, changes, check_changes};
 
 use self::journal::{AppliedChange, Journal};
-use self::servers::{ServerLaunch, start_server, stop_server};
+use self::servers::{PlannedBatches, ServerLaunch, start_server, stop_server};
 use crate::args::ApplyArgs;
 use crate::nvidia::{MachineState, NvidiaTools};
-use crate::plan_command::PlanFile;
+use crate::plan_command::{PlanFile, gpu_kind};
 
 /// Runs the command.
 pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
@@ -22,6 +25,12 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
         return undo(args, &state);
     }
     let (kind, list) = planned(args)?;
+    if args.model_repository.is_empty() && !args.dry_run {
+        return Err(Failure::usage("name the --model-repository the servers load from"));
+    }
+    if args.replace {
+        return replacement::run(args, &state, kind, &list);
+    }
     if args.dry_run {
         return dry_run(args, &state, kind, &list);
     }
@@ -31,13 +40,10 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
             "this creates and destroys MIG instances; see --dry-run, then add --allow-mig-changes",
         ));
     }
-    if args.model_repository.is_empty() {
-        return Err(Failure::usage("name the --model-repository the servers load from"));
-    }
     let tools = NvidiaTools;
     let machine = inspect(args, &tools, kind, &list)?;
     let mut journal = Journal::create(&state)?;
-    let mut executor = PlanExecutor { args, tools, machine, state: &state, port: args.first_port };
+    let mut executor = PlanExecutor { args, tools, machine, state: &state, used: BTreeSet::new() };
     for change in &list {
         let done = journal.begin(change).and_then(|()| executor.apply(change));
         match done {
@@ -49,6 +55,7 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
             }
         }
     }
+    addresses::write(args, &state, journal.done().iter())?;
     report(args, &journal)
 }
 
@@ -56,7 +63,7 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
 fn planned(args: &ApplyArgs) -> Result<(&'static GpuKind, Vec<Change>), Failure> {
     let path = args.plan.as_ref().ok_or_else(|| Failure::usage("name the plan to apply"))?;
     let named =
-        |error: &dyn std::fmt::Display| Failure::failed(format!("{}: {error}", path.display()));
+        |error: &dyn std::fmt::Display| Failure::usage(format!("{}: {error}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|error| named(&error))?;
     let file: PlanFile = serde_json::from_str(&text).map_err(|error| named(&error))?;
     let kind = match (&args.gpu, file.gpu_kind.as_str()) {
@@ -64,8 +71,9 @@ fn planned(args: &ApplyArgs) -> Result<(&'static GpuKind, Vec<Change>), Failure>
         (None, "") => return Err(Failure::usage("the plan does not name its gpu kind; use --gpu")),
         (None, kind) => kind,
     };
-    let kind = GpuKind::find(kind).map_err(Failure::usage)?;
-    let partition = if args.partition == "mps" { Partition::Mps } else { Partition::Mig };
+    let kind = gpu_kind(kind, args.gpu_table.as_deref())?;
+    let mps = args.partition == "mps" || !kind.has_mig();
+    let partition = if mps { Partition::Mps } else { Partition::Mig };
     let list = changes(kind, &file.plan, &args.gpus, partition).map_err(|error| named(&error))?;
     if let Some(wrong) = check_changes(kind, &file.plan, partition, &list).first() {
         return Err(Failure::failed(format!("the checker rejects the changes: {wrong}")));
@@ -103,7 +111,17 @@ struct PlanExecutor<'a> {
     tools: NvidiaTools,
     machine: MachineState,
     state: &'a Path,
-    port: u16,
+    /// First ports of the servers.
+    used: BTreeSet<u16>,
+}
+
+/// REST, gRPC and metrics.
+const SERVER_PORTS: u16 = 3;
+
+/// The first port of a server that starts now.
+fn free_port(first: u16, used: &BTreeSet<u16>) -> Result<u16, Failure> {
+    let mut ports = (first..=u16::MAX - SERVER_PORTS).step_by(usize::from(SERVER_PORTS));
+    ports.find(|port| !used.contains(port)).ok_or_else(|| Failure::failed("no ports left"))
 }
 
 impl PlanExecutor<'_> {
@@ -134,16 +152,16 @@ impl PlanExecutor<'_> {
                 Ok(AppliedChange { uuid: Some(uuid), ..AppliedChange::new(change) })
             }
             Change::StartServer(spec) => {
+                let port = free_port(self.args.first_port, &self.used)?;
                 let launch = ServerLaunch {
                     args: self.args,
                     state: self.state,
                     folder: &mps_folder(self.state, &spec.place.to_string()),
                     uuid: &self.machine.uuid_of(spec.place).map_err(Failure::failed)?,
-                    port: self.port,
+                    port,
                 };
                 let pid = start_server(&launch, spec)?;
-                let port = self.port;
-                self.port = port.checked_add(3).ok_or_else(|| Failure::failed("no ports left"))?;
+                self.used.insert(port);
                 Ok(AppliedChange { pid: Some(pid), port: Some(port), ..AppliedChange::new(change) })
             }
         }
@@ -158,20 +176,21 @@ fn mps_folder(state: &Path, place: &str) -> PathBuf {
 
 /// Undoes the changes in the journal, from the end; what cannot be undone stays in it.
 fn undo_all(tools: &NvidiaTools, state: &Path, mut journal: Journal) -> Result<(), Failure> {
-    while let Some(done) = journal.last().cloned() {
-        let undone = match &done.change {
-            _ if done.untouched => Ok(()),
-            Change::StartServer(_) => stop_server(state, done.pid),
-            Change::StartDaemon { place } => {
-                tools.stop_daemon(&mps_folder(state, &place.to_string()))
-            }
-            Change::CreateSlice { place, .. } => match done.instance {
-                Some(instance) => tools.destroy_slice(place.gpu, instance),
-                None => Ok(()),
-            },
-            Change::EnableMig { gpu } => tools.disable_mig(*gpu),
-        };
-        undone.map_err(|error| {
+    addresses::remove(state)?;
+    undo_to(tools, state, &mut journal, 0)?;
+    journal.remove()
+}
+
+/// Undoes the changes after the first `kept` in the journal, from the end.
+fn undo_to(
+    tools: &NvidiaTools,
+    state: &Path,
+    journal: &mut Journal,
+    kept: usize,
+) -> Result<(), Failure> {
+    while journal.done().len() > kept {
+        let Some(done) = journal.last().cloned() else { break };
+        undo_change(tools, state, &done).map_err(|error| {
             let left = journal.path().display();
             Failure::failed(format!(
                 "{error}; the remaining changes are in {left}: repair it and use --undo"
@@ -180,7 +199,20 @@ fn undo_all(tools: &NvidiaTools, state: &Path, mut journal: Journal) -> Result<(
         tracing::info!("undone: {}", journal::line(&done.change));
         journal.forget_last()?;
     }
-    journal.remove()
+    Ok(())
+}
+
+fn undo_change(tools: &NvidiaTools, state: &Path, done: &AppliedChange) -> Result<(), String> {
+    match &done.change {
+        _ if done.untouched => Ok(()),
+        Change::StartServer(_) => stop_server(state, done.pid),
+        Change::StartDaemon { place } => tools.stop_daemon(&mps_folder(state, &place.to_string())),
+        Change::CreateSlice { place, .. } => match done.instance {
+            Some(instance) => tools.destroy_slice(place.gpu, instance),
+            None => Ok(()),
+        },
+        Change::EnableMig { gpu } => tools.disable_mig(*gpu),
+    }
 }
 
 fn undo(args: &ApplyArgs, state: &Path) -> Result<(), Failure> {
@@ -240,7 +272,12 @@ fn command_line(args: &ApplyArgs, state: &Path, change: &Change, port: u16) -> S
             let environment: Vec<String> =
                 environment.iter().map(|(name, value)| format!("{name}={value}")).collect();
             let arguments = servers::arguments(args, state, spec, port).join(" ");
-            format!("{} atoll {arguments}", environment.join(" "))
+            let models = servers::planned_batches(spec).into_iter().map(|(model, planned)| {
+                let PlannedBatches { batch, concurrent, cycle_ms } = planned;
+                let cycle = cycle_ms.map_or(String::new(), |ms| format!(", cycle {ms:.1} ms"));
+                format!("# {model}: batches of {batch}, {concurrent} at a time{cycle}\n")
+            });
+            format!("{}{} atoll {arguments}", models.collect::<String>(), environment.join(" "))
         }
     }
 }

@@ -359,12 +359,12 @@ pub(crate) struct ProfileArgs {
         long,
         value_delimiter = ',',
         default_values_t = [1, 2, 3, 4, 7],
-        value_parser = clap::value_parser!(u8).range(1..=7)
+        value_parser = clap::value_parser!(u8).range(1..=8)
     )]
     pub(crate) slices: Vec<u8>,
 
-    /// Compute slices of the whole device, with --grid
-    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u8).range(1..=7))]
+    /// Compute slices of the whole device, with --grid: 7, 4 for an A30, 8 without MIG
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub(crate) compute_slices: u8,
 
     /// Seconds of each measurement, with --grid
@@ -516,9 +516,14 @@ pub(crate) struct ModelsArgs {
   atoll plan --services services.toml --profiles profiles.csv --from current.json
   atoll plan --services services.toml --profiles profiles.csv --algorithm parvagpu
   atoll plan --services services.toml --profiles profiles.csv --explain resnet50
+  atoll plan --services services.toml --profiles profiles.csv --sweep rate=0.5..2 --svg sweep.svg
+  atoll plan --services services.toml --profiles profiles.csv --traffic week.csv --percentile 99
+  atoll plan --services services.toml --profiles profiles.csv --stock stock.toml --survive-machine 1
 
-Services are [[service]] tables with name, model, rate and slo_ms. Profiles have the columns model,
-mig_gpcs, batch, procs, throughput_total_rps, latency_ms and, where measured, memory_mib and status.
+Services are [[service]] tables with name, model, rate and slo_ms and, where wanted, headroom,
+priority (1 is the highest), revenue (of a thousand requests), gpus and apart. Profiles have the
+columns model, mig_gpcs, batch, procs, throughput_total_rps, latency_ms and, where measured, gpu,
+memory_mib and status. Exit code 2: an input is wrong; file, line and field are named.
 Ctrl-C ends the search and prints the best plan so far with its gap.")]
 pub(crate) struct PlanArgs {
     /// TOML file of the services
@@ -533,9 +538,81 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "PLAN.json")]
     pub(crate) verify: Option<PathBuf>,
 
-    /// GPU kind: a30-24gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb, b200-180gb
+    /// GPU kind: a30-24gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb, gh200-96gb, gh200-144gb,
+    /// b200-180gb; without MIG l4-24gb, a10-24gb, l40s-48gb, rtx-4090-24gb, rtx-5090-32gb
     #[arg(long, env = "ATOLL_PLAN_GPU", default_value = "a100-80gb")]
     pub(crate) gpu: String,
+
+    /// TOML file of further GPU kinds, for --gpu
+    #[arg(long, env = "ATOLL_PLAN_GPU_TABLE", value_name = "GPUS.toml")]
+    pub(crate) gpu_table: Option<PathBuf>,
+
+    /// Plan with profiles that were measured on another GPU
+    #[arg(long)]
+    pub(crate) foreign_profiles: bool,
+
+    /// TOML file of GPUs that there are: [[offer]] tables with gpu, price and, where wanted, name,
+    /// watts and count. Plans the services onto all of these kinds
+    #[arg(
+        long,
+        env = "ATOLL_PLAN_STOCK",
+        value_name = "STOCK.toml",
+        conflicts_with_all = ["from", "traffic", "sweep", "explain", "commands", "mig_parted"]
+    )]
+    pub(crate) stock: Option<PathBuf>,
+
+    /// What a plan from stock keeps small
+    #[arg(
+        long,
+        default_value = "cost",
+        value_parser = ["cost", "gpus", "energy"],
+        requires = "stock"
+    )]
+    pub(crate) objective: String,
+
+    /// Most GPUs of a plan from stock; services that do not fit are named
+    #[arg(long, requires = "stock")]
+    pub(crate) max_gpus: Option<usize>,
+
+    /// Which services are served when not all can be
+    #[arg(
+        long,
+        default_value = "priority",
+        value_parser = ["priority", "revenue"],
+        requires = "stock"
+    )]
+    pub(crate) serve_first: String,
+
+    /// Spare capacity for the loss of any one machine with this many GPUs; 1 for any one GPU
+    #[arg(
+        long,
+        value_name = "GPUS",
+        requires = "stock",
+        value_parser = clap::value_parser!(u32).range(1..=1024)
+    )]
+    pub(crate) survive_machine: Option<u32>,
+
+    /// Plan at several values: rate, slo (factors) or headroom, such as rate=0.5..2 or
+    /// rate=0.5..2:16; prints a table, and --svg draws it
+    #[arg(long, value_name = "FIELD=FROM..TO", conflicts_with_all = ["from", "traffic"])]
+    pub(crate) sweep: Option<planner::sweep::Sweep>,
+
+    /// CSV file of recorded rates: time,service,rate or time and a column for each service. Plans
+    /// each window from the one before and counts the moves
+    #[arg(long, value_name = "RATES.csv", conflicts_with = "from")]
+    pub(crate) traffic: Option<PathBuf>,
+
+    /// Seconds of a window of the traffic
+    #[arg(long, default_value_t = 3600, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) window_s: u32,
+
+    /// Percentile of a window's samples to plan for, instead of their peak
+    #[arg(long, requires = "traffic")]
+    pub(crate) percentile: Option<f64>,
+
+    /// Plan every window of the recording, instead of the times of day over all days
+    #[arg(long, requires = "traffic")]
+    pub(crate) unfolded: bool,
 
     /// Whether services may share a slice by time
     #[arg(
@@ -547,7 +624,7 @@ pub(crate) struct PlanArgs {
     pub(crate) sharing: String,
 
     /// Algorithm: certified, parvagpu, parvagpu-single, parvagpu-unoptimized, squishy,
-    /// mig-serving-like, gpulet-like, igniter-like
+    /// mig-serving-like, least-fragmentation-like, repartitioning-like, gpulet-like, igniter-like
     #[arg(long, env = "ATOLL_PLAN_ALGORITHM", default_value = "certified")]
     pub(crate) algorithm: planner::Algorithm,
 
@@ -595,11 +672,13 @@ pub(crate) struct PlanArgs {
   atoll apply plan.json --model-repository models --dry-run
   atoll apply plan.json --model-repository models --gpus 0,1 --allow-mig-changes
   atoll apply plan.json --model-repository models --partition mps      without MIG: thread shares
+  atoll apply next.json --model-repository models --replace            no request is lost
   atoll apply --undo                                                    undo everything
 
 A GPU with running work, with MIG devices or of another kind is refused before anything is changed.
-When a change fails, those before it are undone. A model's batch size is that of its own settings;
-the plan's is printed for comparison.")]
+When a change fails, those before it are undone. Servers run the plan's batches: each loads its
+models from a folder of its own, with the models' settings and the plan's batch, processes and
+cycle.")]
 pub(crate) struct ApplyArgs {
     /// The plan, as written by atoll plan --json
     pub(crate) plan: Option<PathBuf>,
@@ -611,6 +690,10 @@ pub(crate) struct ApplyArgs {
     /// GPU kind of the plan, if it does not name one
     #[arg(long)]
     pub(crate) gpu: Option<String>,
+
+    /// TOML file of further GPU kinds, as of atoll plan
+    #[arg(long, env = "ATOLL_PLAN_GPU_TABLE", value_name = "GPUS.toml")]
+    pub(crate) gpu_table: Option<PathBuf>,
 
     /// Numbers of this machine's GPUs that are used for the plan's GPUs, in order
     #[arg(long, value_delimiter = ',', default_values_t = [0])]
@@ -641,6 +724,20 @@ pub(crate) struct ApplyArgs {
     /// Undo what an earlier call did
     #[arg(long, conflicts_with = "plan")]
     pub(crate) undo: bool,
+
+    /// Replace the plan in effect: what is equal stays, new servers start before old ones end, and
+    /// servers.json in the state folder changes in between
+    #[arg(long, requires = "plan", conflicts_with = "undo")]
+    pub(crate) replace: bool,
+
+    /// With --replace: milliseconds from the change of servers.json to the end of old servers;
+    /// clients must have read it again by then
+    #[arg(
+        long,
+        default_value_t = 1000,
+        value_parser = clap::value_parser!(u64).range(..=3_600_000)
+    )]
+    pub(crate) switch_wait_ms: u64,
 
     /// Device of the servers, as each of them sees it
     #[arg(long, env = "ATOLL_DEVICE", default_value = "cuda:0")]

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use assembly::{Failure, sample_inputs};
 use indicatif::{ProgressBar, ProgressStyle};
+use planner::GpuKind;
 
 pub(crate) use self::member::run_member;
 use self::member::{GO, MemberReport, READY};
@@ -41,7 +42,7 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
             stem.to_string_lossy().into_owned()
         }
     };
-    let mut table = GridTable::new(&name).map_err(Failure::usage)?;
+    let mut table = GridTable::new(&name, &shares.device_name()?).map_err(Failure::usage)?;
     for point in points {
         let row = match measure(args, &shares, point) {
             Ok(row) => row,
@@ -138,6 +139,18 @@ impl SliceShares {
         let gpu = named.filter(|name| !name.is_empty()).unwrap_or(number).to_string();
         nvidia::memory_used_mib(&gpu).map_err(Failure::failed)?;
         Ok(SliceShares::Gpu { gpu, of, mps: mps.is_ok() })
+    }
+
+    /// The device's name in the table: that of its GPU kind where the planner knows it.
+    fn device_name(&self) -> Result<String, Failure> {
+        match self {
+            SliceShares::Cores { .. } => Ok("cpu".to_string()),
+            SliceShares::Gpu { gpu, .. } => {
+                let (name, memory_mib) = nvidia::name_and_memory(gpu).map_err(Failure::failed)?;
+                let kind = GpuKind::of_device(&name, memory_mib);
+                Ok(kind.map_or(name, |kind| kind.name.to_string()))
+            }
+        }
     }
 
     /// Share of the device in percent.

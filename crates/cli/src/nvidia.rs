@@ -12,8 +12,6 @@ use planner::apply::SliceLocation;
 
 /// Resetting a GPU for MIG takes tens of seconds.
 const TOOL_TIMEOUT: Duration = Duration::from_secs(180);
-/// Ratio of the memory that a tool reports to that in the GPU's name, at least.
-const MEMORY_SHARE: f64 = 0.85;
 
 /// The tools, found on PATH.
 pub(crate) struct NvidiaTools;
@@ -56,16 +54,23 @@ impl MachineState {
         self.gpu(index).is_some_and(|gpu| gpu.mig_mode == "Enabled")
     }
 
-    /// Whether a GPU is of the plan's kind and idle; otherwise why not.
-    pub(crate) fn may_touch(&self, index: u32, kind: &GpuKind, mig: bool) -> Result<(), String> {
+    /// Whether a GPU is of the plan's kind; otherwise why not.
+    pub(crate) fn is_of_kind(&self, index: u32, kind: &GpuKind) -> Result<(), String> {
         let gpu = self.gpu(index).ok_or_else(|| format!("nvidia-smi knows no gpu {index}"))?;
         let GpuInfo { name, memory_mib, .. } = gpu;
-        if !is_of_kind(gpu, kind) {
-            let kind = kind.name;
-            return Err(format!(
-                "gpu {index} is a {name} with {memory_mib} MiB; the plan is for {kind}"
-            ));
+        match kind.is_device(name, *memory_mib) {
+            true => Ok(()),
+            false => Err(format!(
+                "gpu {index} is a {name} with {memory_mib} MiB; the plan is for {}",
+                kind.name
+            )),
         }
+    }
+
+    /// Whether a GPU is of the plan's kind and idle; otherwise why not.
+    pub(crate) fn may_touch(&self, index: u32, kind: &GpuKind, mig: bool) -> Result<(), String> {
+        self.is_of_kind(index, kind)?;
+        let gpu = self.gpu(index).ok_or_else(|| format!("nvidia-smi knows no gpu {index}"))?;
         let here = |one: &&GpuProcess| one.uuid == gpu.uuid || gpu.mig_devices.contains(&one.uuid);
         if let Some(one) = self.running.iter().find(here) {
             let GpuProcess { pid, name, .. } = one;
@@ -98,15 +103,6 @@ impl MachineState {
         };
         found.ok_or_else(|| format!("{location} has no identifier"))
     }
-}
-
-/// Kinds are named like `a100-80gb`; tools report `NVIDIA A100-SXM4-80GB` and a little less memory.
-fn is_of_kind(gpu: &GpuInfo, kind: &GpuKind) -> bool {
-    let (family, memory) = kind.name.split_once('-').unwrap_or((kind.name, "0gb"));
-    let memory_gb: f64 = memory.trim_end_matches("gb").parse().unwrap_or(0.0);
-    let memory_mib = gpu.memory_mib as f64;
-    gpu.name.to_ascii_lowercase().contains(family)
-        && (memory_gb * 1024.0 * MEMORY_SHARE..memory_gb * 1024.0 * 1.1).contains(&memory_mib)
 }
 
 impl NvidiaTools {
@@ -234,6 +230,17 @@ pub(crate) fn memory_used_mib(gpu: &str) -> Result<u64, String> {
     output.trim().parse().map_err(|_| format!("cannot read nvidia-smi's '{}'", output.trim()))
 }
 
+/// Name and memory in MiB of a GPU, given by number or identifier.
+pub(crate) fn name_and_memory(gpu: &str) -> Result<(String, u64), String> {
+    let output =
+        smi(&["-i", gpu, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])?;
+    let parsed = output
+        .trim()
+        .rsplit_once(',')
+        .and_then(|(name, memory)| Some((name.trim().to_string(), memory.trim().parse().ok()?)));
+    parsed.ok_or_else(|| format!("cannot read nvidia-smi's '{}'", output.trim()))
+}
+
 fn smi(arguments: &[&str]) -> Result<String, String> {
     output(Command::new("nvidia-smi").args(arguments), None)
 }
@@ -331,9 +338,9 @@ mod tests {
             143771, [N/A]\n";
         let gpus = parse_gpus(text).unwrap();
         assert_eq!((gpus.len(), gpus[1].memory_mib), (2, 143_771));
-        assert!(is_of_kind(&gpus[0], GpuKind::find("a100-80gb").unwrap()));
-        assert!(!is_of_kind(&gpus[0], GpuKind::find("a100-40gb").unwrap()));
-        assert!(is_of_kind(&gpus[1], GpuKind::find("h200-141gb").unwrap()));
+        let of =
+            |gpu: &GpuInfo| GpuKind::of_device(&gpu.name, gpu.memory_mib).map(|kind| kind.name);
+        assert_eq!((of(&gpus[0]), of(&gpus[1])), (Some("a100-80gb"), Some("h200-141gb")));
         assert!(parse_gpus("No devices were found\n").unwrap_err().contains("No devices"));
         let list = "GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aa)\n  MIG 3g.40gb     Device  0: \
             (UUID: MIG-11)\n\

@@ -1,7 +1,12 @@
 //! `atoll plan`: the fewest GPUs, their slices, and the steps from the current plan.
 
+mod inputs;
+mod mix;
+mod verification;
+mod what_if;
+
 use std::io::IsTerminal;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,48 +17,22 @@ use planner::certified::SearchEnd;
 use planner::plan::GpuFile;
 use planner::replan::steps::{TransitionStep, steps};
 use planner::replan::{ChangeCosts, replan};
-use planner::verify::{Certificate, Claims, verify};
+use planner::verify::Certificate;
 use planner::{
-    Algorithm, GpuKind, Plan, PlanError, PlanRules, PlannerOutput, Problem, Profiles,
-    SearchControl, SearchProgress, Service, Sharing, certified, check, render,
+    Algorithm, Plan, PlanError, PlannerOutput, Problem, SearchControl, SearchProgress, certified,
+    check, render,
 };
 use serde::{Deserialize, Serialize};
 
+use self::inputs::PlanInputs;
+pub(crate) use self::inputs::gpu_kind;
 use crate::args::PlanArgs;
-
-/// Max faults that a message lists.
-const FAULTS_MAX: usize = 10;
 
 /// Exit code after Ctrl-C, as in shells.
 const INTERRUPTED: i32 = 130;
 
 /// Max names that a message lists.
 const NAMED_MAX: usize = 12;
-
-/// The services file. An unknown key is refused, because it is likely a typing error.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ServicesFile {
-    #[serde(default)]
-    service: Vec<ServiceEntry>,
-}
-
-/// A service in the file.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ServiceEntry {
-    name: String,
-    model: String,
-    rate: f64,
-    slo_ms: f64,
-}
-
-impl From<ServiceEntry> for Service {
-    fn from(entry: ServiceEntry) -> Service {
-        let ServiceEntry { name, model, rate, slo_ms } = entry;
-        Service { name, model, rate, slo_ms }
-    }
-}
 
 /// What `--json` prints, and `--from` and `atoll apply` read.
 #[derive(Debug, Serialize, Deserialize)]
@@ -86,9 +65,27 @@ struct PlanOutcome {
 /// Runs the command.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     if let Some(path) = &args.verify {
-        return verify_file(path);
+        return verification::run(args, path);
     }
-    let outcome = solve(args)?;
+    if args.from.is_some() && args.algorithm != Algorithm::Certified {
+        return Err(Failure::usage(
+            "--from changes today's plan by the certified planner; leave --algorithm out",
+        ));
+    }
+    if let Some(path) = &args.stock {
+        return mix::run(args, path);
+    }
+    let inputs = inputs::read(args)?;
+    if let Some(sweep) = &args.sweep {
+        return what_if::run_sweep(args, &inputs.problem, sweep);
+    }
+    if let Some(path) = &args.traffic {
+        return what_if::run_traffic(args, &inputs.problem, path);
+    }
+    if args.mig_parted.is_some() && !inputs.problem.gpu.has_mig() {
+        return Err(Failure::usage(format!("{} has no MIG to configure", inputs.problem.gpu.name)));
+    }
+    let outcome = solve(args, inputs)?;
     let PlanOutcome { problem, answer, .. } = &outcome;
     let plan = &answer.solution.plan;
     if has_plan(args) {
@@ -114,8 +111,8 @@ fn has_plan(args: &PlanArgs) -> bool {
     !matches!(args.algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike)
 }
 
-fn solve(args: &PlanArgs) -> Result<PlanOutcome, Failure> {
-    let (problem, faults) = problem(args)?;
+fn solve(args: &PlanArgs, inputs: PlanInputs) -> Result<PlanOutcome, Failure> {
+    let PlanInputs { problem, faults } = inputs;
     let stop = stop_on_interrupt();
     let bar = match std::io::stderr().is_terminal() && !args.json {
         true => ProgressBar::new_spinner(),
@@ -142,96 +139,13 @@ fn solve(args: &PlanArgs) -> Result<PlanOutcome, Failure> {
     Ok(PlanOutcome { problem, faults, answer, steps })
 }
 
-fn services(path: &Path) -> Result<Vec<Service>, Failure> {
-    let file: ServicesFile = toml::from_str(&read_file(path)?)
-        .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
-    if file.service.is_empty() {
-        return Err(Failure::failed(format!(
-            "{}: there are no services to plan; each is a [[service]] table with name, model, \
-             rate and slo_ms",
-            path.display()
-        )));
-    }
-    Ok(file.service.into_iter().map(Service::from).collect())
-}
-
-fn problem(args: &PlanArgs) -> Result<(Problem, Vec<PlanError>), Failure> {
-    if !(0.0..=10.0).contains(&args.headroom) {
-        return Err(Failure::usage(format!("--headroom {} is not from 0 to 10", args.headroom)));
-    }
-    if args.from.is_some() && args.algorithm != Algorithm::Certified {
-        return Err(Failure::usage(
-            "--from changes today's plan by the certified planner; leave --algorithm out",
-        ));
-    }
-    let gpu = GpuKind::find(&args.gpu).map_err(Failure::usage)?;
-    let needed = |path: &Option<PathBuf>, flag: &str| {
-        path.clone().ok_or_else(|| Failure::usage(format!("{flag} FILE is needed")))
-    };
-    let services = services(&needed(&args.services, "--services")?)?;
-    let table = needed(&args.profiles, "--profiles")?;
-    let text = read_file(&table)?;
-    let named = |error: String| Failure::failed(format!("{}: {error}", table.display()));
-    let profiles = match table.extension().is_some_and(|name| name == "json") {
-        true => serde_json::from_str(&text).map_err(|error| named(error.to_string()))?,
-        false => Profiles::from_csv(&text).map_err(|error| named(error.to_string()))?,
-    };
-    // Squishy packing always shares.
-    let shares = args.sharing == "time" || args.algorithm == Algorithm::Squishy;
-    let rules = PlanRules {
-        sharing: if shares { Sharing::Time } else { Sharing::None },
-        headroom: args.headroom,
-        ..PlanRules::default()
-    };
-    let problem = Problem { gpu, services, profiles, rules };
-    let faults = problem.faults();
-    let nothing_left = faults.len() == problem.services.len();
-    if nothing_left || (!faults.is_empty() && !args.keep_going) {
-        let few = faults.iter().take(FAULTS_MAX);
-        let mut lines: Vec<String> = few.map(|(_, fault)| fault.to_string()).collect();
-        match faults.len().saturating_sub(FAULTS_MAX) {
-            0 => {}
-            count => lines.push(format!("and {count} more")),
-        }
-        if !nothing_left {
-            lines.push("--keep-going plans the others".to_string());
-        }
-        return Err(Failure::failed(lines.join("\n  ")));
-    }
-    let (rest, faults) = problem.without_faults().map_err(Failure::failed)?;
-    faults.iter().for_each(|fault| tracing::warn!(%fault, "service skipped"));
-    Ok((rest, faults))
-}
-
 fn plan_file(path: &Path) -> Result<PlanFile, Failure> {
-    serde_json::from_str(&read_file(path)?).map_err(|error| {
-        let path = path.display();
-        Failure::failed(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
-    })
+    serde_json::from_str(&read_file(path)?).map_err(|error| not_a_plan(path, &error))
 }
 
-/// Verifies a plan from its file alone.
-fn verify_file(path: &Path) -> Result<(), Failure> {
-    let file = plan_file(path)?;
-    let Some(certificate) = &file.certificate else {
-        return Err(Failure::failed(format!("{} carries no certificate", path.display())));
-    };
-    let PlanFile { gpu_kind, gpus, lower_bound, plan, .. } = &file;
-    let claims = Claims { gpu_kind, gpus: *gpus, lower_bound: *lower_bound, plan };
-    match verify(&claims, certificate) {
-        Ok(verified) => {
-            println!(
-                "verified: {} gpus, legal, within every rate and slo; at least {} needed \
-                 (bound {:.6}{})",
-                verified.gpus,
-                verified.lower_bound,
-                verified.bound,
-                if verified.gpus == verified.lower_bound { ", proven best" } else { "" }
-            );
-            Ok(())
-        }
-        Err(wrong) => Err(Failure::failed(format!("{}: {}", path.display(), wrong.join("\n  ")))),
-    }
+fn not_a_plan(path: &Path, error: &serde_json::Error) -> Failure {
+    let path = path.display();
+    Failure::usage(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
 }
 
 fn from_current(

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use assembly::{Failure, write_file};
 use base::Nanos;
 use bench::cluster_sim::scenario::{self as cluster_scenario, ClusterScenario};
-use bench::report::{SimulationReport, table};
+use bench::report::{SimulationReport, outcome_table, table};
 use bench::scenario::Scenario;
 use bench::simulation::{self, Simulation, SimulationOptions};
 use bench::timeline;
@@ -85,7 +85,8 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
         let result = serde_json::json!({ "report": report, "violations": outcome.violations });
         println!("{result:#}");
     } else {
-        print!("{}", table(&[report]));
+        let reports = [report];
+        print!("{}\n{}", table(&reports), outcome_table(&reports));
         outcome.violations.iter().for_each(|violation| println!("violation at {violation}"));
     }
     match outcome.violations.len() {

@@ -1,7 +1,11 @@
 //! `atoll apply` with fake NVIDIA tools that record their calls, and with real servers.
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 const PLAN: &str = r#"{
   "gpu_kind": "a100-80gb", "gpus": 1, "lower_bound": 1, "seconds": 0.0,
@@ -117,8 +121,27 @@ fn a_plan_is_applied_and_undone() {
         output_text(&again)
     );
 
+    // Another batch needs other servers, on the slices that are there.
+    let replaced = |plan: String| {
+        std::fs::write(bench.path("plan.json"), plan).unwrap();
+        output_text(&bench.apply(port, &["--replace", "--dry-run"]).output().unwrap())
+    };
+    let text =
+        replaced(PLAN.replace("\"batch\": 1, \"processes\": 2", "\"batch\": 4, \"processes\": 2"));
+    assert!(text.contains("servers.json") && !text.contains("-cgi"), "{text}");
+    assert_eq!(text.matches("# undo server").count(), 2, "{text}");
+    // A slice that takes the place of both leaves their services without a server.
+    let text =
+        replaced(PLAN.replace(
+            "\"size\": 4, \"profile\": \"4g.40gb\"",
+            "\"size\": 3, \"profile\": \"3g.40gb\"",
+        ));
+    assert!(text.contains("'numbers' would have no server"), "{text}");
+    assert_eq!(bench.changes().len(), 5);
+
     let undone = bench.command().arg("--undo").output().unwrap();
     assert!(undone.status.success(), "{}", output_text(&undone));
+    assert!(!bench.path("state/servers.json").exists());
     assert_eq!(
         bench.changes()[5..],
         [
@@ -210,4 +233,123 @@ fn without_mig_a_slice_is_a_share_of_threads() {
     let undone = bench.command().arg("--undo").output().unwrap();
     assert!(undone.status.success(), "{}", output_text(&undone));
     assert_eq!(bench.changes().last().unwrap(), "mps quit");
+}
+
+/// The services of `PLAN` in other slices, with other batches and processes.
+const OTHER_PLAN: &str = r#"{
+  "gpu_kind": "a100-80gb", "gpus": 1, "lower_bound": 1, "seconds": 0.0,
+  "plan": [{ "slices": [
+    { "start": 0, "size": 4, "profile": "4g.40gb", "cycle_ms": 30.0, "services": [
+      { "name": "more", "model": "digits", "batch": 4, "processes": 2, "rate": 10.0 },
+      { "name": "other", "model": "digits", "batch": 2, "processes": 1, "rate": 10.0 }] },
+    { "start": 4, "size": 3, "profile": "3g.40gb", "services": [
+      { "name": "numbers", "model": "digits", "batch": 4, "processes": 1, "rate": 10.0 }] }
+  ] }]
+}"#;
+
+/// A request: when it began, how long it took, and what went wrong.
+type Sent = (Instant, Duration, Option<String>);
+
+/// Sends requests of one service until `stop`, each to a server of the list as it is then.
+fn send_requests(list: &Path, service: &str, stop: &AtomicBool) -> Vec<Sent> {
+    let pixels = vec!["0.5"; 64].join(",");
+    let body = format!(
+        r#"{{"inputs":[{{"name":"image","shape":[1,1,8,8],"datatype":"FP32","data":[{pixels}]}}]}}"#
+    );
+    let mut sent = Vec::new();
+    while !stop.load(Ordering::Relaxed) {
+        let begin = Instant::now();
+        let fault = send(list, service, sent.len(), &body).err();
+        sent.push((begin, begin.elapsed(), fault));
+        std::thread::sleep(Duration::from_millis(3));
+    }
+    sent
+}
+
+fn send(list: &Path, service: &str, number: usize, body: &str) -> Result<(), String> {
+    let text = std::fs::read_to_string(list).map_err(|error| error.to_string())?;
+    let list: serde_json::Value = serde_json::from_str(&text).map_err(|e| e.to_string())?;
+    let servers = list["services"][service].as_array().ok_or("no such service")?;
+    let server = &servers[number % servers.len()];
+    let (url, model) = (server["url"].as_str().unwrap(), server["model"].as_str().unwrap());
+    let address = url.strip_prefix("http://").unwrap();
+    let mut stream = TcpStream::connect(address).map_err(|error| error.to_string())?;
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let head = format!(
+        "POST /v2/models/{model}/infer HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\
+         Content-Type: application/json\r\nContent-Length: {}\r\n\r\n",
+        body.len()
+    );
+    let request = format!("{head}{body}");
+    stream.write_all(request.as_bytes()).map_err(|error| error.to_string())?;
+    let mut reply = String::new();
+    stream.read_to_string(&mut reply).map_err(|error| error.to_string())?;
+    match reply.starts_with("HTTP/1.1 200") && reply.contains("logits") {
+        true => Ok(()),
+        false => Err(reply),
+    }
+}
+
+fn percentile_ms(sent: &[&Sent], share: f64) -> f64 {
+    let mut times: Vec<Duration> = sent.iter().map(|(_, time, _)| *time).collect();
+    times.sort_unstable();
+    let index = (times.len() as f64 * share) as usize;
+    times.get(index.min(times.len().saturating_sub(1))).map_or(0.0, |t| t.as_secs_f64() * 1e3)
+}
+
+/// `ATOLL_TEST_REPLACEMENTS` sets how often; with `--nocapture` the test prints the latencies.
+#[test]
+fn a_plan_is_replaced_under_load_without_a_lost_request() {
+    let count: usize =
+        std::env::var("ATOLL_TEST_REPLACEMENTS").map_or(2, |count| count.parse().unwrap());
+    let bench = TestMachine::new();
+    let port = 30_000 + (std::process::id() % 100) as u16 * 20;
+    let more = ["--partition", "mps", "--switch-wait-ms", "150"];
+    let output = bench.apply(port, &more).output().unwrap();
+    assert!(output.status.success(), "{}", output_text(&output));
+    let (list, stop) = (bench.path("state/servers.json"), AtomicBool::new(false));
+    let mut changes: Vec<(Instant, Instant)> = Vec::new();
+    let sent: Vec<Sent> = std::thread::scope(|scope| {
+        let (list, stop) = (&list, &stop);
+        let clients = ["numbers", "more", "other"]
+            .map(|service| scope.spawn(move || send_requests(list, service, stop)));
+        for change in 0..count {
+            std::thread::sleep(Duration::from_millis(200));
+            let plan = if change % 2 == 0 { OTHER_PLAN } else { PLAN };
+            std::fs::write(bench.path("plan.json"), plan).unwrap();
+            let begin = Instant::now();
+            let output = bench.apply(port, &[&more[..], &["--replace"]].concat()).output().unwrap();
+            changes.push((begin, Instant::now()));
+            if !output.status.success() {
+                stop.store(true, Ordering::Relaxed);
+                panic!("{}", output_text(&output));
+            }
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        stop.store(true, Ordering::Relaxed);
+        clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
+    });
+    let undone = bench.command().arg("--undo").output().unwrap();
+    assert!(undone.status.success(), "{}", output_text(&undone));
+    let lost: Vec<&String> = sent.iter().filter_map(|(_, _, fault)| fault.as_ref()).collect();
+    let during = |(begin, time, _): &&Sent| {
+        changes.iter().any(|(from, to)| *begin < *to && *begin + *time > *from)
+    };
+    let (within, between): (Vec<&Sent>, Vec<&Sent>) = sent.iter().partition(during);
+    println!(
+        "{count} replacements, {} requests, {} lost; p50/p99 during changes {:.1}/{:.1} ms ({} \
+         requests), between them {:.1}/{:.1} ms ({})",
+        sent.len(),
+        lost.len(),
+        percentile_ms(&within, 0.5),
+        percentile_ms(&within, 0.99),
+        within.len(),
+        percentile_ms(&between, 0.5),
+        percentile_ms(&between, 0.99),
+        between.len()
+    );
+    assert!(lost.is_empty(), "{} of {} lost: {:?}", lost.len(), sent.len(), lost.first());
+    assert!(within.len() > 10 * count && !between.is_empty());
+    // What is in effect is one plan, not both.
+    assert_eq!(bench.changes().iter().filter(|call| call.contains("mps -d")).count(), 1);
 }

@@ -51,7 +51,16 @@ fn the_planner_plans_from_a_measured_grid() {
     let service = "[[service]]\nname = \"numbers\"\nmodel = \"digits\"\nrate = 5\nslo_ms = 5000\n";
     std::fs::write(&services, service).unwrap();
     let plan = Command::new(env!("CARGO_BIN_EXE_atoll"))
-        .args(["plan", "--services", &services, "--profiles", &table, "--json"])
+        // The table says that it was measured on a CPU.
+        .args([
+            "plan",
+            "--services",
+            &services,
+            "--profiles",
+            &table,
+            "--foreign-profiles",
+            "--json",
+        ])
         .output()
         .unwrap();
     assert!(plan.status.success(), "{}", output_text(&plan));

@@ -27,10 +27,14 @@ impl Folder {
     }
 
     fn plan(&self, services: &str, more: &[&str]) -> Output {
+        self.plan_with(services, "profiles.csv", more)
+    }
+
+    fn plan_with(&self, services: &str, profiles: &str, more: &[&str]) -> Output {
         let named = |name: &str| Path::new(&self.path(name)).display().to_string();
         Command::new(env!("CARGO_BIN_EXE_atoll"))
             .current_dir(self.0.path())
-            .args(["plan", "--services", &named(services), "--profiles", &named("profiles.csv")])
+            .args(["plan", "--services", &named(services), "--profiles", &named(profiles)])
             .args(more)
             .output()
             .unwrap()
@@ -38,7 +42,10 @@ impl Folder {
 
     /// The exit code and the message.
     fn refused(&self, services: &str, more: &[&str]) -> (i32, String) {
-        let output = self.plan(services, more);
+        Folder::message(self.plan(services, more))
+    }
+
+    fn message(output: Output) -> (i32, String) {
         (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
     }
 }
@@ -56,14 +63,18 @@ fn slips_in_the_services_file_are_named() {
     let folder = Folder::new();
     folder.write("table.toml", &SERVICES.replace("[[service]]", "[[services]]"));
     let (code, message) = folder.refused("table.toml", &[]);
-    assert!(code == 1 && message.contains("unknown field `services`"), "{message}");
+    assert!(code == 2 && message.contains("line 1: unknown field `services`"), "{message}");
     folder.write("key.toml", &SERVICES.replace("rate = 90", "rate = 90\nslo = 5"));
     let (code, message) = folder.refused("key.toml", &[]);
-    assert!(code == 1 && message.contains("unknown field `slo`"), "{message}");
+    assert!(code == 2 && message.contains("line 10: unknown field `slo`"), "{message}");
+    folder.write("rate.toml", &SERVICES.replace("rate = 90", "rate = -1"));
+    let (code, message) = folder.refused("rate.toml", &[]);
+    assert!(code == 2 && message.contains("line 9: service 'b': rate -1"), "{message}");
+    assert!(folder.plan("rate.toml", &["--keep-going"]).status.success());
     folder.write("empty.toml", "");
     let (code, message) = folder.refused("empty.toml", &[]);
     assert!(
-        code == 1 && message.contains("empty.toml") && message.contains("[[service]]"),
+        code == 2 && message.contains("empty.toml") && message.contains("[[service]]"),
         "{message}"
     );
 }
@@ -97,7 +108,7 @@ fn every_faulty_service_is_named_and_the_others_can_be_planned() {
 fn a_current_plan_must_be_one_and_of_the_same_gpu() {
     let folder = Folder::new();
     let (code, message) = folder.refused("services.toml", &["--from", "services.toml"]);
-    assert!(code == 1 && message.contains("is not a plan"), "{message}");
+    assert!(code == 2 && message.contains("is not a plan"), "{message}");
     let current = folder.plan("services.toml", &["--json"]).stdout;
     folder.write("current.json", &String::from_utf8(current).unwrap());
     let from = ["--from", "current.json"];
@@ -108,4 +119,146 @@ fn a_current_plan_must_be_one_and_of_the_same_gpu() {
     let greedy = ["--from", "current.json", "--algorithm", "parvagpu"];
     let (code, message) = folder.refused("services.toml", &greedy);
     assert!(code == 2 && message.contains("--algorithm"), "{message}");
+}
+
+#[test]
+fn profiles_of_another_gpu_are_refused() {
+    let folder = Folder::new();
+    let named =
+        PROFILES.replace("model,", "gpu,model,").replace("net,", "NVIDIA A100-SXM4-80GB,net,");
+    folder.write("profiles.csv", &named);
+    assert!(folder.plan("services.toml", &[]).status.success());
+    let (code, message) = folder.refused("services.toml", &["--gpu", "h200-141gb"]);
+    assert!(code == 2 && message.contains("profiles.csv"), "{message}");
+    assert!(
+        message.contains("A100-SXM4-80GB") && message.contains("--foreign-profiles"),
+        "{message}"
+    );
+    let foreign = ["--gpu", "h200-141gb", "--foreign-profiles"];
+    assert!(folder.plan("services.toml", &foreign).status.success());
+    folder.write("profiles.csv", &format!("{PROFILES}net,1,x,1,1,1\n"));
+    let (code, message) = folder.refused("services.toml", &[]);
+    assert!(code == 2 && message.contains("line 5: batch 'x'"), "{message}");
+}
+
+#[test]
+fn sweeps_and_traffic_are_tables() {
+    let folder = Folder::new();
+    let sweep = ["--sweep", "rate=1..8:3", "--svg", "sweep.svg"];
+    let text = String::from_utf8(folder.plan("services.toml", &sweep).stdout).unwrap();
+    assert!(text.lines().count() == 4 && text.contains("8.000"), "{text}");
+    assert!(std::fs::read_to_string(folder.path("sweep.svg")).unwrap().contains("<circle"));
+    folder.write("rates.csv", "time,a\n0,10\n43200,2000\n");
+    let traffic = ["--traffic", "rates.csv", "--window-s", "43200"];
+    let text = String::from_utf8(folder.plan("services.toml", &traffic).stdout).unwrap();
+    assert!(text.contains("12:00") && text.contains("gpu hours"), "{text}");
+    folder.write("rates.csv", "time,a\n0,ten\n");
+    let (code, message) = folder.refused("services.toml", &traffic);
+    assert!(code == 2 && message.contains("rates.csv: line 2: rate 'ten'"), "{message}");
+}
+
+impl Folder {
+    /// `atoll plan --verify` of a text, in its own folder: the exit code and what is printed.
+    fn verify(&self, plan: &str, more: &[&str]) -> (i32, String) {
+        let alone = tempfile::tempdir().unwrap();
+        std::fs::write(alone.path().join("plan.json"), plan).unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_atoll"))
+            .current_dir(alone.path())
+            .args(["plan", "--verify", "plan.json"])
+            .args(more)
+            .output()
+            .unwrap();
+        (output.status.code().unwrap(), String::from_utf8(output.stdout).unwrap())
+    }
+
+    fn json(&self, more: &[&str]) -> String {
+        let output = self.plan("services.toml", &[more, &["--json"]].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+}
+
+fn parsed(text: &str) -> serde_json::Value {
+    serde_json::from_str(text).unwrap()
+}
+
+#[test]
+fn plans_are_verified_from_their_file_alone() {
+    let folder = Folder::new();
+    let services = SERVICES.replace("name = \"b\"", "name = \"b\"\nheadroom = 0.5");
+    folder.write("services.toml", &services);
+    for more in [&["--headroom", "0.1"][..], &["--sharing", "time"]] {
+        let plan = folder.json(more);
+        let (code, text) = folder.verify(&plan, &[]);
+        assert!(code == 0 && text.contains("verified: 1 gpus"), "{text}");
+        let (code, text) = folder.verify(&plan, &["--json"]);
+        let report = parsed(&text);
+        assert!(code == 0 && report["verified"] == true && report["proven_best"] == true, "{text}");
+        // A service's own headroom is in the certificate: more of it is not served.
+        let mut more = parsed(&plan);
+        more["certificate"]["rules"]["own_headroom"]["b"] = 5.0.into();
+        let (code, text) = folder.verify(&more.to_string(), &["--json"]);
+        let report = parsed(&text);
+        assert!(code == 1 && report["verified"] == false, "{text}");
+        assert!(report["wrong"][0].as_str().unwrap().contains("'b' gets"), "{text}");
+    }
+    let (code, _) = folder.verify("{}", &[]);
+    assert_eq!(code, 2);
+}
+
+const STOCK: &str = "[[offer]]\ngpu = 'a100-80gb'\nprice = 1.8\n[[offer]]\ngpu = 'h100-80gb'\n\
+                     price = 3.2\ncount = 4\n[[offer]]\ngpu = 'l4-24gb'\nprice = 0.4\n";
+
+#[test]
+fn mixes_survive_a_gpu_and_are_verified_from_their_file_alone() {
+    let folder = Folder::new();
+    folder.write("stock.toml", STOCK);
+    let stock = ["--stock", "stock.toml"];
+    let output = folder.plan("services.toml", &stock);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && text.contains("h100-80gb alone"), "{text}");
+    let plain = parsed(&folder.json(&stock));
+    let spare = folder.json(&[&stock[..], &["--survive-machine", "1"]].concat());
+    let plan = parsed(&spare);
+    assert!(plan["total"].as_f64() > plain["total"].as_f64(), "{plan}");
+    let (code, text) = folder.verify(&spare, &[]);
+    assert!(code == 0 && text.contains("also without any one gpu"), "{text}");
+    let (code, text) = folder.verify(&spare, &["--json"]);
+    assert!(code == 0 && parsed(&text)["machine_gpus"] == 1, "{text}");
+    // The plan without spare capacity does not become one by saying so.
+    let mut false_claim = plain;
+    false_claim["machine_gpus"] = 1.into();
+    let (code, text) = folder.verify(&false_claim.to_string(), &["--json"]);
+    assert!(code == 1 && text.contains("without machine 0"), "{text}");
+    folder.write("stock.toml", &STOCK.replace("price = 0.4", "price = -1"));
+    let (code, message) = folder.refused("services.toml", &stock);
+    assert!(code == 2 && message.contains("stock.toml: line 10: price -1"), "{message}");
+}
+
+/// Inputs of an issue: each was accepted, panicked or never ended.
+#[test]
+fn json_profiles_that_no_gpu_can_have_are_named() {
+    let folder = Folder::new();
+    let point = |change: (&str, &str)| {
+        let text = "{\"models\": {\"net\": [\n{\"gpcs\": 1, \"batch\": 4, \"processes\": 1, \
+                    \"throughput\": 100.0, \"latency_ms\": 40.0}\n]}}";
+        text.replace(change.0, change.1)
+    };
+    for (old, new, what) in [
+        ("\"processes\": 1", "\"processes\": 0", "processes 0"),
+        ("100.0", "-100.0", "throughput -100"),
+        ("40.0", "-40.0", "latency_ms -40"),
+    ] {
+        folder.write("profiles.json", &point((old, new)));
+        let output = folder.plan_with("services.toml", "profiles.json", &[]);
+        let (code, message) = Folder::message(output);
+        let named = message.contains("profiles.json") && message.contains("line 2");
+        assert!(code == 2 && named && message.contains(what), "{code} {message}");
+    }
+    folder.write("profiles.json", &point(("100.0", "1e-10")));
+    let (code, message) = Folder::message(folder.plan_with("services.toml", "profiles.json", &[]));
+    assert!(code != 0 && message.contains("service 'a'"), "{message}");
+    folder.write("name.toml", &SERVICES.replace("\"a\"", "\"a\\nreboot\""));
+    let (code, message) = folder.refused("name.toml", &["--commands"]);
+    assert!(code == 2 && message.contains("name.toml: line 2"), "{message}");
 }

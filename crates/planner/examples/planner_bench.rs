@@ -19,11 +19,12 @@ const TARGETS: [(usize, f64); 4] = [(11, 0.05), (1000, 0.2), (10_000, 2.0), (100
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = std::env::args().nth(1).ok_or("usage: planner_bench PROFILES.csv [GROWTH.svg]")?;
     let profiles = Profiles::from_csv(&std::fs::read_to_string(path)?)?;
-    println!("{:<9} {:<22} {:>8} {:>9}  gpus  (bound)", "load", "algorithm", "headroom", "seconds");
+    println!("{:<9} {:<25} {:>8} {:>9}  gpus  (bound)", "load", "algorithm", "headroom", "seconds");
     for number in 1..=6 {
         compare(&format!("S{number}"), &profiles, &scenario::services(number))?;
     }
     compare("S5 x 10", &profiles, &scenario::services_times(5, 10))?;
+    compare("1000", &profiles, &random_services(1000, 1))?;
     let (whole, shared) = grow(&profiles)?;
     if let Some(path) = std::env::args().nth(2) {
         std::fs::write(
@@ -51,7 +52,7 @@ fn row(name: &str, label: &str, problem: &Problem, algorithm: Algorithm) -> (f64
             let counts_only = matches!(algorithm, Algorithm::GpuletLike | Algorithm::IgniterLike);
             let accepted = counts_only || check(problem, &output.solution.plan).is_empty();
             println!(
-                "{name:<9} {label:<22} {headroom:>6.0} % {:>9.4}  {} ({:.3}){}",
+                "{name:<9} {label:<25} {headroom:>6.0} % {:>9.4}  {} ({:.3}){}",
                 output.solution.seconds,
                 output.gpus,
                 output.solution.bound,
@@ -60,7 +61,7 @@ fn row(name: &str, label: &str, problem: &Problem, algorithm: Algorithm) -> (f64
             (output.solution.seconds, output.gpus)
         }
         Err(error) => {
-            println!("{name:<9} {label:<22} {headroom:>6.0} %         -  {error}");
+            println!("{name:<9} {label:<25} {headroom:>6.0} %         -  {error}");
             (0.0, 0)
         }
     }

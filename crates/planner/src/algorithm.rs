@@ -2,7 +2,9 @@
 
 use std::str::FromStr;
 
-use crate::baseline::{gpulet_like, igniter_like, mig_serving_like};
+use crate::baseline::{
+    gpulet_like, igniter_like, least_fragmentation_like, mig_serving_like, repartitioning_like,
+};
 use crate::certified::{self, SearchEnd, Solution};
 use crate::error::PlanError;
 use crate::parvagpu::{self, ParvaGpuVariant};
@@ -22,6 +24,10 @@ pub enum Algorithm {
     Squishy,
     /// Greedy over MIG patterns, after MIG-serving's fast algorithm.
     MigServingLike,
+    /// Each slice where fragmentation grows least, after a scheduler of 2025.
+    LeastFragmentationLike,
+    /// GPUs partitioned anew and emptied by migration, after a scheduler of 2025.
+    RepartitioningLike,
     /// At most two MPS parts per GPU, after gpulet; counts GPUs only.
     GpuletLike,
     /// MPS parts with a reserve, after iGniter; counts GPUs only.
@@ -29,13 +35,15 @@ pub enum Algorithm {
 }
 
 /// Names on the command line.
-pub const ALGORITHMS: [(&str, Algorithm); 8] = [
+pub const ALGORITHMS: [(&str, Algorithm); 10] = [
     ("certified", Algorithm::Certified),
     ("parvagpu", Algorithm::ParvaGpu(ParvaGpuVariant::Full)),
     ("parvagpu-single", Algorithm::ParvaGpu(ParvaGpuVariant::WithoutMps)),
     ("parvagpu-unoptimized", Algorithm::ParvaGpu(ParvaGpuVariant::WithoutOptimisation)),
     ("squishy", Algorithm::Squishy),
     ("mig-serving-like", Algorithm::MigServingLike),
+    ("least-fragmentation-like", Algorithm::LeastFragmentationLike),
+    ("repartitioning-like", Algorithm::RepartitioningLike),
     ("gpulet-like", Algorithm::GpuletLike),
     ("igniter-like", Algorithm::IgniterLike),
 ];
@@ -73,6 +81,8 @@ pub fn run(
         Algorithm::ParvaGpu(variant) => parvagpu::plan(problem, variant)?,
         Algorithm::Squishy => squishy::plan(problem)?,
         Algorithm::MigServingLike => mig_serving_like(problem)?,
+        Algorithm::LeastFragmentationLike => least_fragmentation_like(problem)?,
+        Algorithm::RepartitioningLike => repartitioning_like(problem)?,
         Algorithm::GpuletLike => count_only(gpulet_like(problem)?.len()),
         Algorithm::IgniterLike => count_only(igniter_like(problem)?.len()),
     };

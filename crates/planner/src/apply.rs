@@ -3,6 +3,8 @@
 //! [`changes`] makes the list; [`check_changes`] replays a list independently and reports
 //! violations. The executor undoes the list from the end if a change fails.
 
+pub mod transition;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -52,6 +54,14 @@ pub struct ServerSpec {
     pub models: Vec<String>,
     /// Batch of each.
     pub batches: Vec<u32>,
+    /// Batches of each that the server runs at the same time: more than one where services share
+    /// the slice and the plan gives a service several processes in its turn. One in journals that
+    /// do not say.
+    #[serde(default)]
+    pub concurrent: Vec<u32>,
+    /// Length of the duty cycle in milliseconds, if services share the slice.
+    #[serde(default)]
+    pub cycle_ms: Option<f64>,
     /// Which of the service's processes in this slice, from 0.
     pub process: u32,
     /// Share of the location's threads in percent.
@@ -96,11 +106,23 @@ pub enum ApplyError {
         /// GPUs named.
         given: usize,
     },
+    /// MIG instances of a GPU that has none.
+    #[error("{gpu} has no MIG; its parts are shares of threads: use --partition mps")]
+    NoMig {
+        /// The GPU kind.
+        gpu: String,
+    },
     /// A GPU named twice.
     #[error("gpu {gpu} is named twice")]
     NamedTwice {
         /// Its number.
         gpu: u32,
+    },
+    /// No way from the plan in effect.
+    #[error("the plan in effect cannot be replaced: {what}")]
+    NoWay {
+        /// Why.
+        what: String,
     },
     /// Something about a slice.
     #[error("gpu {gpu} of the plan, slice at {start}: {what}")]
@@ -124,6 +146,9 @@ pub fn changes(
     let mut known = BTreeSet::new();
     if let Some(&gpu) = gpus.iter().find(|gpu| !known.insert(**gpu)) {
         return Err(ApplyError::NamedTwice { gpu });
+    }
+    if partition == Partition::Mig && !kind.has_mig() {
+        return Err(ApplyError::NoMig { gpu: kind.name.to_string() });
     }
     let used = || plan.iter().enumerate().filter(|(_, gpu)| !gpu.slices.is_empty());
     if used().count() > gpus.len() {
@@ -188,7 +213,13 @@ fn check_geometry(kind: &GpuKind, gpu: usize, file: &GpuFile) -> Result<(), Appl
     Ok(())
 }
 
-/// The servers of a slice. A shared slice has one server, whose scheduler runs the duty cycle.
+/// Most processes of a service in a slice.
+const PROCESSES_MAX: u32 = 64;
+/// Largest batch that a server forms.
+const BATCH_MAX: u32 = 1024;
+
+/// The servers of a slice. A shared slice has one server, whose scheduler runs the duty cycle: a
+/// service with several processes in its turn gets as many batches at the same time there.
 fn servers_of(
     gpu: usize,
     slice: &SliceFile,
@@ -197,29 +228,34 @@ fn servers_of(
 ) -> Result<Vec<ServerSpec>, ApplyError> {
     let bad = |what: String| ApplyError::Slice { gpu, start: slice.start, what };
     let model = |one: &ShareFile| if one.model.is_empty() { &one.name } else { &one.model }.clone();
+    let shared = slice.services.len() > 1;
     let spec = |shares: &[ShareFile], process: u32, percentage: u32| ServerSpec {
         place,
         slice: slice.start,
         services: shares.iter().map(|one| one.name.clone()).collect(),
         models: shares.iter().map(model).collect(),
         batches: shares.iter().map(|one| one.batch).collect(),
+        concurrent: shares.iter().map(|one| if shared { one.processes } else { 1 }).collect(),
+        cycle_ms: slice.cycle_ms,
         process,
         percentage: percentage.max(1),
     };
-    if let Some(many) = slice.services.iter().find(|one| one.processes == 0 || one.processes > 64) {
-        return Err(bad(format!("'{}' has {} processes", many.name, many.processes)));
-    }
-    if slice.services.len() > 1 {
-        if let Some(many) = slice.services.iter().find(|one| one.processes > 1) {
-            return Err(bad(format!(
-                "'{}' shares a slice and has {} processes; services that share a slice run in one \
-                 process: plan with --sharing none, or from profiles of one process",
-                many.name, many.processes
-            )));
+    for one in &slice.services {
+        let ShareFile { name, batch, processes, .. } = one;
+        if !(1..=PROCESSES_MAX).contains(processes) {
+            return Err(bad(format!("'{name}' has {processes} processes, not 1 to 64")));
         }
-        return Ok(vec![spec(&slice.services, 0, share)]);
+        if !(1..=BATCH_MAX).contains(batch) {
+            return Err(bad(format!("'{name}' has a batch of {batch}, not 1 to {BATCH_MAX}")));
+        }
+    }
+    if slice.cycle_ms.is_some_and(|cycle_ms| !(cycle_ms > 0.0 && cycle_ms <= 1e9)) {
+        return Err(bad(format!("its cycle is {:?} ms", slice.cycle_ms)));
     }
     let Some(one) = slice.services.first() else { return Ok(Vec::new()) };
+    if shared {
+        return Ok(vec![spec(&slice.services, 0, share)]);
+    }
     let each = share / one.processes;
     Ok((0..one.processes).map(|process| spec(&slice.services, process, each)).collect())
 }
@@ -235,11 +271,9 @@ pub fn check_changes(
     list.iter().for_each(|change| replay.step(kind, partition, change));
     let mut wanted: BTreeMap<(&str, &str), u32> = BTreeMap::new();
     let slices: Vec<&SliceFile> = plan.iter().flat_map(|gpu| &gpu.slices).collect();
-    for (slice, share) in slices.iter().flat_map(|s| s.services.iter().map(move |one| (s, one))) {
+    for share in slices.iter().flat_map(|slice| &slice.services) {
         let model = if share.model.is_empty() { &share.name } else { &share.model };
-        let shared = slice.services.len() > 1;
-        *wanted.entry((&share.name, model)).or_default() +=
-            if shared { 1 } else { share.processes };
+        *wanted.entry((&share.name, model)).or_default() += share.processes;
     }
     for ((service, model), count) in wanted {
         let key = (service.to_string(), model.to_string());
@@ -301,8 +335,10 @@ impl Replay {
                     Partition::Mps => format!("gpu{}", spec.place.gpu),
                 };
                 *self.percent.entry(place).or_default() += spec.percentage;
-                for (service, model) in spec.services.iter().zip(&spec.models) {
-                    *self.started.entry((service.clone(), model.clone())).or_default() += 1;
+                let counts = spec.concurrent.iter().copied();
+                let named = spec.services.iter().zip(&spec.models).zip(counts);
+                for ((service, model), count) in named {
+                    *self.started.entry((service.clone(), model.clone())).or_default() += count;
                 }
             }
         }
@@ -341,7 +377,7 @@ mod tests {
 
     fn plan() -> Vec<GpuFile> {
         let first =
-            vec![slice(0, 4, vec![share("a", 3)]), slice(4, 3, vec![share("b", 1), share("c", 1)])];
+            vec![slice(0, 4, vec![share("a", 3)]), slice(4, 3, vec![share("b", 2), share("c", 1)])];
         let second = vec![slice(0, 7, vec![share("a", 2)])];
         vec![GpuFile { slices: first }, GpuFile { slices: Vec::new() }, GpuFile { slices: second }]
     }
@@ -363,6 +399,15 @@ mod tests {
             list.iter().filter_map(percent).collect::<Vec<_>>()
         };
         assert_eq!(servers(&list), [(1, 33), (1, 33), (1, 33), (2, 100), (1, 50), (1, 50)]);
+        // A shared plan with several processes in a turn was refused; now they run as batches at
+        // the same time, and batch and cycle are in the specification.
+        let shared = list.iter().find_map(|change| match change {
+            Change::StartServer(spec) if spec.services.len() > 1 => Some(spec),
+            _ => None,
+        });
+        let spec = shared.unwrap();
+        assert_eq!((&spec.concurrent, &spec.batches), (&vec![2, 1], &vec![8, 8]));
+        assert_eq!(spec.cycle_ms, Some(10.0));
         let list = changes(kind, &plan(), &[3, 5], Partition::Mps).unwrap();
         assert_eq!(servers(&list), [(1, 19), (1, 19), (1, 19), (2, 42), (1, 50), (1, 50)]);
     }
@@ -394,8 +439,17 @@ mod tests {
         assert!(error(&plan(), &[0]).contains("2 gpus and 1"));
         assert!(error(&plan(), &[0, 0]).contains("named twice"));
         let with = |slices: Vec<SliceFile>| vec![GpuFile { slices }];
-        let shared = with(vec![slice(4, 3, vec![share("b", 2), share("c", 1)])]);
-        assert!(error(&shared, &[0]).contains("'b' shares a slice"));
+        let many = with(vec![slice(4, 3, vec![share("b", 65), share("c", 1)])]);
+        assert!(error(&many, &[0]).contains("'b' has 65 processes"));
+        let big = ShareFile { batch: 0, ..share("b", 1) };
+        assert!(error(&with(vec![slice(4, 3, vec![big])]), &[0]).contains("a batch of 0"));
+        let cycle = SliceFile { cycle_ms: Some(f64::NAN), ..slice(4, 3, vec![share("b", 1)]) };
+        assert!(error(&with(vec![cycle]), &[0]).contains("cycle"));
+        let l4 = GpuKind::find("l4-24gb").unwrap();
+        let half = with(vec![slice(0, 4, vec![share("b", 2)])]);
+        assert!(changes(l4, &half, &[0], Partition::Mig).is_err());
+        let list = changes(l4, &half, &[0], Partition::Mps).unwrap();
+        assert_eq!(check_changes(l4, &half, Partition::Mps, &list), Vec::<String>::new());
         assert!(
             error(&with(vec![slice(2, 3, vec![share("b", 1)])]), &[0]).contains("may not start")
         );

@@ -1,13 +1,18 @@
-//! Planners that ParvaGPU's paper compares with, as far as the paper defines them (hence "like").
+//! Planners that ParvaGPU's paper compares with, and later ones, as far as the papers define them
+//! (hence "like").
 //!
 //! gpulet and iGniter divide a GPU by MPS shares, not by MIG, so the first two give shares of GPUs
 //! and no MIG plan. The measured slice sizes stand in for shares of the same number of compute
 //! slices; interference is not modelled.
 
+mod fragmentation;
+
 use crate::error::PlanError;
 use crate::gpu::{KINDS_MAX, SliceCounts};
 use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
 use crate::problem::{Problem, ServiceDemand};
+
+pub use self::fragmentation::{least_fragmentation_like, repartitioning_like};
 
 /// Parts of one GPU: service and compute slices.
 pub type MpsGpu = Vec<(usize, u8)>;

@@ -40,7 +40,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Vec<Violation> {
         }
     }
     for (service, served) in problem.services.iter().zip(served) {
-        let needed = service.rate * (1.0 + problem.rules.headroom);
+        let needed = service.rate * (1.0 + problem.rules.headroom_of(&service.name));
         if served < needed * (1.0 - TOLERANCE) {
             let what = format!("service '{}' gets {served} of {needed} requests/s", service.name);
             violations.push(Violation { gpu: None, what });

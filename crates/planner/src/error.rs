@@ -31,6 +31,42 @@ pub enum PlanError {
         /// The GPU kind.
         gpu: &'static str,
     },
+    /// All profiles were measured on other GPUs.
+    #[error(
+        "the profiles were measured on {found}, not on {gpu}; name the gpu they are of, or measure \
+         this one (atoll profile --grid)"
+    )]
+    ForeignProfiles {
+        /// GPUs of the profiles.
+        found: String,
+        /// The GPU kind to plan for.
+        gpu: String,
+    },
+    /// No GPU kind that it may run on has a slice for it.
+    #[error("service '{service}': it may run on none of the gpu kinds")]
+    NoKind {
+        /// The service.
+        service: String,
+    },
+    /// Not even one service fits the GPUs.
+    #[error("the gpus do not suffice for a single service")]
+    NoStock,
+    /// A name that is empty or has control characters; names are printed in commands.
+    #[error(
+        "service {name:?}: a name has at least one character, at most 256, and none of control"
+    )]
+    BadName {
+        /// The name given.
+        name: String,
+    },
+    /// A headroom that is negative, not a number or too large.
+    #[error("service '{service}': headroom {headroom} is not from 0 to 10")]
+    BadHeadroom {
+        /// The service.
+        service: String,
+        /// The headroom given.
+        headroom: f64,
+    },
     /// A rate that is zero, negative, not a number or too large.
     #[error("service '{service}': rate {rate} is not between 0.001 and 1e9 requests a second")]
     BadRate {
@@ -85,6 +121,14 @@ pub enum PlanError {
         /// Line number, from one.
         line: usize,
         /// What is wrong with it.
+        what: String,
+    },
+    /// A file of services, GPUs or traffic that cannot be read.
+    #[error("line {line}: {what}")]
+    BadFile {
+        /// Line number, from one.
+        line: usize,
+        /// What is wrong with it, with the field's name.
         what: String,
     },
     /// A plan with a reference to something unknown, or with overlapping slices.

@@ -1,28 +1,32 @@
-//! GPU kinds, their MIG profiles and the legal starts of these.
-//!
-//! Sources: NVIDIA's MIG user guide (A30, A100), public `nvidia-smi mig -lgipp` listings (H100) and
-//! mig-parted's default configuration (names and counts of H200 and B200). The starts of H200 and
-//! B200 are assumed to be H100's until NVML reports otherwise.
+//! GPU kinds, their slices and the legal starts of these.
+
+pub mod file;
+mod table;
 
 use crate::error::PlanError;
+
+pub use self::table::GPU_KINDS;
 
 /// Maximum number of slice kinds of a GPU; counts are arrays of this length.
 pub const KINDS_MAX: usize = 6;
 
+/// Maximum number of compute slices, and of memory slices, of a GPU.
+pub const SLOTS_MAX: u8 = 8;
+
 /// How many slices of each kind, in the order of [`GpuKind::slices`].
 pub type SliceCounts = [u32; KINDS_MAX];
 
-/// One MIG profile of a GPU kind.
+/// One kind of slice: a MIG profile, or a part of a GPU's SMs.
 #[derive(Debug)]
 pub struct SliceKind {
-    /// NVIDIA's name, such as `3g.40gb`.
+    /// NVIDIA's name, such as `3g.40gb`; `3/8` for a part of the SMs.
     pub name: &'static str,
-    /// Identifier that `nvidia-smi mig -cgi` takes.
+    /// Identifier that `nvidia-smi mig -cgi` takes; 0 without MIG.
     pub profile_id: u8,
     /// Compute slices.
     pub gpcs: u8,
-    /// Memory in gigabytes, as in the name.
-    pub memory_gb: u32,
+    /// Memory in MiB that its processes can use; less than the name says.
+    pub memory_mib: u32,
     /// Memory slices; placements must not overlap in these.
     pub memory_slices: u8,
     /// Legal first memory slices.
@@ -32,7 +36,7 @@ pub struct SliceKind {
 impl SliceKind {
     /// Memory in MiB.
     pub fn memory_mib(&self) -> u64 {
-        u64::from(self.memory_gb) * 1024
+        u64::from(self.memory_mib)
     }
 
     /// The memory slices it holds when it starts at `start`, one bit each.
@@ -41,114 +45,37 @@ impl SliceKind {
     }
 }
 
+/// How a GPU is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Division {
+    /// Into MIG instances, each with memory of its own.
+    Mig,
+    /// Into parts of its SMs: shares of its threads under MPS. Nothing but the plan divides memory.
+    Sms {
+        /// SMs of the whole GPU.
+        sms: u16,
+    },
+}
+
 /// One kind of GPU.
 #[derive(Debug)]
 pub struct GpuKind {
     /// Name on the command line, such as `a100-80gb`.
     pub name: &'static str,
+    /// Words of the name that the driver reports, in lower case.
+    pub words: &'static [&'static str],
+    /// How it is divided.
+    pub division: Division,
     /// Compute slices of the whole GPU.
     pub gpcs: u8,
     /// Memory slices of the whole GPU.
     pub memory_slices: u8,
-    /// Its profiles, smallest first.
+    /// Its slices, smallest first.
     pub slices: &'static [SliceKind],
 }
 
-const fn slice(
-    name: &'static str,
-    profile_id: u8,
-    gpcs: u8,
-    memory_gb: u32,
-    memory_slices: u8,
-    starts: &'static [u8],
-) -> SliceKind {
-    SliceKind { name, profile_id, gpcs, memory_gb, memory_slices, starts }
-}
-
-const ONES: &[u8] = &[0, 1, 2, 3, 4, 5, 6];
-const WIDE_ONES: &[u8] = &[0, 2, 4, 6];
-const TWOS: &[u8] = &[0, 2, 4];
-const THREES: &[u8] = &[0, 4];
-const FIRST: &[u8] = &[0];
-
-/// Every GPU kind the planner knows.
-pub const GPU_KINDS: &[GpuKind] = &[
-    GpuKind {
-        name: "a30-24gb",
-        gpcs: 4,
-        memory_slices: 4,
-        slices: &[
-            slice("1g.6gb", 14, 1, 6, 1, &[0, 1, 2, 3]),
-            slice("2g.12gb", 5, 2, 12, 2, &[0, 2]),
-            slice("4g.24gb", 0, 4, 24, 4, FIRST),
-        ],
-    },
-    GpuKind {
-        name: "a100-40gb",
-        gpcs: 7,
-        memory_slices: 8,
-        slices: &[
-            slice("1g.5gb", 19, 1, 5, 1, ONES),
-            slice("1g.10gb", 15, 1, 10, 2, WIDE_ONES),
-            slice("2g.10gb", 14, 2, 10, 2, TWOS),
-            slice("3g.20gb", 9, 3, 20, 4, THREES),
-            slice("4g.20gb", 5, 4, 20, 4, FIRST),
-            slice("7g.40gb", 0, 7, 40, 8, FIRST),
-        ],
-    },
-    GpuKind {
-        name: "a100-80gb",
-        gpcs: 7,
-        memory_slices: 8,
-        slices: &[
-            slice("1g.10gb", 19, 1, 10, 1, ONES),
-            slice("1g.20gb", 15, 1, 20, 2, WIDE_ONES),
-            slice("2g.20gb", 14, 2, 20, 2, TWOS),
-            slice("3g.40gb", 9, 3, 40, 4, THREES),
-            slice("4g.40gb", 5, 4, 40, 4, FIRST),
-            slice("7g.80gb", 0, 7, 80, 8, FIRST),
-        ],
-    },
-    GpuKind {
-        name: "h100-80gb",
-        gpcs: 7,
-        memory_slices: 8,
-        slices: &[
-            slice("1g.10gb", 19, 1, 10, 1, ONES),
-            slice("1g.20gb", 15, 1, 20, 2, WIDE_ONES),
-            slice("2g.20gb", 14, 2, 20, 2, TWOS),
-            slice("3g.40gb", 9, 3, 40, 4, THREES),
-            slice("4g.40gb", 5, 4, 40, 4, FIRST),
-            slice("7g.80gb", 0, 7, 80, 8, FIRST),
-        ],
-    },
-    GpuKind {
-        name: "h200-141gb",
-        gpcs: 7,
-        memory_slices: 8,
-        slices: &[
-            slice("1g.18gb", 19, 1, 18, 1, ONES),
-            slice("1g.35gb", 15, 1, 35, 2, WIDE_ONES),
-            slice("2g.35gb", 14, 2, 35, 2, TWOS),
-            slice("3g.71gb", 9, 3, 71, 4, THREES),
-            slice("4g.71gb", 5, 4, 71, 4, FIRST),
-            slice("7g.141gb", 0, 7, 141, 8, FIRST),
-        ],
-    },
-    GpuKind {
-        name: "b200-180gb",
-        gpcs: 7,
-        memory_slices: 8,
-        slices: &[
-            slice("1g.23gb", 19, 1, 23, 1, ONES),
-            slice("1g.45gb", 15, 1, 45, 2, WIDE_ONES),
-            slice("2g.45gb", 14, 2, 45, 2, TWOS),
-            slice("3g.90gb", 9, 3, 90, 4, THREES),
-            slice("4g.90gb", 5, 4, 90, 4, FIRST),
-            slice("7g.180gb", 0, 7, 180, 8, FIRST),
-        ],
-    },
-];
+/// Ratio of the memory that a driver reports to that of the largest slice.
+const REPORTED_SHARE: std::ops::RangeInclusive<f64> = 0.9..=1.12;
 
 impl GpuKind {
     /// The kind of that name; upper and lower case are the same.
@@ -159,6 +86,48 @@ impl GpuKind {
                 known: GPU_KINDS.iter().map(|kind| kind.name).collect::<Vec<_>>().join(", "),
             }
         })
+    }
+
+    /// Whether it is divided into MIG instances.
+    pub fn has_mig(&self) -> bool {
+        self.division == Division::Mig
+    }
+
+    /// Memory of its largest slice in MiB.
+    pub fn memory_mib(&self) -> u64 {
+        self.slices.iter().map(SliceKind::memory_mib).max().unwrap_or(0)
+    }
+
+    /// Whether `name` is this kind's, or the name that a driver reports for such a GPU. Drivers
+    /// name an A100's memory and not an H200's, so a size counts only where a kind with the same
+    /// words has it.
+    pub fn is_named(&self, name: &str) -> bool {
+        if self.name.eq_ignore_ascii_case(name) {
+            return true;
+        }
+        let words = words_of(name);
+        if self.words.is_empty() || !self.words.iter().all(|word| has(&words, word)) {
+            return false;
+        }
+        let like = GPU_KINDS.iter().filter(|kind| kind.words == self.words);
+        let mut sizes = like.map(GpuKind::size_word).filter(|size| has(&words, size)).peekable();
+        sizes.peek().is_none() || sizes.any(|size| size == self.size_word())
+    }
+
+    /// Whether a GPU that a driver reports under this name and with this memory is of the kind.
+    pub fn is_device(&self, name: &str, memory_mib: u64) -> bool {
+        let share = memory_mib as f64 / self.memory_mib().max(1) as f64;
+        self.is_named(name) && REPORTED_SHARE.contains(&share)
+    }
+
+    /// The kind of a GPU that a driver reports under this name and with this memory.
+    pub fn of_device(name: &str, memory_mib: u64) -> Option<&'static GpuKind> {
+        GPU_KINDS.iter().find(|kind| kind.is_device(name, memory_mib))
+    }
+
+    /// The last part of its name, such as `80gb`.
+    fn size_word(&self) -> &'static str {
+        self.name.rsplit('-').next().unwrap_or_default()
     }
 
     /// The plain slice with that many compute slices: the one with the least memory.
@@ -229,9 +198,77 @@ impl GpuKind {
     }
 }
 
+/// The words of a name in lower case: `NVIDIA A100-SXM4-80GB` has `nvidia`, `a100`, `sxm4`, `80gb`.
+fn words_of(name: &str) -> Vec<String> {
+    let words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+    words.map(str::to_ascii_lowercase).collect()
+}
+
+fn has(words: &[String], word: &str) -> bool {
+    words.iter().any(|other| other == word)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn slices_have_the_memory_that_nvidia_smi_lists() {
+        // The names rounded up: an H200's 1g.18gb was planned with 18 GiB.
+        let mib = |gpu: &str, slice: usize| GpuKind::find(gpu).unwrap().slices[slice].memory_mib();
+        assert_eq!(mib("h200-141gb", 0), 16 * 1024);
+        assert_eq!(mib("h200-141gb", 3), 69 * 1024 + 512);
+        assert_eq!(mib("a100-80gb", 3), 40_192);
+        assert_eq!(mib("a30-24gb", 2), 24_000);
+        assert_eq!(mib("gh200-96gb", 0), 11 * 1024);
+        for gpu in GPU_KINDS {
+            let whole = gpu.memory_mib();
+            for slice in gpu.slices {
+                // No slice has more than its share of a whole GPU of this kind, as named.
+                let named: u64 = gpu.size_word().trim_end_matches("gb").parse().unwrap();
+                let share = named * 1024 * u64::from(slice.memory_slices);
+                assert!(slice.memory_mib() * u64::from(gpu.memory_slices) <= share, "{slice:?}");
+                assert!(slice.memory_mib() <= whole, "{slice:?}");
+                let last = slice.starts.last().unwrap();
+                assert!(last + slice.memory_slices <= gpu.memory_slices, "{slice:?}");
+            }
+            let sizes: Vec<_> = gpu.slices.iter().map(|s| (s.gpcs, s.memory_slices)).collect();
+            assert!(sizes.is_sorted(), "{}", gpu.name);
+        }
+    }
+
+    #[test]
+    fn names_of_drivers_are_recognised() {
+        let of = |name: &str, mib: u64| GpuKind::of_device(name, mib).map(|kind| kind.name);
+        assert_eq!(of("NVIDIA A100-SXM4-80GB", 81_920), Some("a100-80gb"));
+        assert_eq!(of("NVIDIA A100-SXM4-40GB", 40_960), Some("a100-40gb"));
+        assert_eq!(of("NVIDIA H100 80GB HBM3", 81_559), Some("h100-80gb"));
+        assert_eq!(of("NVIDIA H200", 143_771), Some("h200-141gb"));
+        assert_eq!(of("NVIDIA GH200 480GB", 97_871), Some("gh200-96gb"));
+        assert_eq!(of("NVIDIA L40S", 46_068), Some("l40s-48gb"));
+        assert_eq!(of("NVIDIA GeForce RTX 4090", 24_564), Some("rtx-4090-24gb"));
+        assert_eq!(of("NVIDIA K80", 12_000), None);
+        let named = |kind: &str, name: &str| GpuKind::find(kind).unwrap().is_named(name);
+        assert!(named("a100-80gb", "A100-80GB") && named("a100-80gb", "NVIDIA A100 80GB PCIe"));
+        assert!(!named("a30-24gb", "a100-80gb") && !named("a100-40gb", "NVIDIA A100-SXM4-80GB"));
+        assert!(!named("h200-141gb", "NVIDIA GH200 480GB"));
+    }
+
+    #[test]
+    fn a_gpu_without_mig_is_divided_by_sms() {
+        let gpu = GpuKind::find("l40s-48gb").unwrap();
+        assert!(!gpu.has_mig());
+        // Every sum of eight is a pattern.
+        assert!(gpu.maximal_patterns().iter().all(|counts| {
+            let eighths = |(kind, count): (usize, &u32)| match gpu.slices.get(kind) {
+                Some(slice) => u32::from(slice.gpcs) * count,
+                None => 0,
+            };
+            counts.iter().enumerate().map(eighths).sum::<u32>() == 8
+        }));
+        assert!(gpu.place(&[0, 0, 2, 0, 0, 0], 0).is_some_and(|placed| placed.len() == 2));
+        assert!(gpu.place(&[0, 0, 3, 0, 0, 0], 0).is_none());
+    }
 
     #[test]
     fn an_a100_has_twelve_maximal_multisets_of_plain_slices() {

@@ -38,6 +38,8 @@ pub struct PlanRules {
     pub slo_share: f64,
     /// Capacity beyond the rate, for bursts: 0.15 is 15 % more.
     pub headroom: f64,
+    /// The headroom of services that have one of their own, by name.
+    pub own_headroom: BTreeMap<String, f64>,
     /// Whether services share a slice.
     pub sharing: Sharing,
     /// Maximum number of processes in a slice.
@@ -46,9 +48,27 @@ pub struct PlanRules {
 
 impl Default for PlanRules {
     fn default() -> PlanRules {
-        PlanRules { slo_share: 0.9, headroom: 0.0, sharing: Sharing::None, processes_max: 5 }
+        PlanRules {
+            slo_share: 0.9,
+            headroom: 0.0,
+            own_headroom: BTreeMap::new(),
+            sharing: Sharing::None,
+            processes_max: 5,
+        }
     }
 }
+
+impl PlanRules {
+    /// The headroom of a service: its own, or that of all.
+    pub fn headroom_of(&self, service: &str) -> f64 {
+        self.own_headroom.get(service).copied().unwrap_or(self.headroom)
+    }
+}
+
+/// Largest headroom: a service with more has a rate that is not its own.
+const HEADROOM_MAX: f64 = 10.0;
+/// Longest name of a service in bytes.
+const NAME_LENGTH_MAX: usize = 256;
 
 /// Slices of one service: more are an error in its rate or in its profile.
 const SLICES_MAX: u32 = 1 << 20;
@@ -74,7 +94,7 @@ impl Service {
 
     /// Requests per second to provide capacity for.
     pub fn demand(&self, rules: &PlanRules) -> f64 {
-        self.rate * (1.0 + rules.headroom)
+        self.rate * (1.0 + rules.headroom_of(&self.name))
     }
 }
 
@@ -106,6 +126,14 @@ impl Problem {
 
     fn fault_of(&self, service: &Service) -> Option<PlanError> {
         let name = service.name.clone();
+        let printable = !name.is_empty() && !name.chars().any(char::is_control);
+        if !printable || name.len() > NAME_LENGTH_MAX {
+            return Some(PlanError::BadName { name });
+        }
+        let headroom = self.rules.headroom_of(&name);
+        if !(0.0..=HEADROOM_MAX).contains(&headroom) {
+            return Some(PlanError::BadHeadroom { service: name, headroom });
+        }
         if !(0.001..=1e9).contains(&service.rate) {
             return Some(PlanError::BadRate { service: name, rate: service.rate });
         }
@@ -259,19 +287,34 @@ pub fn merge_prefix_group(
 mod tests {
     use super::*;
 
+    fn problem(throughput: f64) -> Problem {
+        let columns = "model,mig_gpcs,batch,procs,throughput_total_rps,latency_ms";
+        let text = format!("{columns}\na,1,1,1,{throughput},1\n");
+        let (name, model) = ("s".to_string(), "a".to_string());
+        Problem {
+            gpu: GpuKind::find("a100-80gb").unwrap(),
+            services: vec![Service { name, model, rate: 100.0, slo_ms: 1e9 }],
+            profiles: Profiles::from_csv(&text).unwrap(),
+            rules: PlanRules::default(),
+        }
+    }
+
+    #[test]
+    fn names_are_printable_and_headroom_is_a_share() {
+        let mut bad = problem(10.0);
+        // It ended the comment of a command, and the rest ran as one.
+        bad.services[0].name = "s\nreboot".to_string();
+        assert!(matches!(bad.validate(), Err(PlanError::BadName { .. })));
+        bad.services[0].name = "s".to_string();
+        bad.rules.own_headroom.insert("s".to_string(), 0.5);
+        assert!(bad.validate().is_ok());
+        assert_eq!(bad.services[0].demand(&bad.rules), 150.0);
+        bad.rules.own_headroom.insert("s".to_string(), f64::NAN);
+        assert!(matches!(bad.validate(), Err(PlanError::BadHeadroom { .. })));
+    }
+
     #[test]
     fn services_beyond_all_clusters_are_refused() {
-        let problem = |throughput: f64| {
-            let columns = "model,mig_gpcs,batch,procs,throughput_total_rps,latency_ms";
-            let text = format!("{columns}\na,1,1,1,{throughput},1\n");
-            let (name, model) = ("s".to_string(), "a".to_string());
-            Problem {
-                gpu: GpuKind::find("a100-80gb").unwrap(),
-                services: vec![Service { name, model, rate: 100.0, slo_ms: 1e9 }],
-                profiles: Profiles::from_csv(&text).unwrap(),
-                rules: PlanRules::default(),
-            }
-        };
         assert!(problem(0.001).validate().is_ok());
         // It was planned slice by slice until the memory ended.
         let error = problem(1e-5).validate().unwrap_err();

@@ -6,10 +6,14 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::error::PlanError;
-use crate::gpu::GpuKind;
+use crate::gpu::{GpuKind, SLOTS_MAX};
+
+mod table;
+
+pub use self::table::ProfileTable;
 
 /// One measured operating point of a model on a slice.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OperatingPoint {
     /// Compute slices of the slice it was measured on.
     pub gpcs: u8,
@@ -22,7 +26,7 @@ pub struct OperatingPoint {
     /// Latency of a batch in milliseconds, with all processes busy.
     pub latency_ms: f64,
     /// Memory of all processes together, where it was measured.
-    #[serde(default)]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
 }
 
@@ -48,108 +52,44 @@ const FIGURE_MAX: f64 = 1e9;
 const MEMORY_MAX_MIB: u64 = 1 << 30;
 
 impl OperatingPoint {
-    /// What solvers rely on, whatever file a point comes from.
+    /// What solvers rely on, whatever file a point comes from; an error names the field.
     fn check(&self) -> Result<(), String> {
-        if self.gpcs == 0 || self.batch == 0 || self.processes == 0 {
-            return Err("slice, batch and processes are at least 1".to_string());
+        if self.gpcs == 0 || self.gpcs > SLOTS_MAX {
+            return Err(format!("gpcs {} is not from 1 to {SLOTS_MAX}", self.gpcs));
         }
-        if self.batch > COUNT_MAX || self.processes > COUNT_MAX {
-            return Err(format!("batch and processes are at most {COUNT_MAX}"));
+        for (field, count) in [("batch", self.batch), ("processes", self.processes)] {
+            if count == 0 || count > COUNT_MAX {
+                return Err(format!("{field} {count} is not at least 1 and at most {COUNT_MAX}"));
+            }
         }
-        let figures = [self.throughput, self.latency_ms];
-        if !figures.iter().all(|figure| *figure > 0.0 && *figure <= FIGURE_MAX) {
-            return Err(format!("throughput and latency are above 0 and at most {FIGURE_MAX:e}"));
+        for (field, figure) in [("throughput", self.throughput), ("latency_ms", self.latency_ms)] {
+            if !(figure > 0.0 && figure <= FIGURE_MAX) {
+                return Err(format!("{field} {figure} is not above 0 and at most {FIGURE_MAX:e}"));
+            }
         }
-        if self.memory_mib.is_some_and(|memory| memory > MEMORY_MAX_MIB) {
-            return Err(format!("memory is at most {MEMORY_MAX_MIB} MiB"));
+        match self.memory_mib {
+            Some(mib) if mib > MEMORY_MAX_MIB => {
+                Err(format!("memory_mib {mib} is not at most {MEMORY_MAX_MIB}"))
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
 /// The points of every model.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "ProfilesFile")]
+#[serde(try_from = "table::ProfilesFile")]
 pub struct Profiles {
     models: BTreeMap<String, Vec<OperatingPoint>>,
-}
-
-/// Profiles in JSON, before their points are checked.
-#[derive(Deserialize)]
-struct ProfilesFile {
-    models: BTreeMap<String, Vec<OperatingPoint>>,
-}
-
-impl TryFrom<ProfilesFile> for Profiles {
-    type Error = String;
-
-    fn try_from(file: ProfilesFile) -> Result<Profiles, String> {
-        for (model, points) in &file.models {
-            for (index, point) in points.iter().enumerate() {
-                point.check().map_err(|why| format!("point {index} of '{model}': {why}"))?;
-            }
-        }
-        Ok(Profiles { models: file.models })
-    }
 }
 
 /// Maximum number of models named in a message.
 const NAMED_MAX: usize = 12;
 
-const COLUMNS: [&str; 6] =
-    ["model", "mig_gpcs", "batch", "procs", "throughput_total_rps", "latency_ms"];
-
 impl Profiles {
-    /// Reads comma-separated text with a header. Required columns are `model, mig_gpcs, batch,
-    /// procs, throughput_total_rps, latency_ms`; `memory_mib` and `status` are optional. Rows whose
-    /// status is not `ok` are points that did not run.
+    /// Reads comma-separated text of one GPU; see [`ProfileTable::from_csv`].
     pub fn from_csv(text: &str) -> Result<Profiles, PlanError> {
-        let bad = |line: usize, what: String| PlanError::BadProfile { line, what };
-        let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
-        let (_, header) = lines.next().ok_or_else(|| bad(1, "the file is empty".to_string()))?;
-        let names: Vec<&str> = header.split(',').map(str::trim).collect();
-        let find = |name: &str| names.iter().position(|column| *column == name);
-        let mut at = [0; COLUMNS.len()];
-        for (slot, name) in at.iter_mut().zip(COLUMNS) {
-            *slot = find(name).ok_or_else(|| bad(1, format!("there is no column '{name}'")))?;
-        }
-        let (status, memory) = (find("status"), find("memory_mib"));
-        let mut profiles = Profiles::default();
-        for (index, line) in lines {
-            let cells: Vec<&str> = line.split(',').map(str::trim).collect();
-            let line = index + 1;
-            if cells.len() != names.len() {
-                return Err(bad(line, format!("{} cells, not {}", cells.len(), names.len())));
-            }
-            if status.is_some_and(|column| cells[column] != "ok") {
-                continue;
-            }
-            let number = |column: usize| {
-                cells[column]
-                    .parse::<f64>()
-                    .ok()
-                    .filter(|value| value.is_finite() && *value >= 0.0)
-                    .ok_or_else(|| {
-                        let name = names[column];
-                        bad(line, format!("{name} '{}' is not a number", cells[column]))
-                    })
-            };
-            let point = OperatingPoint {
-                gpcs: number(at[1])? as u8,
-                batch: number(at[2])? as u32,
-                processes: number(at[3])? as u32,
-                throughput: number(at[4])?,
-                latency_ms: number(at[5])?,
-                memory_mib: match memory {
-                    Some(column) if !cells[column].is_empty() => Some(number(column)? as u64),
-                    _ => None,
-                },
-            };
-            profiles
-                .push(cells[at[0]], point)
-                .map_err(|what| PlanError::BadProfile { line, what })?;
-        }
-        Ok(profiles)
+        ProfileTable::from_csv(text)?.of_one_gpu()
     }
 
     /// Adds a point to a model.
@@ -162,6 +102,12 @@ impl Profiles {
     /// The points of a model; `None` if it is unknown.
     pub fn points(&self, model: &str) -> Option<&[OperatingPoint]> {
         self.models.get(model).map(Vec::as_slice)
+    }
+
+    /// The points of one model alone.
+    pub fn of_model(&self, model: &str) -> Profiles {
+        let points = self.models.get(model).cloned();
+        Profiles { models: points.map(|points| (model.to_string(), points)).into_iter().collect() }
     }
 
     /// The models, by name.
@@ -224,6 +170,11 @@ mod tests {
         assert!(error("model,batch\n").contains("'mig_gpcs'"));
         let bad = error(&format!("{HEADER}a,1,x,1,100,10,ok\n"));
         assert!(bad.contains("line 2") && bad.contains("batch"), "{bad}");
+        // Halves and sizes beyond a GPU were cut to whole numbers.
+        let bad = error(&format!("{HEADER}a,1,1.5,1,100,10,ok\n"));
+        assert!(bad.contains("line 2") && bad.contains("batch '1.5'"), "{bad}");
+        let bad = error(&format!("{HEADER}a,300,1,1,100,10,ok\n"));
+        assert!(bad.contains("line 2") && bad.contains("mig_gpcs '300'"), "{bad}");
         assert!(error(&format!("{HEADER}a,1,1,1,0,10,ok\n")).contains("above 0"));
         assert!(error(&format!("{HEADER}a,1,1\n")).contains("3 cells"));
     }
@@ -235,21 +186,64 @@ mod tests {
         assert!(error(&format!("{HEADER}a,1,1,1,1e308,10,ok\n")).contains("at most 1e9"));
         // The product overflowed.
         assert!(error(&format!("{HEADER}a,1,100000,100000,1,10,ok\n")).contains("at most 65535"));
-        // The same holds in JSON, where a planner divided by no processes.
-        let point = |processes: u32| OperatingPoint {
-            gpcs: 1,
-            batch: 1,
-            processes,
-            throughput: 10.0,
-            latency_ms: 90.0,
-            memory_mib: None,
+    }
+
+    #[test]
+    fn json_points_are_checked_and_the_line_is_named() {
+        let json = |point: &str| {
+            // Two good points come before it, one of another model whose name is a trap.
+            let good = "{\"gpcs\":1,\"batch\":1,\"processes\":1,\"throughput\":9,\"latency_ms\":9}";
+            let text = format!(
+                "{{\n\"models\": {{\"[\\\"{{\": [{good}],\n \"a\": [{good},\n{{{point}}}\n]}}}}"
+            );
+            ProfileTable::from_json(&text).map(drop).map_err(|error| error.to_string())
         };
-        let file = |processes| ProfilesFile {
-            models: BTreeMap::from([("a".to_string(), vec![point(processes)])]),
+        let point = |processes: &str, throughput: &str, latency_ms: &str| {
+            format!(
+                "\"gpcs\": 1, \"batch\": 1, \"processes\": {processes}, \
+                 \"throughput\": {throughput}, \"latency_ms\": {latency_ms}"
+            )
         };
-        assert!(Profiles::try_from(file(1)).is_ok());
-        let error = Profiles::try_from(file(0)).unwrap_err();
-        assert!(error.contains("point 0 of 'a'"), "{error}");
+        assert_eq!(json(&point("1", "10", "90")), Ok(()));
+        // The first two ended a planner, the third got a plan "proven best".
+        for (bad, field) in [
+            (point("0", "10", "90"), "processes 0"),
+            (point("1", "-10", "90"), "throughput -10"),
+            (point("1", "10", "-90"), "latency_ms -90"),
+            (point("1", "10", "90") + ", \"memory_mb\": 3", "memory_mb"),
+        ] {
+            let error = json(&bad).unwrap_err();
+            assert!(error.contains("line 4") && error.contains(field), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_table_of_another_gpu_is_refused_unless_allowed() {
+        let header = HEADER.replace("model,", "gpu,model,");
+        let (a100, a30) = (GpuKind::find("a100-80gb").unwrap(), GpuKind::find("a30-24gb").unwrap());
+        let row = "NVIDIA A100-SXM4-80GB,a,1,1,1,100,10,ok\n";
+        let table = ProfileTable::from_csv(&format!("{header}{row}")).unwrap();
+        assert!(table.of_kind(a100, false).unwrap().points("a").is_some());
+        // An A30 was planned with it.
+        let error = table.of_kind(a30, false).unwrap_err().to_string();
+        assert!(error.contains("NVIDIA A100-SXM4-80GB") && error.contains("a30-24gb"), "{error}");
+        assert!(table.of_kind(a30, true).unwrap().points("a").is_some());
+        // A table of several GPUs gives each kind its own rows; rows without name are anyone's.
+        let more = format!("{header}{row}a30-24gb,a,2,1,1,50,20,ok\n,b,1,1,1,9,9,ok\n");
+        let table = ProfileTable::from_csv(&more).unwrap();
+        let sizes = |gpu, model| {
+            let profiles = table.of_kind(gpu, false).unwrap();
+            profiles.points(model).unwrap().iter().map(|p| p.gpcs).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            (sizes(a100, "a"), sizes(a30, "a"), sizes(a30, "b")),
+            (vec![1], vec![2], vec![1])
+        );
+        let error = Profiles::from_csv(&more).unwrap_err().to_string();
+        assert!(error.contains("several gpus"), "{error}");
+        let json = "{\"gpu\": \"h200-141gb\", \"models\": {\"a\": [{\"gpcs\": 1, \"batch\": 1, \
+                    \"processes\": 1, \"throughput\": 9, \"latency_ms\": 9}]}}";
+        assert_eq!(ProfileTable::from_json(json).unwrap().gpus(), ["h200-141gb"]);
     }
 
     #[test]
@@ -258,7 +252,7 @@ mod tests {
         let profiles = Profiles::from_csv(&text).unwrap();
         let gpu = GpuKind::find("a100-80gb").unwrap();
         let points = profiles.points("a").unwrap();
-        assert_eq!(profiles.memory_limit_mib(gpu, "a", &points[0]), 2048);
-        assert_eq!(profiles.memory_limit_mib(gpu, "a", &points[2]), 80 * 1024);
+        assert_eq!(profiles.memory_limit_mib(gpu, "a", &points[0]), 1945);
+        assert_eq!(profiles.memory_limit_mib(gpu, "a", &points[2]), 79 * 1024);
     }
 }

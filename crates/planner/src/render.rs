@@ -48,15 +48,19 @@ fn block(problem: &Problem, slice: &PlannedSlice, width: usize, colours: bool) -
 /// Size and services within a width. If names are cut off, a shared slice shows the number of
 /// others.
 fn label(problem: &Problem, slice: &PlannedSlice, width: usize) -> String {
-    let names: Vec<&str> =
-        slice.shares.iter().map(|share| problem.services[share.service].name.as_str()).collect();
-    let size = problem.gpu.slices[slice.kind].gpcs;
-    let all = format!("{size}g {}", names.join("+"));
+    let name = |share: &ServiceShare| printable(&problem.services[share.service].name);
+    let names: Vec<String> = slice.shares.iter().map(name).collect();
+    let kind = &problem.gpu.slices[slice.kind];
+    let size = match problem.gpu.has_mig() {
+        true => format!("{}g", kind.gpcs),
+        false => kind.name.to_string(),
+    };
+    let all = format!("{size} {}", names.join("+"));
     if all.chars().count() <= width || names.len() < 2 {
         return all.chars().take(width).collect();
     }
     let others = format!("+{}", names.len() - 1);
-    let first = format!("{size}g {}", names[0]);
+    let first = format!("{size} {}", names[0]);
     let first: String = first.chars().take(width.saturating_sub(others.len())).collect();
     first + &others
 }
@@ -91,7 +95,7 @@ pub fn svg(problem: &Problem, plan: &Plan) -> String {
             let wide = cell * usize::from(kind.memory_slices) - 3;
             let first = slice.shares.first().map_or(0, |share| share.service);
             let share = |share: &ServiceShare| {
-                let name = &problem.services[share.service].name;
+                let name = printable(&problem.services[share.service].name);
                 let (batch, processes) = (share.batch, share.processes);
                 format!("{name}: batch {batch}, {}, {:.1}/s", count(processes), share.rate)
             };
@@ -123,18 +127,38 @@ fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
+/// A name for a line of text: control characters, which would end the line or move a terminal's
+/// cursor, are escaped.
+fn printable(name: &str) -> String {
+    let mut text = String::with_capacity(name.len());
+    for c in name.chars() {
+        match c.is_control() {
+            true => text.extend(c.escape_default()),
+            false => text.push(c),
+        }
+    }
+    text
+}
+
 /// `nvidia-smi mig` and MPS commands that set the plan up, GPU by GPU. Nothing is run.
 pub fn commands(problem: &Problem, plan: &Plan) -> String {
-    let mut text =
-        String::from("# Needs GPUs without running work; starts are given as profile:start.\n");
+    let mig = problem.gpu.has_mig();
+    let mut text = String::from(match mig {
+        true => "# Needs GPUs without running work; starts are given as profile:start.\n",
+        false => "# Needs GPUs without running work; a part is a share of a GPU's threads.\n",
+    });
     for (number, gpu) in plan.gpus.iter().enumerate().filter(|(_, gpu)| !gpu.slices.is_empty()) {
         let places: Vec<String> = gpu
             .slices
             .iter()
             .map(|slice| format!("{}:{}", problem.gpu.slices[slice.kind].profile_id, slice.start))
             .collect();
-        let _ = writeln!(text, "nvidia-smi -i {number} -mig 1");
-        let _ = writeln!(text, "nvidia-smi mig -i {number} -cgi {} -C", places.join(","));
+        if mig {
+            let _ = writeln!(text, "nvidia-smi -i {number} -mig 1");
+            let _ = writeln!(text, "nvidia-smi mig -i {number} -cgi {} -C", places.join(","));
+        } else {
+            daemon(&format!("/tmp/atoll-mps/gpu{number}"), &number.to_string(), &mut text);
+        }
         for slice in &gpu.slices {
             mps(problem, number, slice, &mut text);
         }
@@ -142,27 +166,40 @@ pub fn commands(problem: &Problem, plan: &Plan) -> String {
     text
 }
 
-/// The daemon of a slice, and the environment of its processes.
-fn mps(problem: &Problem, gpu: usize, slice: &PlannedSlice, text: &mut String) {
-    let kind = problem.gpu.slices[slice.kind].name;
-    let uuid = format!("MIG_UUID_GPU{gpu}_START{}", slice.start);
-    let pipe = format!("/tmp/atoll-mps/gpu{gpu}-{}", slice.start);
-    let _ = writeln!(text, "# {kind} at {}: set {uuid} from `nvidia-smi -L`", slice.start);
+fn daemon(pipe: &str, device: &str, text: &mut String) {
     let _ = writeln!(
         text,
-        "mkdir -p {pipe} && CUDA_VISIBLE_DEVICES=${uuid} CUDA_MPS_PIPE_DIRECTORY={pipe} \
+        "mkdir -p {pipe} && CUDA_VISIBLE_DEVICES={device} CUDA_MPS_PIPE_DIRECTORY={pipe} \
          CUDA_MPS_LOG_DIRECTORY={pipe} nvidia-cuda-mps-control -d"
     );
-    for share in &slice.shares {
-        let percentage = 100 / share.processes.max(1);
+}
+
+/// The daemon of a slice, and the environment of its processes.
+fn mps(problem: &Problem, gpu: usize, slice: &PlannedSlice, text: &mut String) {
+    let kind = &problem.gpu.slices[slice.kind];
+    let share = match problem.gpu.has_mig() {
+        true => 100,
+        false => 100 * u32::from(kind.gpcs) / u32::from(problem.gpu.gpcs),
+    };
+    if problem.gpu.has_mig() {
+        let uuid = format!("MIG_UUID_GPU{gpu}_START{}", slice.start);
+        let _ =
+            writeln!(text, "# {} at {}: set {uuid} from `nvidia-smi -L`", kind.name, slice.start);
+        let pipe = format!("/tmp/atoll-mps/gpu{gpu}-{}", slice.start);
+        daemon(&pipe, &format!("${uuid}"), text);
+    } else {
+        let _ = writeln!(text, "# {} of gpu {gpu}, {} MiB", kind.name, kind.memory_mib());
+    }
+    for one in &slice.shares {
+        let percentage = (share / one.processes.max(1)).max(1);
         let _ = writeln!(
             text,
             "# {}: {}, batch {}, {:.1} requests/s, \
              CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={percentage}",
-            problem.services[share.service].name,
-            count(share.processes),
-            share.batch,
-            share.rate
+            printable(&problem.services[one.service].name),
+            count(one.processes),
+            one.batch,
+            one.rate
         );
     }
 }
@@ -202,10 +239,10 @@ pub fn steps(problem: &Problem, steps: &[TransitionStep]) -> String {
             TransitionStep::Route { gpu, slice } => ("route", gpu, slice),
             TransitionStep::Destroy { gpu, slice } => ("destroy", gpu, slice),
         };
-        let names: Vec<&str> = slice
+        let names: Vec<String> = slice
             .shares
             .iter()
-            .map(|share| problem.services[share.service].name.as_str())
+            .map(|share| printable(&problem.services[share.service].name))
             .collect();
         let kind = problem.gpu.slices[slice.kind].name;
         let _ = writeln!(
@@ -304,6 +341,27 @@ mod tests {
         assert!(text.contains("nvidia-smi mig -i 0 -cgi 9:4 -C"), "{text}");
         assert!(text.contains("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50"), "{text}");
         assert!(mig_parted(&problem, &plan).contains("\"3g.40gb\": 1"));
+    }
+
+    #[test]
+    fn a_name_stays_inside_its_comment() {
+        let (mut problem, plan) = example();
+        problem.services[0].name = "a\nreboot\r\u{1b}[2J".to_string();
+        let text = commands(&problem, &plan);
+        assert!(text.lines().all(|line| !line.starts_with("reboot")), "{text}");
+        assert!(text.contains("# a\\nreboot\\r\\u{1b}[2J: 2 processes"), "{text}");
+        assert!(!picture(&problem, &plan, false).contains('\u{1b}'));
+    }
+
+    #[test]
+    fn parts_of_a_gpu_without_mig_are_thread_shares() {
+        let (mut problem, mut plan) = example();
+        problem.gpu = GpuKind::find("l40s-48gb").unwrap();
+        plan.gpus[0].slices[0].kind = 2;
+        let text = commands(&problem, &plan);
+        assert!(!text.contains("mig") && text.contains("nvidia-cuda-mps-control -d"), "{text}");
+        // Three eighths for two processes.
+        assert!(text.contains("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=18"), "{text}");
     }
 
     #[test]

@@ -7,11 +7,12 @@
 //! stretched by the same share, so no plan that this module accepts has fewer GPUs than the
 //! verified bound.
 
+pub mod mix;
 mod part_costs;
 mod ratio;
 mod whole_costs;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -45,6 +46,9 @@ pub struct Certificate {
     pub prices: Vec<PriceFile>,
     /// Why the search ended.
     pub search_end: SearchEnd,
+    /// The GPU kind in TOML, if it is one of the user's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_table: Option<String>,
 }
 
 /// The rules of a plan in a file.
@@ -54,6 +58,9 @@ pub struct RulesFile {
     pub slo_share: f64,
     /// Capacity beyond the rates.
     pub headroom: f64,
+    /// The same of services that have one of their own, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub own_headroom: BTreeMap<String, f64>,
     /// Whether services share a slice.
     pub sharing: Sharing,
     /// Maximum number of processes in a slice.
@@ -98,33 +105,41 @@ pub struct Verified {
 impl Certificate {
     /// The certificate of a solution.
     pub fn new(problem: &Problem, solution: &Solution) -> Certificate {
-        let PlanRules { slo_share, headroom, sharing, processes_max, .. } = problem.rules;
-        let price = |(kind, slice): (usize, &crate::gpu::SliceKind)| PriceFile {
-            profile: slice.name.to_string(),
-            time: solution.time_prices[kind],
-            memory: solution.memory_prices[kind],
-        };
-        let mut profiles = Profiles::default();
-        let mut models: Vec<&str> = problem.services.iter().map(|s| s.model.as_str()).collect();
-        models.sort_unstable();
-        models.dedup();
-        for model in models {
-            for point in problem.profiles.points(model).unwrap_or_default() {
-                // A point of a problem was accepted when it was read.
-                let _ = profiles.push(model, point.clone());
-            }
-        }
         Certificate {
-            rules: RulesFile { slo_share, headroom, sharing, processes_max },
+            rules: RulesFile::from(&problem.rules),
             services: problem.services.clone(),
-            profiles,
-            prices: problem.gpu.slices.iter().enumerate().map(price).collect(),
+            profiles: profiles_of(&problem.profiles, &problem.services),
+            prices: prices_of(problem.gpu, &solution.time_prices, &solution.memory_prices),
             search_end: solution.end,
+            gpu_table: problem.gpu.own_table(),
         }
     }
 
     fn problem(&self, gpu_kind: &str) -> Result<Problem, PlanError> {
-        let RulesFile { slo_share, headroom, sharing, processes_max } = self.rules.clone();
+        if self.services.len() > SERVICES_MAX {
+            return Err(PlanError::BadPlan { what: "too many services".to_string() });
+        }
+        let problem = Problem {
+            gpu: gpu_of(gpu_kind, self.gpu_table.as_deref())?,
+            services: self.services.clone(),
+            profiles: self.profiles.clone(),
+            rules: self.rules.rules()?,
+        };
+        problem.validate()?;
+        Ok(problem)
+    }
+}
+
+impl From<&PlanRules> for RulesFile {
+    fn from(rules: &PlanRules) -> RulesFile {
+        let PlanRules { slo_share, headroom, own_headroom, sharing, processes_max } = rules.clone();
+        RulesFile { slo_share, headroom, own_headroom, sharing, processes_max }
+    }
+}
+
+impl RulesFile {
+    fn rules(&self) -> Result<PlanRules, PlanError> {
+        let RulesFile { slo_share, headroom, own_headroom, sharing, processes_max } = self.clone();
         let bad = |what: &str| PlanError::BadPlan { what: what.to_string() };
         if !(slo_share > 0.0 && slo_share <= 1.0) {
             return Err(bad("slo_share is above 0 and at most 1"));
@@ -132,18 +147,37 @@ impl Certificate {
         if !(0.0..=10.0).contains(&headroom) {
             return Err(bad("headroom is from 0 to 10"));
         }
-        if self.services.len() > SERVICES_MAX {
-            return Err(bad("too many services"));
-        }
-        let problem = Problem {
-            gpu: GpuKind::find(gpu_kind)?,
-            services: self.services.clone(),
-            profiles: self.profiles.clone(),
-            rules: PlanRules { slo_share, headroom, sharing, processes_max },
-        };
-        problem.validate()?;
-        Ok(problem)
+        Ok(PlanRules { slo_share, headroom, own_headroom, sharing, processes_max })
     }
+}
+
+/// The kind of that name: a known one, or that of the file's own table.
+fn gpu_of(name: &str, table: Option<&str>) -> Result<&'static GpuKind, PlanError> {
+    let own = table.map(crate::gpu::file::from_toml).transpose()?.unwrap_or_default();
+    let found = own.into_iter().find(|kind| kind.name.eq_ignore_ascii_case(name));
+    found.map_or_else(|| GpuKind::find(name), Ok)
+}
+
+/// The profiles of the services' models alone.
+fn profiles_of(profiles: &Profiles, services: &[Service]) -> Profiles {
+    let mut some = Profiles::default();
+    let models: BTreeSet<&str> = services.iter().map(|service| service.model.as_str()).collect();
+    for model in models {
+        for point in profiles.points(model).unwrap_or_default() {
+            // A point of a problem was accepted when it was read.
+            let _ = some.push(model, point.clone());
+        }
+    }
+    some
+}
+
+fn prices_of(gpu: &GpuKind, time: &[f64; KINDS_MAX], memory: &[f64; KINDS_MAX]) -> Vec<PriceFile> {
+    let price = |(kind, slice): (usize, &crate::gpu::SliceKind)| PriceFile {
+        profile: slice.name.to_string(),
+        time: time[kind],
+        memory: memory[kind],
+    };
+    gpu.slices.iter().enumerate().map(price).collect()
 }
 
 /// Verifies the claims of a plan file; the errors name what does not hold.
@@ -153,19 +187,7 @@ pub fn verify(claims: &Claims<'_>, certificate: &Certificate) -> Result<Verified
     if claims.plan.len() > GPUS_MAX {
         return Err(vec!["too many gpus".to_string()]);
     }
-    let known: BTreeMap<&str, &Service> =
-        problem.services.iter().map(|service| (service.name.as_str(), service)).collect();
-    let shares = claims.plan.iter().flat_map(|gpu| &gpu.slices).flat_map(|slice| &slice.services);
-    let mut wrong: Vec<String> = Vec::new();
-    for share in shares {
-        match known.get(share.name.as_str()) {
-            None => wrong.push(format!("there is no service '{}'", share.name)),
-            Some(service) if !share.model.is_empty() && share.model != service.model => {
-                wrong.push(format!("'{}' runs {}, not {}", share.name, share.model, service.model));
-            }
-            Some(_) => {}
-        }
-    }
+    let mut wrong = foreign_shares(&problem.services, claims.plan);
     let plan = Plan::from_file(&problem, claims.plan).map_err(one)?;
     wrong.extend(PlanVerifier::new(&problem).violations(&plan));
     let gpus = plan.gpus.iter().filter(|gpu| !gpu.slices.is_empty()).count();
@@ -190,12 +212,35 @@ pub fn verify(claims: &Claims<'_>, certificate: &Certificate) -> Result<Verified
         }
         Err(what) => wrong.push(what),
     }
+    Err(few(wrong))
+}
+
+/// Shares of services that are not there, or with another model.
+fn foreign_shares(services: &[Service], plan: &[GpuFile]) -> Vec<String> {
+    let known: BTreeMap<&str, &Service> =
+        services.iter().map(|service| (service.name.as_str(), service)).collect();
+    let shares = plan.iter().flat_map(|gpu| &gpu.slices).flat_map(|slice| &slice.services);
+    let mut wrong = Vec::new();
+    for share in shares {
+        match known.get(share.name.as_str()) {
+            None => wrong.push(format!("there is no service '{}'", share.name)),
+            Some(service) if !share.model.is_empty() && share.model != service.model => {
+                wrong.push(format!("'{}' runs {}, not {}", share.name, share.model, service.model));
+            }
+            Some(_) => {}
+        }
+    }
+    wrong
+}
+
+/// The first messages, and how many more there are.
+fn few(mut wrong: Vec<String>) -> Vec<String> {
     let more = wrong.len().saturating_sub(LISTED_MAX);
     wrong.truncate(LISTED_MAX);
     if more > 0 {
         wrong.push(format!("and {more} more"));
     }
-    Err(wrong)
+    wrong
 }
 
 /// `1 + TOLERANCE`, as a factor.
@@ -224,23 +269,33 @@ fn limit_ms(problem: &Problem, service: &Service) -> Ratio {
 }
 
 fn demand(problem: &Problem, service: &Service) -> Ratio {
-    let factor = Ratio::whole(1).plus(&Ratio::from_f64(problem.rules.headroom));
+    let factor = Ratio::whole(1).plus(&Ratio::from_f64(problem.rules.headroom_of(&service.name)));
     Ratio::from_f64(service.rate).times(&factor)
 }
 
 struct PlanVerifier<'a> {
     problem: &'a Problem,
     served: Vec<Ratio>,
+    /// GPU, service and the rate that a share can take, in units.
+    capacities: Vec<(usize, usize, u128)>,
     wrong: Vec<String>,
 }
+
+/// Binary digits of a capacity.
+const CAPACITY_BITS: u64 = 32;
 
 impl<'a> PlanVerifier<'a> {
     fn new(problem: &'a Problem) -> PlanVerifier<'a> {
         let served = vec![Ratio::whole(0); problem.services.len()];
-        PlanVerifier { problem, served, wrong: Vec::new() }
+        PlanVerifier { problem, served, capacities: Vec::new(), wrong: Vec::new() }
     }
 
     fn violations(mut self, plan: &Plan) -> Vec<String> {
+        self.verify(plan);
+        self.wrong
+    }
+
+    fn verify(&mut self, plan: &Plan) {
         for (number, gpu) in plan.gpus.iter().enumerate() {
             // `Plan::from_file` has verified starts and overlaps.
             let sizes = gpu.slices.iter().map(|slice| self.problem.gpu.slices[slice.kind].gpcs);
@@ -262,7 +317,6 @@ impl<'a> PlanVerifier<'a> {
                 ));
             }
         }
-        self.wrong
     }
 
     fn slice(&mut self, gpu: usize, slice: &PlannedSlice) {
@@ -296,6 +350,7 @@ impl<'a> PlanVerifier<'a> {
                 None => (turn.times(&Ratio::whole(2)), Ratio::from_f64(point.throughput)),
                 Some(cycle) => (cycle.plus(&turn), Ratio::whole(requests * 1000).over(cycle)),
             };
+            self.capacities.push((gpu, share.service, capacity.floor_units(CAPACITY_BITS)));
             if latency > limit {
                 self.wrong.push(format!("{place}: '{}' misses its slo", service.name));
             }
@@ -328,6 +383,12 @@ impl<'a> PlanVerifier<'a> {
 /// The bound that prices prove: what all services pay at least, over what the dearest GPU pattern
 /// is worth.
 fn bound(problem: &Problem, prices: &[PriceFile]) -> Result<Ratio, String> {
+    let (costs, dearest) = costs(problem, prices)?;
+    Ok(costs.iter().fold(Ratio::whole(0), |sum, cost| sum.plus(cost)).over(&dearest))
+}
+
+/// What each service pays at least, and what the dearest GPU pattern is worth.
+fn costs(problem: &Problem, prices: &[PriceFile]) -> Result<(Vec<Ratio>, Ratio), String> {
     let mut rows = [[0.0; KINDS_MAX]; 2];
     for price in prices {
         let kind = problem.gpu.slices.iter().position(|slice| slice.name == price.profile);
@@ -349,15 +410,15 @@ fn bound(problem: &Problem, prices: &[PriceFile]) -> Result<Ratio, String> {
     };
     let dearest =
         problem.gpu.maximal_patterns().iter().map(worth).fold(Ratio::whole(1), Ratio::max);
-    let paid = match problem.rules.sharing {
+    let costs = match problem.rules.sharing {
         Sharing::None => {
             let prices = std::array::from_fn(|kind| time[kind] + memory[kind]);
             if memory.iter().any(|price| *price > 0.0) {
                 return Err("memory has no price where slices are not shared".to_string());
             }
-            whole_costs::sum(problem, &prices)
+            whole_costs::each(problem, &prices)
         }
-        Sharing::Time => part_costs::sum(problem, &time, &memory),
+        Sharing::Time => part_costs::each(problem, &time, &memory),
     };
-    Ok(paid.over(&dearest))
+    Ok((costs, dearest))
 }

@@ -10,13 +10,15 @@ use planner::{
 /// A GPU with a single slice.
 static WHOLE: GpuKind = GpuKind {
     name: "whole",
+    words: &[],
+    division: planner::gpu::Division::Mig,
     gpcs: 1,
     memory_slices: 1,
     slices: &[SliceKind {
         name: "whole",
         profile_id: 0,
         gpcs: 1,
-        memory_gb: 1 << 20,
+        memory_mib: 1 << 30,
         memory_slices: 1,
         starts: &[0],
     }],

@@ -9,7 +9,8 @@ use model::config::pbtxt as pbtxt_format;
 use planner::parvagpu::ParvaGpuVariant;
 use planner::plan::GpuFile;
 use planner::{
-    Algorithm, GpuKind, Plan, PlanRules, Problem, Profiles, SearchControl, Service, check, render,
+    Algorithm, GpuKind, Plan, PlanRules, Problem, ProfileTable, Profiles, SearchControl, Service,
+    check, render,
 };
 use server::node::image;
 
@@ -197,11 +198,11 @@ pub(super) fn plan(data: &[u8]) {
 /// Profiles in CSV or JSON, and a plan from them.
 pub(super) fn profiles(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
-    let profiles = match text.starts_with('{') {
-        true => serde_json::from_str(text).ok(),
-        false => Profiles::from_csv(text).ok(),
+    let table = match text.starts_with('{') {
+        true => ProfileTable::from_json(text),
+        false => ProfileTable::from_csv(text),
     };
-    let Some(profiles) = profiles else { return };
+    let Ok(profiles) = table.and_then(|table| table.of_one_gpu()) else { return };
     let Ok((problem, _)) = problem(profiles).without_faults() else { return };
     let clock = MonotonicClock::new();
     // Solvers report often; a few reports are enough to see that they start well.

@@ -18,7 +18,9 @@ use runtime::batching::BatchProfile;
 use serde::{Deserialize, Serialize};
 
 use super::{ClusterSession, ClusterSim, QuerySource, RouteTarget};
+use crate::outcome::OutcomeCounts;
 use crate::scenario::ScenarioError;
+use crate::scenario_check::{BadValue, ValueChecks};
 
 /// Sessions of one kind.
 #[derive(Clone, Debug, Deserialize)]
@@ -41,6 +43,22 @@ pub struct SessionGroup {
     /// Rates follow a Zipf distribution with this exponent; 0 for equal ones.
     #[serde(default)]
     pub zipf: f64,
+}
+
+/// Longest run, and latest time in one, in seconds.
+const SECONDS_MAX: u64 = 1_000_000;
+
+impl SessionGroup {
+    fn check(&self, index: usize, checks: &mut ValueChecks) {
+        let field = |name: &str| format!("sessions[{index}].{name}");
+        checks.count(field("count"), self.count as u64, (1, 1_000_000));
+        checks.number(field("alpha_ms"), self.alpha_ms, (1e-6, 1e6));
+        checks.number(field("beta_ms"), self.beta_ms, (0.0, 1e6));
+        checks.count(field("batch_max"), u64::from(self.batch_max), (1, 4096));
+        checks.count(field("slo_ms"), self.slo_ms, (1, 1_000_000));
+        checks.number(field("rate"), self.rate, (1e-3, 1e8));
+        checks.number(field("zipf"), self.zipf, (0.0, 10.0));
+    }
 }
 
 /// A change of load.
@@ -147,6 +165,8 @@ pub struct ClusterReport {
     pub requests: u64,
     /// Requests without reply in time.
     pub bad: u64,
+    /// What became of them.
+    pub outcomes: OutcomeCounts,
     /// The same in percent.
     pub bad_percent: f64,
     /// GPUs that served, by second.
@@ -177,7 +197,67 @@ impl ClusterScenario {
         let name = path.display().to_string();
         let text =
             std::fs::read_to_string(path).map_err(|err| ScenarioError::Read(name.clone(), err))?;
-        toml::from_str(&text).map_err(|err| ScenarioError::Parse(name, err))
+        ClusterScenario::from_toml(&name, &text)
+    }
+
+    /// Reads the text of a file and checks every value.
+    pub fn from_toml(file: &str, text: &str) -> Result<ClusterScenario, ScenarioError> {
+        let scenario: ClusterScenario =
+            toml::from_str(text).map_err(|err| ScenarioError::Parse(file.to_string(), err))?;
+        scenario.check().map_err(|bad| {
+            let (file, line) = (file.to_string(), bad.line_in(text));
+            ScenarioError::Bad { file, line, bad }
+        })?;
+        Ok(scenario)
+    }
+
+    /// Checks every value: what passes has an end.
+    pub fn check(&self) -> Result<(), BadValue> {
+        let mut checks = ValueChecks::default();
+        checks.holds(self.kind == "cluster", "kind", "is not 'cluster'");
+        checks.count("gpus", self.gpus as u64, (1, 100_000));
+        checks.count("seconds", self.seconds, (1, SECONDS_MAX));
+        checks.number("headroom", self.headroom, (0.0, 10.0));
+        checks.count("epoch_s", self.epoch_s, (1, SECONDS_MAX));
+        checks.count("spacing_s", self.spacing_s, (0, SECONDS_MAX));
+        checks.count("lease_ms", self.lease_ms, (1, SECONDS_MAX * 1000));
+        checks.count("load_ms", self.load_ms, (0, SECONDS_MAX * 1000));
+        if let Err(why) = self.packer.parse::<Packer>() {
+            checks.wrong("packer", format_args!("= {why}"));
+        }
+        checks.count("frontends", self.frontends as u64, (1, 1000));
+        checks.number("wave", self.wave, (0.0, 1.0));
+        checks.number("wave_s", self.wave_s, (1e-3, SECONDS_MAX as f64));
+        checks.number("bad_percent_max", self.bad_percent_max, (0.0, 100.0));
+        checks.holds(!self.sessions.is_empty(), "sessions", "is empty; nothing would run");
+        for (index, group) in self.sessions.iter().enumerate() {
+            group.check(index, &mut checks);
+        }
+        let count: u64 = self.sessions.iter().map(|group| group.count as u64).sum();
+        checks.count("sessions", count, (0, 1_000_000));
+        let rate: f64 = self.sessions.iter().map(|group| group.rate).sum();
+        let all = rate * self.seconds as f64;
+        checks.holds(all <= 1e10, "seconds", format_args!("are {all:e} requests, more than 1e10"));
+        self.check_changes(&mut checks);
+        checks.result()
+    }
+
+    fn check_changes(&self, checks: &mut ValueChecks) {
+        let mut last = 0;
+        for (index, step) in self.steps.iter().enumerate() {
+            let field = |name: &str| format!("steps[{index}].{name}");
+            checks.count(field("at_s"), step.at_s, (last, SECONDS_MAX));
+            last = step.at_s;
+            checks.number(field("factor"), step.factor, (0.0, 1e6));
+            let known = step.name.is_empty() || self.sessions.iter().any(|s| s.name == step.name);
+            checks.holds(known, field("name"), format_args!("= '{}' names no session", step.name));
+        }
+        for (index, loss) in self.losses.iter().enumerate() {
+            let field = |name: &str| format!("losses[{index}].{name}");
+            checks.count(field("at_s"), loss.at_s, (0, SECONDS_MAX));
+            checks.count(field("gpus"), loss.gpus as u64, (1, self.gpus as u64));
+            checks.count(field("for_s"), loss.for_s, (1, SECONDS_MAX));
+        }
     }
 
     /// Whether a TOML text is a cluster scenario.
@@ -206,8 +286,10 @@ struct ScenarioRun<'a> {
     core: Core,
     meters: Vec<Rates>,
     base: Vec<(usize, f64)>,
-    /// When a lost machine's lease expires (`false`) or it is back (`true`).
-    events: Vec<(Nanos, bool, usize)>,
+    /// When the lease of a lost machine expires.
+    expiries: BTreeMap<usize, Nanos>,
+    /// When a lost machine is back.
+    returns: BTreeMap<usize, Nanos>,
     /// Loads in flight: GPU and session, and when they end.
     loading: BTreeMap<(usize, usize), Nanos>,
     /// The latest value of each key.
@@ -215,7 +297,6 @@ struct ScenarioRun<'a> {
     report: ClusterReport,
     random: Random,
     names: Vec<String>,
-    lost: BTreeSet<usize>,
 }
 
 fn gpu_name(index: usize) -> String {
@@ -228,6 +309,7 @@ fn session_name(index: usize) -> String {
 
 /// Runs a scenario.
 pub fn run(scenario: &ClusterScenario) -> Result<ClusterReport, String> {
+    scenario.check().map_err(|bad| bad.to_string())?;
     let packer: Packer = scenario.packer.parse()?;
     let mut run = ScenarioRun::new(scenario, packer);
     // The models of the first plan are loaded before the load begins.
@@ -306,13 +388,13 @@ impl ScenarioRun<'_> {
             cluster,
             core,
             meters: base.iter().map(|_| Rates::default()).collect(),
-            events: Vec::new(),
+            expiries: BTreeMap::new(),
+            returns: BTreeMap::new(),
             loading: BTreeMap::new(),
             written: BTreeMap::new(),
             report: ClusterReport { name: scenario.name.clone(), ..ClusterReport::default() },
             random: Random::new(scenario.seed + 1),
             names: (0..base.len()).map(session_name).collect(),
-            lost: BTreeSet::new(),
             base,
             view,
             scenario,
@@ -337,7 +419,7 @@ impl ScenarioRun<'_> {
     fn second(&mut self, second: u64) {
         for index in 0..self.base.len() {
             let (group, rate) = self.base[index];
-            self.cluster.set_rate(index, (rate * self.factor(group, second)).max(1e-6));
+            self.cluster.set_rate(index, rate * self.factor(group, second));
         }
         for loss in self.scenario.losses.iter().filter(|loss| loss.at_s == second) {
             self.lose(loss, second);
@@ -372,33 +454,57 @@ impl ScenarioRun<'_> {
         }
     }
 
+    /// Loses as many different machines as the scenario says, of those that are up.
     fn lose(&mut self, loss: &GpuLoss, second: u64) {
-        for _ in 0..loss.gpus {
-            let gpu = self.random.below(self.scenario.gpus as u64) as usize;
-            if !self.lost.insert(gpu) {
-                continue;
-            }
+        let mut up: Vec<usize> =
+            (0..self.scenario.gpus).filter(|gpu| !self.returns.contains_key(gpu)).collect();
+        let at = Nanos::from_millis(second * 1000);
+        for _ in 0..loss.gpus.min(up.len()) {
+            let gpu = up.swap_remove(self.random.below(up.len() as u64) as usize);
             self.cluster.lose(gpu);
-            let at = Nanos::from_millis(second * 1000);
-            self.events.push((at + Nanos::from_millis(self.scenario.lease_ms), false, gpu));
-            self.events.push((at + Nanos::from_millis(loss.for_s * 1000), true, gpu));
+            self.loading.retain(|(other, _), _| *other != gpu);
+            self.expiries.insert(gpu, at + Nanos::from_millis(self.scenario.lease_ms));
+            self.returns.insert(gpu, at + Nanos::from_millis(loss.for_s * 1000));
         }
     }
 
     fn turn_events(&mut self, now: Nanos) {
-        let (due, later): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.events).into_iter().partition(|(at, _, _)| *at <= now);
-        self.events = later;
-        for (_, back, gpu) in due {
-            if back {
-                self.lost.remove(&gpu);
-                let record = BackendRecord { device: "gpu".to_string(), ..Default::default() };
-                self.view.backends.insert(gpu_name(gpu), record);
-                self.view.states.insert(gpu_name(gpu), BackendState::default());
-            } else {
-                self.view.backends.remove(&gpu_name(gpu));
-                self.view.states.remove(&gpu_name(gpu));
-                self.loading.retain(|(other, _), _| *other != gpu);
+        let due = |(gpu, at): (&usize, &Nanos)| (*at <= now).then_some(*gpu);
+        let back: Vec<usize> = self.returns.iter().filter_map(due).collect();
+        let expired: Vec<usize> = self.expiries.iter().filter_map(due).collect();
+        for gpu in expired {
+            self.expiries.remove(&gpu);
+            self.view.backends.remove(&gpu_name(gpu));
+            self.view.states.remove(&gpu_name(gpu));
+        }
+        for gpu in back {
+            // A machine that is back claims a lease of its own; the old one means nothing then.
+            self.expiries.remove(&gpu);
+            self.returns.remove(&gpu);
+            self.cluster.restore(gpu);
+            let record = BackendRecord { device: "gpu".to_string(), ..Default::default() };
+            self.view.backends.insert(gpu_name(gpu), record);
+            self.view.states.insert(gpu_name(gpu), BackendState::default());
+            // Its process starts without models and loads those that are assigned to it.
+            if let Some(assignment) = self.view.assignments.get(&gpu_name(gpu)).cloned() {
+                self.load_missing(now, gpu, &assignment);
+                self.refresh(gpu, &assignment);
+            }
+        }
+    }
+
+    /// Starts to load the assigned models that a machine does not have.
+    fn load_missing(&mut self, now: Nanos, gpu: usize, assignment: &cluster::record::Assignment) {
+        let state = self.view.states.entry(gpu_name(gpu)).or_default();
+        let wanted: BTreeSet<&str> =
+            assignment.models.iter().map(|share| share.model.as_str()).collect();
+        state.models.retain(|model, _| wanted.contains(model.as_str()));
+        for share in &assignment.models {
+            let Some(session) = index_of(&share.model) else { continue };
+            if !state.models.contains_key(&share.model) {
+                state.models.insert(share.model.clone(), LoadState::Loading);
+                let done = now + Nanos::from_millis(self.scenario.load_ms);
+                self.loading.insert((gpu, session), done);
             }
         }
     }
@@ -466,18 +572,11 @@ impl ScenarioRun<'_> {
             }
             self.written.insert(name.clone(), value);
             let Some(gpu) = index_of(name) else { continue };
-            let state = self.view.states.entry(name.clone()).or_default();
-            let wanted: BTreeSet<&str> =
-                assignment.models.iter().map(|share| share.model.as_str()).collect();
-            state.models.retain(|model, _| wanted.contains(model.as_str()));
-            for share in &assignment.models {
-                let Some(session) = index_of(&share.model) else { continue };
-                if !state.models.contains_key(&share.model) {
-                    state.models.insert(share.model.clone(), LoadState::Loading);
-                    let done = now + Nanos::from_millis(self.scenario.load_ms);
-                    self.loading.insert((gpu, session), done);
-                }
+            // A lost machine does nothing; it learns its assignment when it is back.
+            if self.returns.contains_key(&gpu) {
+                continue;
             }
+            self.load_missing(now, gpu, assignment);
             self.refresh(gpu, assignment);
         }
         self.view.assignments = decision.assignments;
@@ -521,21 +620,23 @@ impl ScenarioRun<'_> {
     }
 
     fn finish(mut self) -> ClusterReport {
-        // Waits for the last replies.
-        let end = Nanos::from_millis((self.scenario.seconds + 2) * 1000);
-        for source in 0..self.base.len() {
-            self.cluster.set_rate(source, 1e-6);
-        }
-        self.cluster.run_until(end);
+        // The last half of the last second, then the replies to what arrived in it.
+        let end = Nanos::from_millis(self.scenario.seconds * 1000);
+        self.cluster.run_until(Nanos(end.0 - 1));
+        self.cluster.stop_sources();
+        let slo_ms = self.scenario.sessions.iter().map(|group| group.slo_ms).max().unwrap_or(0);
+        self.cluster.run_until(end + Nanos::from_millis(slo_ms + 2000));
         let percent = |bad: u64, sent_queries: u64| bad as f64 * 100.0 / sent_queries.max(1) as f64;
         let report = &mut self.report;
-        for counts in self.cluster.seconds().iter().take(self.scenario.seconds as usize) {
-            report.requests += counts.sent_queries;
-            report.bad += counts.bad;
+        for counts in self.cluster.seconds() {
             report
                 .seconds
                 .push((counts.sent_queries as f64 / 1e3, percent(counts.bad, counts.sent_queries)));
         }
+        report.outcomes = self.cluster.outcomes();
+        report.requests = report.outcomes.arrivals;
+        report.bad = report.outcomes.bad();
+        report.violations.extend(self.cluster.violation());
         report.bad_percent = percent(report.bad, report.requests);
         report.record_bytes = self.written.iter().map(|(key, value)| key.len() + value.len()).sum();
         if report.bad_percent > self.scenario.bad_percent_max {
@@ -558,6 +659,7 @@ pub fn text(report: &ClusterReport) -> String {
     let worst = report.seconds.iter().map(|(_, bad)| *bad).fold(0.0, f64::max);
     format!(
         "{}: {} requests, {:.4} % bad (worst second {:.2} %), {} to {} GPUs, reaction {}\n\
+         {} good, {} late, {} refused, {} cancelled, {} failed, {} pending\n\
          {} plans, {} loads; longest plan {:.1} ms, table update {:.1} ms, records {:.1} MB; last \
          plan {} GPUs, bound {:.2}\n",
         report.name,
@@ -567,6 +669,12 @@ pub fn text(report: &ClusterReport) -> String {
         used(usize::min),
         used(usize::max),
         report.reaction_s.map_or("-".to_string(), |s| format!("{s:.0} s")),
+        report.outcomes.good,
+        report.outcomes.late,
+        report.outcomes.refused,
+        report.outcomes.cancelled,
+        report.outcomes.failed,
+        report.outcomes.pending,
         report.plans,
         report.moves,
         report.plan_ms_max,

@@ -68,6 +68,7 @@ impl TraceChecker {
             order: &Edf,
             run_times: Vec::new(),
             starvation: None,
+            best_effort: true,
             rt_streams: 0..0,
             streams: 0,
             needs: Vec::new(),

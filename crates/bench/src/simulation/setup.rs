@@ -35,6 +35,7 @@ impl Simulation {
         set: &ProfileSet,
         options: SimulationOptions,
     ) -> Result<Simulation, ScenarioError> {
+        scenario.check().map_err(ScenarioError::Value)?;
         let models: Vec<Arc<ModelProfile>> = set.models.iter().cloned().map(Arc::new).collect();
         for client in &scenario.clients {
             if set.model(&client.model).is_none() {

@@ -53,7 +53,7 @@ impl Journal {
         let path = state.join("applied.json");
         if path.exists() {
             return Err(Failure::failed(format!(
-                "{} shows that a plan is applied; undo it with --undo first",
+                "{} shows that a plan is applied; use --replace, or --undo first",
                 path.display()
             )));
         }
@@ -65,6 +65,12 @@ impl Journal {
     /// The existing journal.
     pub(crate) fn open(state: &Path) -> Result<Journal, Failure> {
         let path = state.join("applied.json");
+        if !path.exists() {
+            return Err(Failure::failed(format!(
+                "no plan is applied: {} is not there",
+                path.display()
+            )));
+        }
         let named =
             |error: &dyn std::fmt::Display| Failure::failed(format!("{}: {error}", path.display()));
         let text = std::fs::read_to_string(&path).map_err(|error| named(&error))?;
@@ -95,6 +101,11 @@ impl Journal {
         self.write()
     }
 
+    /// Leaves out the changes that `is_gone` names; the file follows with the next change.
+    pub(crate) fn forget(&mut self, is_gone: impl Fn(&AppliedChange) -> bool) {
+        self.done.retain(|done| !is_gone(done));
+    }
+
     pub(crate) fn forget_last(&mut self) -> Result<(), Failure> {
         self.done.pop();
         self.write()
@@ -107,7 +118,7 @@ impl Journal {
     }
 
     /// Replaces the file atomically.
-    fn write(&self) -> Result<(), Failure> {
+    pub(crate) fn write(&self) -> Result<(), Failure> {
         let named = |error| Failure::failed(format!("{}: {error}", self.path.display()));
         let text = serde_json::to_string_pretty(&self.done).map_err(Failure::failed)?;
         let fresh = self.path.with_extension("json.new");

@@ -81,19 +81,26 @@ impl GridRow {
 /// The table as text.
 pub(crate) struct GridTable {
     model: String,
+    gpu: String,
     text: String,
     measured: usize,
 }
 
 impl GridTable {
-    pub(crate) fn new(model: &str) -> Result<GridTable, String> {
-        if model.is_empty() || model.contains([',', '\n', '\r', '"']) {
+    /// A table of a model on a GPU, by the GPU's name.
+    pub(crate) fn new(model: &str, gpu: &str) -> Result<GridTable, String> {
+        let bad = |name: &str| name.is_empty() || name.contains([',', '\n', '\r', '"']);
+        if bad(model) {
             return Err(format!("'{model}' cannot be a name in a table; use --name"));
         }
-        let text = "model,mig_gpcs,batch,procs,throughput_per_proc_rps,throughput_total_rps,\
+        if bad(gpu) {
+            return Err(format!("the device's name '{gpu}' cannot be one in a table"));
+        }
+        let text = "gpu,model,mig_gpcs,batch,procs,throughput_per_proc_rps,throughput_total_rps,\
                     latency_ms,status,memory_mib,memory_bytes,share_percent,\
                     latency_p50_us,latency_p99_us\n";
-        Ok(GridTable { model: model.to_string(), text: text.to_string(), measured: 0 })
+        let (model, gpu) = (model.to_string(), gpu.to_string());
+        Ok(GridTable { model, gpu, text: text.to_string(), measured: 0 })
     }
 
     pub(crate) fn push(&mut self, row: &GridRow) {
@@ -102,8 +109,9 @@ impl GridTable {
         // Six digits, so that a microsecond is visible.
         let _ = writeln!(
             self.text,
-            "{},{slice},{batch},{processes},{:.3},{throughput:.3},{:.6},{},{},\
+            "{},{},{slice},{batch},{processes},{:.3},{throughput:.3},{:.6},{},{},\
              {memory_bytes},{percent},{p50_us:.3},{p99_us:.3}",
+            self.gpu,
             self.model,
             throughput / f64::from(*processes),
             mean_us / 1e3,
@@ -137,11 +145,13 @@ mod tests {
         let point = GridPoint { slice: 3, batch: 4, processes: 2 };
         let reports = [report(100, 2.0, 10_000.5), report(300, 2.0, 20_000.5)];
         let row = GridRow::measured(point, 42, &reports, (7 << 20) + 1).unwrap();
-        let mut table = GridTable::new("m").unwrap();
+        let mut table = GridTable::new("m", "h200-141gb").unwrap();
         table.push(&row);
         table.push(&GridRow::failed(GridPoint { batch: 8, ..point }, 42));
         assert_eq!(table.measured(), 1);
-        let profiles = planner::Profiles::from_csv(table.text()).unwrap();
+        let read = planner::ProfileTable::from_csv(table.text()).unwrap();
+        assert_eq!(read.gpus(), ["h200-141gb"]);
+        let profiles = read.of_one_gpu().unwrap();
         let expected = planner::OperatingPoint {
             gpcs: 3,
             batch: 4,
@@ -152,6 +162,6 @@ mod tests {
         };
         assert_eq!(profiles.points("m").unwrap(), [expected]);
         assert!(GridRow::measured(point, 42, &reports[..1], 0).is_err());
-        assert!(GridTable::new("a,b").is_err());
+        assert!(GridTable::new("a,b", "g").is_err() && GridTable::new("a", "").is_err());
     }
 }

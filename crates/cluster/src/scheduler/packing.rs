@@ -1,7 +1,7 @@
 //! Packs sessions into duty cycles with the planner's solvers.
 
 use base::{Clock, Nanos};
-use planner::gpu::SliceKind;
+use planner::gpu::{Division, SliceKind};
 use planner::squishy::{self, Node, Part, Session};
 use planner::{
     GpuKind, OperatingPoint, PlanRules, Problem, Profiles, SearchControl, Service, Sharing,
@@ -41,13 +41,15 @@ impl std::str::FromStr for Packer {
 /// A machine for the planner: a GPU with one slice.
 static WHOLE: GpuKind = GpuKind {
     name: "whole",
+    words: &[],
+    division: Division::Mig,
     gpcs: 1,
     memory_slices: 1,
     slices: &[SliceKind {
         name: "whole",
         profile_id: 0,
         gpcs: 1,
-        memory_gb: 1 << 20,
+        memory_mib: 1 << 30,
         memory_slices: 1,
         starts: &[0],
     }],

@@ -1,7 +1,7 @@
 //! The published planners as candidates, so that a certified plan never has more GPUs than one of
 //! theirs that follows the same rules.
 
-use crate::baseline::mig_serving_like;
+use crate::baseline::{least_fragmentation_like, mig_serving_like, repartitioning_like};
 use crate::check::check;
 use crate::error::PlanError;
 use crate::parvagpu::{self, ParvaGpuVariant};
@@ -16,11 +16,13 @@ const TRIALS_MAX: usize = 4_000_000;
 
 type Candidate = fn(&Problem) -> Result<Plan, PlanError>;
 
-const CANDIDATES: [Candidate; 4] = [
+const CANDIDATES: [Candidate; 6] = [
     |problem| parvagpu::plan(problem, ParvaGpuVariant::Full),
     |problem| parvagpu::plan(problem, ParvaGpuVariant::WithoutMps),
     |problem| parvagpu::plan(problem, ParvaGpuVariant::WithoutOptimisation),
     mig_serving_like,
+    least_fragmentation_like,
+    repartitioning_like,
 ];
 
 /// Its plans share slices.

@@ -58,9 +58,13 @@ struct End {
     above: u128,
 }
 
-pub(super) fn sum(problem: &Problem, time: &[f64; KINDS_MAX], memory: &[f64; KINDS_MAX]) -> Ratio {
+pub(super) fn each(
+    problem: &Problem,
+    time: &[f64; KINDS_MAX],
+    memory: &[f64; KINDS_MAX],
+) -> Vec<Ratio> {
     let mut known: BTreeMap<(&str, u64), Vec<Choice>> = BTreeMap::new();
-    let mut paid = Ratio::whole(0);
+    let mut costs = Vec::with_capacity(problem.services.len());
     for service in &problem.services {
         let choices = known
             .entry((service.model.as_str(), service.slo_ms.to_bits()))
@@ -69,9 +73,9 @@ pub(super) fn sum(problem: &Problem, time: &[f64; KINDS_MAX], memory: &[f64; KIN
             .times(&Ratio::fraction(TOLERANCE - 1, TOLERANCE))
             .floor_units(RATE_BITS);
         let units = cheapest(choices, rate).saturating_sub(ROUNDING);
-        paid = paid.plus(&Ratio::of_units(units, PRICE_BITS));
+        costs.push(Ratio::of_units(units, PRICE_BITS));
     }
-    paid
+    costs
 }
 
 fn choices(

@@ -22,10 +22,10 @@ struct Item {
     price: u128,
 }
 
-pub(super) fn sum(problem: &Problem, prices: &[f64; KINDS_MAX]) -> Ratio {
+pub(super) fn each(problem: &Problem, prices: &[f64; KINDS_MAX]) -> Vec<Ratio> {
     let prices = prices.map(|price| Ratio::from_f64(price).floor_units(PRICE_BITS));
     let mut throughputs: BTreeMap<(&str, u64), [u128; KINDS_MAX]> = BTreeMap::new();
-    let mut units = Ratio::whole(0);
+    let mut costs = Vec::with_capacity(problem.services.len());
     for service in &problem.services {
         let throughput = throughputs
             .entry((service.model.as_str(), service.slo_ms.to_bits()))
@@ -39,9 +39,9 @@ pub(super) fn sum(problem: &Problem, prices: &[f64; KINDS_MAX]) -> Ratio {
         let rate = demand(problem, service)
             .times(&Ratio::fraction(TOLERANCE - 1, TOLERANCE))
             .floor_units(RATE_BITS);
-        units = units.plus(&Ratio::of_units(cheapest(&items, rate), PRICE_BITS));
+        costs.push(Ratio::of_units(cheapest(&items, rate), PRICE_BITS));
     }
-    units
+    costs
 }
 
 /// Requests per second of one slice of each kind, in units, rounded up.

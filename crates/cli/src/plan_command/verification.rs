@@ -1,0 +1,102 @@
+//! `atoll plan --verify`: verifies a plan from its file alone.
+
+use std::path::Path;
+
+use assembly::{Failure, read_file};
+use planner::gpu_mix::MixObjective;
+use planner::verify::mix::{MixFile, MixVerified};
+use planner::verify::{Claims, Verified, verify};
+use serde_json::{Value, json};
+
+use super::{PlanFile, not_a_plan};
+use crate::args::PlanArgs;
+
+/// Verifies the plan of a file, of one kind of GPUs or of several.
+pub(super) fn run(args: &PlanArgs, path: &Path) -> Result<(), Failure> {
+    let text = read_file(path)?;
+    let value: Value = serde_json::from_str(&text).map_err(|error| not_a_plan(path, &error))?;
+    let found = match value.get("kinds").is_some() {
+        true => {
+            let file: MixFile =
+                serde_json::from_str(&text).map_err(|error| not_a_plan(path, &error))?;
+            file.verify().map(|verified| mix_report(&file, &verified))
+        }
+        false => {
+            let file: PlanFile =
+                serde_json::from_str(&text).map_err(|error| not_a_plan(path, &error))?;
+            let Some(certificate) = &file.certificate else {
+                return Err(Failure::failed(format!("{} carries no certificate", path.display())));
+            };
+            let PlanFile { gpu_kind, gpus, lower_bound, plan, .. } = &file;
+            let claims = Claims { gpu_kind, gpus: *gpus, lower_bound: *lower_bound, plan };
+            verify(&claims, certificate).map(|verified| plan_report(&verified))
+        }
+    };
+    match found {
+        Ok((report, line)) => {
+            match args.json {
+                true => println!("{report:#}"),
+                false => println!("{line}"),
+            }
+            Ok(())
+        }
+        Err(wrong) => {
+            if args.json {
+                println!("{:#}", json!({ "verified": false, "wrong": wrong }));
+            }
+            Err(Failure::failed(format!("{}: {}", path.display(), wrong.join("\n  "))))
+        }
+    }
+}
+
+fn plan_report(verified: &Verified) -> (Value, String) {
+    let Verified { gpus, lower_bound, bound } = *verified;
+    let proven_best = gpus == lower_bound;
+    let report = json!({
+        "verified": true,
+        "gpus": gpus,
+        "lower_bound": lower_bound,
+        "bound": bound,
+        "proven_best": proven_best,
+    });
+    let best = if proven_best { ", proven best" } else { "" };
+    let line = format!(
+        "verified: {gpus} gpus, legal, within every rate and slo; at least {lower_bound} needed \
+         (bound {bound:.6}{best})"
+    );
+    (report, line)
+}
+
+fn mix_report(file: &MixFile, verified: &MixVerified) -> (Value, String) {
+    let MixVerified { gpus, total, bound, unserved, machine_gpus } = *verified;
+    let report = json!({
+        "verified": true,
+        "gpus": gpus,
+        "total": total,
+        "objective": file.objective,
+        "bound": bound,
+        "unserved": unserved,
+        "machine_gpus": machine_gpus,
+    });
+    let failing = match machine_gpus {
+        None => String::new(),
+        Some(1) => ", also without any one gpu".to_string(),
+        Some(count) => format!(", also without any one machine of {count} gpus"),
+    };
+    let left_out = if unserved == 0 { String::new() } else { format!(", {unserved} not served") };
+    let unit = unit(file.objective);
+    let line = format!(
+        "verified: {gpus} gpus, {total:.2} {unit}, legal, within every rate and slo{failing}\
+         {left_out}; at least {bound:.2} without spare capacity"
+    );
+    (report, line)
+}
+
+/// What the total of a plan over several kinds counts.
+pub(super) fn unit(objective: MixObjective) -> &'static str {
+    match objective {
+        MixObjective::Cost => "an hour",
+        MixObjective::Gpus => "gpus",
+        MixObjective::Energy => "watts",
+    }
+}

@@ -1,0 +1,157 @@
+use base::{ManualClock, Random};
+
+use super::*;
+
+const COLUMNS: &str = "model,mig_gpcs,batch,procs,throughput_total_rps,latency_ms\n";
+
+fn offer(price: f64, count: Option<usize>) -> Vec<GpuOffer> {
+    vec![GpuOffer { name: "o".to_string(), price, watts: 300.0, count }]
+}
+
+/// Profiles of two models whose best kind differs: `small` runs on little, `large` needs much.
+fn kind(name: &str, factor: f64, price: f64, count: Option<usize>) -> MixKind {
+    let gpu = GpuKind::find(name).unwrap();
+    let mut text = COLUMNS.to_string();
+    for slice in gpu.slices {
+        let rate = f64::from(slice.gpcs) * 100.0 * factor;
+        text += &format!("small,{},1,1,{rate},10\n", slice.gpcs);
+        if slice.gpcs >= 4 {
+            text += &format!("large,{},1,1,{},10\n", slice.gpcs, rate * factor / 8.0);
+        }
+    }
+    MixKind { gpu, profiles: Profiles::from_csv(&text).unwrap(), offers: offer(price, count) }
+}
+
+fn mix(services: usize, kinds: Vec<MixKind>) -> MixProblem {
+    let mut random = Random::new(7);
+    let service = |index: usize| Service {
+        name: format!("s{index}"),
+        model: if index.is_multiple_of(4) { "large" } else { "small" }.to_string(),
+        rate: 5.0 + 300.0 * random.unit_f64() * random.unit_f64(),
+        slo_ms: 400.0,
+    };
+    let services: Vec<Service> = (0..services).map(service).collect();
+    let terms = services.iter().map(|_| ServiceTerms::default()).collect();
+    MixProblem {
+        services,
+        terms,
+        rules: PlanRules::default(),
+        kinds,
+        objective: MixObjective::Cost,
+        gpus_max: None,
+        serve_first: ServeFirst::Priority,
+        spare: Spare::None,
+    }
+}
+
+fn solve(problem: &MixProblem) -> Result<MixSolution, PlanError> {
+    let clock = ManualClock::default();
+    let mut report = |_| true;
+    let solution = plan_mix(problem, &mut SearchControl::new(&clock, &mut report))?;
+    assert_eq!(check_mix(problem, &solution), Vec::<String>::new());
+    assert!(solution.bound <= solution.total + 1e-9, "{} {}", solution.bound, solution.total);
+    Ok(solution)
+}
+
+#[test]
+fn a_mix_costs_at_most_what_the_best_single_kind_does() {
+    let three = || {
+        vec![
+            kind("a30-24gb", 0.5, 0.6, None),
+            kind("a100-80gb", 1.0, 2.0, None),
+            kind("h200-141gb", 2.2, 4.5, None),
+        ]
+    };
+    let mixed = solve(&mix(60, three())).unwrap();
+    let mut singles = Vec::new();
+    for one in three() {
+        if let Ok(single) = solve(&mix(60, vec![one])) {
+            singles.push(single.total);
+        }
+    }
+    let best = singles.iter().copied().fold(f64::INFINITY, f64::min);
+    assert!(mixed.total <= best + 1e-9, "{} {singles:?}", mixed.total);
+    assert!(mixed.total < best * 0.99, "the mix gains nothing: {} {singles:?}", mixed.total);
+    assert!(mixed.unserved.is_empty());
+    // Fewest GPUs instead of the lowest price.
+    let fewest = MixProblem { objective: MixObjective::Gpus, ..mix(60, three()) };
+    let fewest = solve(&fewest).unwrap();
+    assert!(fewest.gpus() <= mixed.gpus() && fewest.total == fewest.gpus() as f64);
+}
+
+#[test]
+fn stock_and_limits_decide_who_is_served() {
+    let cheap = || vec![kind("a100-80gb", 1.0, 1.0, Some(3)), kind("h100-80gb", 1.5, 5.0, None)];
+    let full = solve(&mix(40, cheap())).unwrap();
+    assert!(full.kinds[0].gpus <= 3 && full.kinds[1].gpus > 0);
+    let most = full.gpus() / 2;
+    let mut limited = MixProblem { gpus_max: Some(most), ..mix(40, cheap()) };
+    // The last ten matter most.
+    limited.terms.iter_mut().skip(30).for_each(|terms| terms.priority = 1);
+    let solution = solve(&limited).unwrap();
+    assert!(solution.gpus() <= most && !solution.unserved.is_empty());
+    assert!(solution.unserved.iter().all(|&service| service < 30), "{:?}", solution.unserved);
+    // By revenue the order is another one.
+    limited.serve_first = ServeFirst::Revenue;
+    limited.terms[3].revenue = 1e6;
+    let solution = solve(&limited).unwrap();
+    assert!(!solution.unserved.contains(&3), "{:?}", solution.unserved);
+    let none = MixProblem { gpus_max: Some(0), ..mix(4, cheap()) };
+    assert!(matches!(solve(&none), Err(PlanError::NoStock)));
+}
+
+#[test]
+fn any_gpu_or_machine_may_fail() {
+    let kinds = || vec![kind("a100-80gb", 1.0, 1.0, None), kind("h200-141gb", 2.0, 2.5, None)];
+    let plain = solve(&mix(30, kinds())).unwrap();
+    for machine_gpus in [1, 4] {
+        let spare = Spare::Machine(machine_gpus);
+        let solution = solve(&MixProblem { spare, ..mix(30, kinds()) }).unwrap();
+        assert!(solution.total > plain.total);
+        // The checker sees a plan without spare capacity.
+        let bare = MixProblem { spare, ..mix(30, kinds()) };
+        assert!(check_mix(&bare, &plain).iter().any(|what| what.contains("without machine")));
+    }
+}
+
+#[test]
+fn services_stay_on_their_kinds_and_apart() {
+    let mut problem =
+        mix(24, vec![kind("a100-80gb", 1.0, 1.0, None), kind("h100-80gb", 1.5, 9.0, None)]);
+    problem.terms[5].gpus = vec!["H100-80GB".to_string()];
+    for terms in problem.terms.iter_mut().skip(6).take(6) {
+        terms.apart = "replicas".to_string();
+    }
+    let solution = solve(&problem).unwrap();
+    assert!(solution.kinds[1].services.contains(&5));
+    // The others are cheaper elsewhere, as far as the GPU that it needs has no room left.
+    assert_eq!(solution.kinds[1].gpus, 1);
+    problem.terms[5].gpus = vec!["l4-24gb".to_string()];
+    let error = solve(&problem).unwrap_err();
+    assert!(matches!(error, PlanError::NoKind { .. }), "{error}");
+}
+
+#[test]
+fn offers_are_read_and_bad_ones_named() {
+    let good = "[[offer]]\ngpu = 'a100-80gb'\nprice = 1.5\ncount = 8\n[[offer]]\ngpu = 'l4-24gb'\n\
+                price = 0.3\nwatts = 72\n[[offer]]\ngpu = 'A100-80GB'\nname = 'spot'\n\
+                price = 0.9\n";
+    let kinds = offers_from_toml(good, GpuKind::find).unwrap();
+    assert_eq!((kinds.len(), kinds[0].1.len(), kinds[1].1[0].watts), (2, 2, 72.0));
+    let kinds =
+        kinds.into_iter().map(|(gpu, offers)| MixKind { offers, ..kind(gpu.name, 1.0, 1.0, None) });
+    let problem = mix(4, kinds.collect());
+    // Spot first, then the eight leased ones.
+    assert_eq!((problem.total(0, 2), problem.weight(0, 0.0)), (Some(1.8), 0.9));
+    for (old, new, line) in [
+        ("price = 1.5", "price = nan", 3),
+        ("count = 8", "count = 0", 4),
+        ("'l4-24gb'", "'k80'", 6),
+        ("watts = 72", "watts = -1.0", 8),
+        ("watts = 72", "power = 1.0", 8),
+    ] {
+        let error = offers_from_toml(&good.replace(old, new), GpuKind::find).unwrap_err();
+        assert!(error.to_string().contains(&format!("line {line}:")), "{error}");
+    }
+    assert!(offers_from_toml("", GpuKind::find).is_err());
+}
