@@ -26,7 +26,7 @@ pub enum Algorithm {
     MigServingLike,
     /// Each slice where fragmentation grows least, after a scheduler of 2025.
     LeastFragmentationLike,
-    /// GPUs partitioned anew and emptied by migration, after a scheduler of 2025.
+    /// GPUs partitioned again and emptied by migration, after a scheduler of 2025.
     RepartitioningLike,
     /// At most two MPS parts per GPU, after gpulet; counts GPUs only.
     GpuletLike,

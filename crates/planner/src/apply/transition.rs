@@ -175,7 +175,7 @@ pub fn check_transition(
                 for service in &both {
                     if !published.iter().any(|spec| spec.services.contains(service)) {
                         machine.wrong.push(format!(
-                            "'{service}' would have no server while its gpu is divided anew; name \
+                            "'{service}' would have no server while its gpu is divided again; name \
                              a free gpu with --gpus, or use --undo first"
                         ));
                     }

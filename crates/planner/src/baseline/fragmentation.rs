@@ -54,8 +54,8 @@ pub fn least_fragmentation_like(problem: &Problem) -> Result<Plan, PlanError> {
 }
 
 /// After Ting et al., "An Online Fragmentation-Aware Scheduler for Managing GPU-Sharing Workloads
-/// on Multi-Instance GPUs" (2025): GPUs are partitioned anew for what comes, and the services of the
-/// least used GPUs migrate until no GPU can be emptied.
+/// on Multi-Instance GPUs" (2025): GPUs are partitioned again for what comes, and the services of
+/// the least used GPUs migrate until no GPU can be emptied.
 pub fn repartitioning_like(problem: &Problem) -> Result<Plan, PlanError> {
     problem.validate()?;
     let demands = problem.demands();
