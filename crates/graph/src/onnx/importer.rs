@@ -9,11 +9,11 @@ use super::attributes::Attributes;
 use super::context::{Context, MapError, Mapped};
 use super::external::ExternalData;
 use super::proto::{GraphProto, ModelProto, NodeProto, OperatorSet, TypeProto, ValueInfoProto};
-use super::tensor::{data_type, data_type_name, to_tensor};
+use super::tensor::{data_type, data_type_name, held_type, narrow_type, to_tensor};
 use super::{ImportError, Limits, MAX_OPSET, UnsupportedNode};
 use super::{
-    elementwise, function, index, layout, loss, matrix, microsoft, nn, norm, order, quant,
-    recurrent, reduce, window,
+    elementwise, function, index, layout, loss, matrix, microsoft, nn, norm, order, quant, random,
+    recurrent, reduce, signal, spatial, training, window,
 };
 use crate::infer::{Fact, describe};
 use crate::ir::Graph;
@@ -137,6 +137,7 @@ impl Importer<'_> {
         for proto in std::mem::take(&mut source.initializers) {
             let tensor = to_tensor(&proto, self.external)?;
             let id = self.graph.add_constant(proto.name.clone(), tensor);
+            self.graph.values[id.index()].narrow = narrow_type(proto.data_type);
             self.name(&proto.name, id)?;
         }
         for info in &source.inputs {
@@ -181,12 +182,13 @@ impl Importer<'_> {
             self.note_input(info, format!("an input of the model is {what}"));
             return Ok((Fact::new(DataType::F32, None), true));
         };
-        let Some(dtype) = data_type(tensor.data_type) else {
+        let Some((dtype, narrow)) = held_type(tensor.data_type) else {
             let what = data_type_name(tensor.data_type);
             self.note_input(info, format!("an input of the model is {what}"));
             return Ok((Fact::new(DataType::F32, None), true));
         };
-        let Some(shape) = &tensor.shape else { return Ok((Fact::new(dtype, None), false)) };
+        let fact = |shape| Fact { narrow, ..Fact::new(dtype, shape) };
+        let Some(shape) = &tensor.shape else { return Ok((fact(None), false)) };
         let mut dims = Vec::with_capacity(shape.dims.len());
         for dim in &shape.dims {
             dims.push(match dim.value {
@@ -197,7 +199,7 @@ impl Importer<'_> {
         }
         let sizes: Vec<usize> = dims.iter().filter_map(SymDim::size).collect();
         model::tensor::element_count(&sizes).map_err(|error| bad(error.to_string()))?;
-        Ok((Fact::new(dtype, Some(dims)), false))
+        Ok((fact(Some(dims)), false))
     }
 
     /// Records an input of an unsupported type. It is reported with the nodes that use it.
@@ -428,7 +430,7 @@ impl Importer<'_> {
 
 type OperatorMapper = fn(&mut Context, &str) -> Mapped;
 
-const OPERATOR_MAPPERS: [OperatorMapper; 11] = [
+const OPERATOR_MAPPERS: [OperatorMapper; 14] = [
     elementwise::map,
     layout::map,
     matrix::map,
@@ -440,6 +442,9 @@ const OPERATOR_MAPPERS: [OperatorMapper; 11] = [
     recurrent::map,
     nn::map,
     loss::map,
+    signal::map,
+    spatial::map,
+    random::map,
 ];
 
 fn map(context: &mut Context) -> Result<(), MapError> {
@@ -450,6 +455,7 @@ fn map(context: &mut Context) -> Result<(), MapError> {
     let known = match domain {
         "" | "ai.onnx" => map_standard(context, op)?,
         "com.microsoft" => microsoft::map(context, op)?,
+        "ai.onnx.preview.training" => training::map(context, op)?,
         _ => false,
     };
     if !known {
