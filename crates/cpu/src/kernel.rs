@@ -23,6 +23,7 @@ mod integer;
 mod layout;
 mod linear_attention;
 mod matmul;
+mod ml;
 #[cfg(test)]
 mod memory_tests;
 mod narrow;
@@ -43,6 +44,7 @@ mod strided;
 mod testing;
 #[cfg(test)]
 mod testing_dense;
+mod text;
 mod unary;
 mod wide;
 
@@ -279,6 +281,8 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
         Op::Signal(_) => signal::build(facts),
         Op::Spatial(_) => spatial::build(facts),
         Op::Draw(draw) => draw::build(facts, *draw),
+        Op::Ml(ml) => ml::build(facts, *ml),
+        Op::Text(_) => text::build(facts),
         Op::TopK { .. } | Op::NonZero | Op::Compress { .. } | Op::NonMaxSuppression { .. } => {
             select::build(facts)
         }

@@ -14,11 +14,13 @@ mod elementwise;
 mod index;
 mod layout;
 mod matrix;
+mod ml;
 mod narrow;
 mod reduce;
 mod shape;
 mod signal;
 mod spatial;
+mod text;
 mod tracked;
 mod window;
 
@@ -279,6 +281,8 @@ fn dispatch(op: &Op, x: &Operands, outputs: usize) -> Inferred<Vec<Fact>> {
         Op::Signal(signal) => one(signal::signal(signal, x)),
         Op::Spatial(spatial) => one(spatial::spatial(spatial, x)),
         Op::Draw(draw) => one(signal::draw(draw, x)),
+        Op::Ml(ml) => ml::ml(ml, x),
+        Op::Text(text) => text::text(text, x),
         Op::TopK { axis, .. } => reduce::top_k(*axis, x),
         Op::NonZero => one(index::non_zero(x)),
         Op::Shape { start, end } => one(layout::shape_of(*start, *end, x)),

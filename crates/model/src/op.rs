@@ -10,13 +10,19 @@ use serde::{Deserialize, Serialize};
 use crate::DataType;
 use crate::narrow::{NarrowType, PowerRounding};
 
+mod ml;
 mod random;
 mod signal;
 mod spatial;
+mod text;
 
+pub use ml::{
+    ClassRule, Classify, Ml, PostTransform, SecondScore, Svm, SvmKernel, TreeAggregate, TreeMode, Trees,
+};
 pub use random::{Distribution, Draw};
 pub use signal::{Signal, WindowKind};
 pub use spatial::{RoiAlign, Spatial};
+pub use text::{LetterCase, Text, TfIdf, TfIdfMode, Tokenize};
 
 /// What a step computes. Shapes follow ONNX; see the comment of each variant for its inputs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -353,6 +359,10 @@ pub enum Op {
     Spatial(Spatial),
     /// Random numbers.
     Draw(Draw),
+    /// Trees, support vectors and labels.
+    Ml(Ml),
+    /// Strings.
+    Text(Text),
     /// `boxes, scores, [max per class], [iou threshold], [score threshold]`; the output is `I64`.
     NonMaxSuppression {
         /// Boxes are centre and size instead of two corners.
@@ -864,6 +874,8 @@ impl Op {
             Op::GlobalPool(kind) => format!("Global{}Pool", variant_name(kind)),
             Op::Signal(signal) => variant_name(signal),
             Op::Spatial(spatial) => variant_name(spatial),
+            Op::Ml(ml) => variant_name(ml),
+            Op::Text(text) => format!("Text{}", variant_name(text)),
             Op::Draw(draw) => format!("Random{}", variant_name(&draw.distribution)),
             Op::Rnn(rnn) => match rnn.cell {
                 RnnCell::Simple => "RNN".to_string(),

@@ -103,6 +103,7 @@ fn multinomial(
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::run;
     use super::super::testing::*;
     use super::*;
     use model::op::Op;

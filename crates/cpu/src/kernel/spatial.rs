@@ -270,6 +270,7 @@ fn bilinear(plane: &[f64], (height, width): (usize, usize), (y, x): (f64, f64)) 
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::integers;
     use super::super::testing::*;
     use super::*;
 

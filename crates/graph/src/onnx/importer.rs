@@ -12,8 +12,8 @@ use super::proto::{GraphProto, ModelProto, NodeProto, OperatorSet, TypeProto, Va
 use super::tensor::{data_type, data_type_name, held_type, narrow_type, to_tensor};
 use super::{ImportError, Limits, MAX_OPSET, UnsupportedNode};
 use super::{
-    elementwise, function, index, layout, loss, matrix, microsoft, nn, norm, order, quant, random,
-    recurrent, reduce, signal, spatial, training, window,
+    elementwise, function, index, layout, loss, matrix, microsoft, ml, nn, norm, order, quant,
+    random, recurrent, reduce, signal, spatial, text, training, window,
 };
 use crate::infer::{Fact, describe};
 use crate::ir::Graph;
@@ -430,7 +430,7 @@ impl Importer<'_> {
 
 type OperatorMapper = fn(&mut Context, &str) -> Mapped;
 
-const OPERATOR_MAPPERS: [OperatorMapper; 14] = [
+const OPERATOR_MAPPERS: [OperatorMapper; 15] = [
     elementwise::map,
     layout::map,
     matrix::map,
@@ -445,6 +445,7 @@ const OPERATOR_MAPPERS: [OperatorMapper; 14] = [
     signal::map,
     spatial::map,
     random::map,
+    text::map,
 ];
 
 fn map(context: &mut Context) -> Result<(), MapError> {
@@ -455,6 +456,7 @@ fn map(context: &mut Context) -> Result<(), MapError> {
     let known = match domain {
         "" | "ai.onnx" => map_standard(context, op)?,
         "com.microsoft" => microsoft::map(context, op)?,
+        "ai.onnx.ml" => ml::map(context, op)?,
         "ai.onnx.preview.training" => training::map(context, op)?,
         _ => false,
     };

@@ -111,7 +111,12 @@ pub(super) fn quantize(cx: &mut Context, axis: i64, to: NarrowType) -> Mapped {
     let x = as_type(cx, x, DataType::F32)?;
     let scale = as_type(cx, scale, DataType::F32)?;
     let scale = spread(cx, x, scale, axis)?;
-    let y = cx.part(Op::Binary(Binary::Div), &[x, scale])?;
+    let mut y = cx.part(Op::Binary(Binary::Div), &[x, scale])?;
+    if let Some(zero) = cx.optional(2).filter(|_| to == NarrowType::F4E2M1) {
+        let zero = decoded(cx, zero)?;
+        let zero = spread(cx, x, zero, axis)?;
+        y = cx.part(Op::Binary(Binary::Add), &[y, zero])?;
+    }
     cx.emit(Op::Encode(encode), vec![Some(y)])
 }
 

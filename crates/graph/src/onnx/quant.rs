@@ -24,7 +24,14 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
             let conv = window::conv(cx)?;
             cx.emit_all(Op::ConvInteger(conv), 4)
         }
-        "QLinearMatMul" => cx.emit_all(Op::QLinearMatMul, 8),
+        "QLinearMatMul" => {
+            // Scales of half precision are exact in single precision.
+            for index in [1, 4, 6] {
+                let scale = cx.input(index)?;
+                cx.inputs[index] = Some(narrow::as_type(cx, scale, DataType::F32)?);
+            }
+            cx.emit_all(Op::QLinearMatMul, 8)
+        }
         "QLinearConv" => {
             let conv = window::conv(cx)?;
             cx.emit_all(Op::QLinearConv(conv), 9)

@@ -1,3 +1,4 @@
+use super::super::testing::integers;
 use super::super::testing::*;
 use super::*;
 use base::Random;
