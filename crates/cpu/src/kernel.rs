@@ -8,6 +8,7 @@ mod activation;
 mod attention;
 mod binary;
 mod cast;
+mod control;
 mod conv;
 mod conv_transpose;
 mod dense;
@@ -283,6 +284,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
         Op::Draw(draw) => draw::build(facts, *draw),
         Op::Ml(ml) => ml::build(facts, *ml),
         Op::Text(_) => text::build(facts),
+        Op::Control(control) => control::build(facts, control),
         Op::TopK { .. } | Op::NonZero | Op::Compress { .. } | Op::NonMaxSuppression { .. } => {
             select::build(facts)
         }

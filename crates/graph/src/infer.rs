@@ -9,6 +9,7 @@ use crate::content;
 use crate::ir::Graph;
 use model::dim::{SymDim, shape_text};
 
+mod control;
 mod einsum;
 mod elementwise;
 mod index;
@@ -42,6 +43,7 @@ pub(crate) fn fail<T>(message: impl Into<String>) -> Inferred<T> {
     Err(InferError(message.into()))
 }
 
+pub(crate) use control::common;
 pub(crate) use einsum::labels as einsum_labels;
 
 /// A shape whose rank may be unknown.
@@ -283,6 +285,7 @@ fn dispatch(op: &Op, x: &Operands, outputs: usize) -> Inferred<Vec<Fact>> {
         Op::Draw(draw) => one(signal::draw(draw, x)),
         Op::Ml(ml) => ml::ml(ml, x),
         Op::Text(text) => text::text(text, x),
+        Op::Control(op) => control::control(op, x),
         Op::TopK { axis, .. } => reduce::top_k(*axis, x),
         Op::NonZero => one(index::non_zero(x)),
         Op::Shape { start, end } => one(layout::shape_of(*start, *end, x)),

@@ -55,6 +55,9 @@ pub struct Graph {
     pub outputs: Vec<ValueId>,
     /// Weights and other constants.
     pub constants: BTreeMap<ValueId, Tensor>,
+    /// What control flow runs, by the number in its operator. A body's inputs are its arguments,
+    /// then what it captures: the last operands of its node.
+    pub bodies: BTreeMap<u32, Vec<Graph>>,
 }
 
 impl Graph {

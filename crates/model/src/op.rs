@@ -10,12 +10,14 @@ use serde::{Deserialize, Serialize};
 use crate::DataType;
 use crate::narrow::{NarrowType, PowerRounding};
 
+mod control;
 mod ml;
 mod random;
 mod signal;
 mod spatial;
 mod text;
 
+pub use control::{Body, Control, ControlKind, Scan};
 pub use ml::{
     ClassRule, Classify, Ml, PostTransform, SecondScore, Svm, SvmKernel, TreeAggregate, TreeMode, Trees,
 };
@@ -363,6 +365,8 @@ pub enum Op {
     Ml(Ml),
     /// Strings.
     Text(Text),
+    /// Branches and loops.
+    Control(Control),
     /// `boxes, scores, [max per class], [iou threshold], [score threshold]`; the output is `I64`.
     NonMaxSuppression {
         /// Boxes are centre and size instead of two corners.
@@ -874,6 +878,7 @@ impl Op {
             Op::GlobalPool(kind) => format!("Global{}Pool", variant_name(kind)),
             Op::Signal(signal) => variant_name(signal),
             Op::Spatial(spatial) => variant_name(spatial),
+            Op::Control(control) => variant_name(&control.kind),
             Op::Ml(ml) => variant_name(ml),
             Op::Text(text) => format!("Text{}", variant_name(text)),
             Op::Draw(draw) => format!("Random{}", variant_name(&draw.distribution)),

@@ -20,6 +20,7 @@ use crate::ir::Graph;
 use model::dim::SymDim;
 
 mod control;
+mod structure;
 
 use control::ControlError;
 

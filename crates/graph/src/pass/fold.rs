@@ -148,7 +148,7 @@ fn value_of(
     }
     let all_constant = !node.inputs.is_empty()
         && node.inputs.iter().flatten().all(|id| graph.constant(*id).is_some());
-    if !all_constant || matches!(node.op, Op::Identity | Op::Draw(_)) {
+    if !all_constant || matches!(node.op, Op::Identity | Op::Draw(_) | Op::Control(_)) {
         return None;
     }
     let expected = largest_result(graph, node)?;
