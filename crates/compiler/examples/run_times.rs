@@ -39,7 +39,8 @@ fn main() {
     let (runs, threads) = (number(0, 200), number(1, 2));
     let model = std::fs::read(model).expect("a model");
     let plan = compiler::compile_onnx(&model, Some(&CpuEvaluator)).expect("a plan");
-    let (_, x) = graph::parse_tensor_proto(&std::fs::read(input).expect("an input")).expect("a tensor");
+    let (_, x) =
+        graph::parse_tensor_proto(&std::fs::read(input).expect("an input")).expect("a tensor");
     let device = CpuDevice::new(CpuOptions { threads, ..CpuOptions::default() });
     let program = device.load(Arc::new(plan)).expect("a program");
     let (sender, completions) = sync_channel(1);

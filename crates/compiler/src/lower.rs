@@ -28,13 +28,7 @@ pub fn lower(graph: &Graph) -> Result<LaunchPlan, CompileError> {
             Op::Control(control) => numbering.control(control, &mut inputs)?,
             op => op.clone(),
         };
-        let step = Step {
-            name: node.name.clone(),
-            op,
-            inputs,
-            outputs,
-            last_uses: vec![],
-        };
+        let step = Step { name: node.name.clone(), op, inputs, outputs, last_uses: vec![] };
         numbering.plan.steps.push(step);
     }
     for id in &graph.outputs {

@@ -24,9 +24,9 @@ mod integer;
 mod layout;
 mod linear_attention;
 mod matmul;
-mod ml;
 #[cfg(test)]
 mod memory_tests;
+mod ml;
 mod narrow;
 mod norm;
 mod operand;

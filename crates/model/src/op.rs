@@ -19,7 +19,8 @@ mod text;
 
 pub use control::{Body, Control, ControlKind, Scan};
 pub use ml::{
-    ClassRule, Classify, Ml, PostTransform, SecondScore, Svm, SvmKernel, TreeAggregate, TreeMode, Trees,
+    ClassRule, Classify, Ml, PostTransform, SecondScore, Svm, SvmKernel, TreeAggregate, TreeMode,
+    Trees,
 };
 pub use random::{Distribution, Draw};
 pub use signal::{Signal, WindowKind};

@@ -178,7 +178,8 @@ impl RowAnalysis<'_> {
         if input(step, 4).is_some() && one(4) != Some(1) {
             return None;
         }
-        let place = |at: i64| (if at < 0 { at.saturating_add(length) } else { at }).clamp(0, length);
+        let place =
+            |at: i64| (if at < 0 { at.saturating_add(length) } else { at }).clamp(0, length);
         let (start, end) = (place(one(1)?), place(one(2)?));
         let picked: Vec<u64> = (start..end.max(start)).map(|at| bits >> at & 1).collect();
         Some(sizes(&picked))
@@ -286,9 +287,8 @@ impl RowAnalysis<'_> {
         let is = |index: usize, axis: usize| {
             input(step, index).is_none_or(|id| self.state(id) == RowState::Rows(axis))
         };
-        let free = |index: usize| {
-            input(step, index).is_none_or(|id| self.state(id) == RowState::Free)
-        };
+        let free =
+            |index: usize| input(step, index).is_none_or(|id| self.state(id) == RowState::Free);
         let kept = self.state(x) == RowState::Rows(at)
             && [1, 2, 3, 7].into_iter().all(free)
             && is(4, 0)
@@ -699,7 +699,8 @@ mod tests {
             let all = maker.step(Op::Shape { start: 0, end: None }, &[x], "4");
             let (zero, two) = (maker.constant("1", vec![0]), maker.constant("1", vec![2]));
             let head = maker.step(Op::Slice, &[all, zero, two, zero], "2");
-            let (start, end) = (maker.constant("1", vec![from]), maker.constant("1", vec![from + 2]));
+            let (start, end) =
+                (maker.constant("1", vec![from]), maker.constant("1", vec![from + 2]));
             let tail = maker.step(Op::Slice, &[all, start, end, zero], "2");
             let sizes = maker.step(Op::Concat { axis: 0 }, &[head, tail], "4");
             let none = maker.constant("0", vec![]);

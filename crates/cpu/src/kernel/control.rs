@@ -218,8 +218,7 @@ fn nothing(info: &model::ValueInfo) -> Result<Value, KernelError> {
         model::Dim::Fixed(size) => *size,
         _ => 0,
     };
-    let shape: Vec<usize> =
-        [0].into_iter().chain(info.shape.iter().flatten().map(size)).collect();
+    let shape: Vec<usize> = [0].into_iter().chain(info.shape.iter().flatten().map(size)).collect();
     let empty = match info.dtype {
         DataType::String => {
             model::Tensor::from_strings(vec![0], Vec::new()).map_err(|error| error.to_string())?

@@ -5,9 +5,7 @@ use std::cmp::Ordering;
 use model::op::Op;
 
 use super::layout::rearrange;
-use super::operand::{
-    Element, around, dtype_of, elements, one, optional_integers, resolve_axis,
-};
+use super::operand::{Element, around, dtype_of, elements, one, optional_integers, resolve_axis};
 use super::wide::{from_reals, reals};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
 use crate::buffer::Buffer;
@@ -72,9 +70,8 @@ fn distinct<T: PartialOrd>(
     sorted: bool,
 ) -> Result<Distinct, KernelError> {
     let data = elements(tensor);
-    let slice = |at: usize| {
-        (0..outer).flat_map(move |row| &data[(row * along + at) * inner..][..inner])
-    };
+    let slice =
+        |at: usize| (0..outer).flat_map(move |row| &data[(row * along + at) * inner..][..inner]);
     let order = |a: usize, b: usize| {
         let pairs = slice(a).zip(slice(b));
         // NaN is after all numbers and equal to itself.
@@ -224,7 +221,11 @@ mod tests {
             let op = Op::Unique { axis: None, sorted };
             let got = try_run(op, &[Some(integers(&[50], &data))], 4).unwrap();
             let mut want: Vec<i64> = Vec::new();
-            data.iter().for_each(|x| if !want.contains(x) { want.push(*x) });
+            data.iter().for_each(|x| {
+                if !want.contains(x) {
+                    want.push(*x)
+                }
+            });
             if sorted {
                 want.sort_unstable();
             }

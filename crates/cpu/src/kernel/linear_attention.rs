@@ -52,7 +52,8 @@ fn run(inputs: &Inputs, op: LinearAttention) -> KernelResult {
     if !same(1) || !same(2) || key * heads != q.columns || key * kv_heads != k.columns {
         return Err("queries, keys and values do not fit each other".into());
     }
-    let side = |index: usize| inputs.optional(index).map(|_| Tokens::new(inputs, index)).transpose();
+    let side =
+        |index: usize| inputs.optional(index).map(|_| Tokens::new(inputs, index)).transpose();
     let (decay, beta) = (side(4)?, side(5)?);
     let fits = |side: &Option<Tokens>, index: usize, widths: &[usize]| match side {
         None => true,

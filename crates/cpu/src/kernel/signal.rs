@@ -7,9 +7,7 @@ mod tests;
 use model::DataType;
 use model::op::{Op, Signal, WindowKind};
 
-use super::operand::{
-    around, dtype_of, integer_scalar, integers, one, output_len, resolve_axis,
-};
+use super::operand::{around, dtype_of, integer_scalar, integers, one, output_len, resolve_axis};
 use super::wide::{from_reals, real_scalar, reals};
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::buffer::Buffer;
@@ -47,7 +45,14 @@ fn points(value: i64, what: &str) -> Result<usize, KernelError> {
 }
 
 /// One line of complex numbers: `line` numbers of `parts` parts, `stride` apart.
-fn load(data: &[f64], start: usize, stride: usize, count: usize, line: &mut [Complex], parts: usize) {
+fn load(
+    data: &[f64],
+    start: usize,
+    stride: usize,
+    count: usize,
+    line: &mut [Complex],
+    parts: usize,
+) {
     line.fill(Complex::default());
     for (index, slot) in line.iter_mut().take(count).enumerate() {
         let at = (start + index * stride) * parts;

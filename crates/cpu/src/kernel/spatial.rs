@@ -7,8 +7,8 @@ use model::op::{Op, Spatial};
 
 use super::layout::rearrange;
 use super::operand::{
-    Element, dtype_of, elements, integer_list, integers, one, output_len, resolve_axes, row_strides,
-    sizes,
+    Element, dtype_of, elements, integer_list, integers, one, output_len, resolve_axes,
+    row_strides, sizes,
 };
 use super::wide::{from_reals, reals};
 use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
@@ -163,7 +163,8 @@ fn col2im(inputs: &Inputs, blocks: &Blocks) -> KernelResult {
         let padded = image[axis].saturating_add(pads[axis]).saturating_add(pads[axis + rank]);
         let reach = (kernel[axis] - 1).saturating_mul(dilations[axis]).saturating_add(1);
         let free = padded.checked_sub(reach).filter(|_| strides[axis] > 0);
-        places.push(free.ok_or_else(|| invalid!("blocks do not fit the image"))? / strides[axis] + 1);
+        places
+            .push(free.ok_or_else(|| invalid!("blocks do not fit the image"))? / strides[axis] + 1);
     }
     if output_len(&places)? != count {
         return Err(invalid!("{count} columns instead of {places:?}"));

@@ -48,7 +48,10 @@ fn expression(pattern: &str) -> Result<Regex, KernelError> {
 }
 
 /// The strings of operand `index`, with their shape.
-fn strings<'a>(inputs: &'a Inputs, index: usize) -> Result<(&'a [Bytes], &'a [usize]), KernelError> {
+fn strings<'a>(
+    inputs: &'a Inputs,
+    index: usize,
+) -> Result<(&'a [Bytes], &'a [usize]), KernelError> {
     let tensor = inputs.typed::<Bytes>(index)?;
     Ok((elements(tensor), tensor.shape()))
 }

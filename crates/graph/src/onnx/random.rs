@@ -49,9 +49,10 @@ fn result_type(cx: &Context, default: DataType) -> Result<DataType, MapError> {
 fn distribution(cx: &Context, normal: bool) -> Result<Distribution, MapError> {
     let a = &cx.attributes;
     Ok(match normal {
-        true => {
-            Distribution::Normal { mean: a.float_or("mean", 0.0)?, scale: a.float_or("scale", 1.0)? }
-        }
+        true => Distribution::Normal {
+            mean: a.float_or("mean", 0.0)?,
+            scale: a.float_or("scale", 1.0)?,
+        },
         false => {
             Distribution::Uniform { low: a.float_or("low", 0.0)?, high: a.float_or("high", 1.0)? }
         }

@@ -38,7 +38,8 @@ fn counting() -> Op {
     let add = step(Op::Binary(Binary::Add), &[2, 3], 5);
     let below = step(Op::Compare(Compare::Less), &[5, 4], 6);
     let copy = step(Op::Identity, &[5], 7);
-    let plan = plan(&[I, B, I, I, I, I, B, I], &[0, 1, 2, 3, 4], &[6, 5, 7], vec![add, below, copy]);
+    let plan =
+        plan(&[I, B, I, I, I, I, B, I], &[0, 1, 2, 3, 4], &[6, 5, 7], vec![add, below, copy]);
     let bodies = vec![Body { plan, operands: vec![3, 4] }];
     Op::Control(Control { kind: ControlKind::Loop { carried: 1 }, id: 0, bodies })
 }

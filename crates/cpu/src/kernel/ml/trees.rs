@@ -198,7 +198,8 @@ impl<T: Real> Forest<T> {
                     Err(_) => self.add_leaf((-1 - *id) as usize, at)?,
                     Ok(index) => {
                         let seen = reached.get_mut(index);
-                        let seen = seen.ok_or_else(|| invalid!("a child {index} that is no node"))?;
+                        let seen =
+                            seen.ok_or_else(|| invalid!("a child {index} that is no node"))?;
                         if std::mem::replace(seen, true) {
                             return Err(invalid!("node {index} is reached twice: no tree"));
                         }

@@ -101,7 +101,9 @@ impl Machine<'_> {
                     && starts[classes] == vectors
                     && coefficients.len() == (classes - 1) * vectors
                     && rho.len() >= pairs
-                    && probability.as_ref().is_none_or(|(a, b)| a.len() >= pairs && b.len() >= pairs)
+                    && probability
+                        .as_ref()
+                        .is_none_or(|(a, b)| a.len() >= pairs && b.len() >= pairs)
             }
         };
         match fits {

@@ -33,7 +33,12 @@ fn tap((y, x): (f64, f64), (height, width): (usize, usize)) -> Tap {
     };
     let ((top, bottom, down), (left, right, over)) = (along(y, height), along(x, width));
     Tap {
-        at: [top * width + left, top * width + right, bottom * width + left, bottom * width + right],
+        at: [
+            top * width + left,
+            top * width + right,
+            bottom * width + left,
+            bottom * width + right,
+        ],
         weights: [
             (1.0 - down) * (1.0 - over),
             (1.0 - down) * over,
@@ -44,7 +49,12 @@ fn tap((y, x): (f64, f64), (height, width): (usize, usize)) -> Tap {
 }
 
 /// Start and extent of a box in one direction, and samples of a cell.
-fn side(low: f64, high: f64, roi: &RoiAlign, cells: usize) -> Result<(f64, f64, usize), KernelError> {
+fn side(
+    low: f64,
+    high: f64,
+    roi: &RoiAlign,
+    cells: usize,
+) -> Result<(f64, f64, usize), KernelError> {
     let offset = if roi.half_pixel { 0.5 } else { 0.0 };
     let scale = f64::from(roi.scale);
     let start = low * scale - offset;

@@ -77,9 +77,9 @@ impl DeformedConv {
                         };
                         let y = start(row, tap / kw, 1) + offset(0);
                         let x = start(column, tap % kw, 2) + offset(1);
-                        let factor = mask.as_ref().map_or(1.0, |mask| {
-                            mask[(group * taps + tap) * places + place]
-                        });
+                        let factor = mask
+                            .as_ref()
+                            .map_or(1.0, |mask| mask[(group * taps + tap) * places + place]);
                         let weight = weights[(output * group_width + channel) * taps + tap];
                         sum += weight * factor * bilinear(pixels, (height, width), (y, x));
                     }

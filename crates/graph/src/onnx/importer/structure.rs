@@ -188,7 +188,8 @@ impl Importer<'_> {
         self.graph.inputs = ids.clone();
         for (name, id) in &operands.captured {
             let value = outer.value(*id);
-            let fact = Fact::new(value.dtype, value.shape.clone()).with_content(value.content.clone());
+            let fact =
+                Fact::new(value.dtype, value.shape.clone()).with_content(value.content.clone());
             let fact = Fact { narrow: value.narrow, kind: value.kind, ..fact };
             let inner = self.graph.add_value(value.name.clone(), fact);
             self.graph.inputs.push(inner);
@@ -254,9 +255,7 @@ fn is_covered(known: &Shape, new: &Shape) -> bool {
     let fits = |(known, new): (&SymDim, &SymDim)| *known == SymDim::Unknown || known.is_same(new);
     match (known, new) {
         (None, _) => true,
-        (Some(known), Some(new)) => {
-            known.len() == new.len() && known.iter().zip(new).all(fits)
-        }
+        (Some(known), Some(new)) => known.len() == new.len() && known.iter().zip(new).all(fits),
         (Some(_), None) => false,
     }
 }

@@ -1,9 +1,7 @@
 //! Quantised operators that ONNX Runtime adds: dequantised, computed and quantised again, or as
 //! products of bytes.
 
-use model::op::{
-    Binary, Cast, Gemm, GlobalPool, MatMul, Op, RnnCell, Softmax, SoftmaxKind, Unary,
-};
+use model::op::{Binary, Cast, Gemm, GlobalPool, MatMul, Op, RnnCell, Softmax, SoftmaxKind, Unary};
 use model::{DataType, Tensor, ValueId};
 
 use super::super::context::{Context, MapError, Mapped, invalid, unsupported};
@@ -180,8 +178,7 @@ fn dynamic_matmul(cx: &mut Context) -> Mapped {
 
 fn integer_to_float(cx: &mut Context) -> Mapped {
     cx.at_most(7)?;
-    let operands =
-        vec![Some(cx.input(0)?), Some(cx.input(1)?), cx.optional(4), cx.optional(5)];
+    let operands = vec![Some(cx.input(0)?), Some(cx.input(1)?), cx.optional(4), cx.optional(5)];
     let (scales, bias) = ([cx.input(2)?, cx.input(3)?], cx.optional(6));
     scaled(cx, operands, scales, bias)
 }

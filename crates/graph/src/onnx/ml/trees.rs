@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use bytes::Bytes;
 use model::op::{
-    Binary, Classify, ClassRule, Ml, Op, PostTransform, SecondScore, TreeAggregate, TreeMode, Trees,
+    Binary, ClassRule, Classify, Ml, Op, PostTransform, SecondScore, TreeAggregate, TreeMode, Trees,
 };
 use model::{DataType, Tensor, ValueId};
 
@@ -112,7 +112,10 @@ fn listed(cx: &Context, what: &str) -> Result<Arrays, MapError> {
         let Some(mode) = mode_of(mode) else { continue };
         let child = |id: i64| places.get(&(trees[index], id)).copied();
         let (Some(yes), Some(no)) = (child(yes[index]), child(no[index])) else {
-            return invalid(format!("node {} of tree {} has no children", ids[index], trees[index]));
+            return invalid(format!(
+                "node {} of tree {} has no children",
+                ids[index], trees[index]
+            ));
         };
         let missing = i64::from(missing.get(index).is_some_and(|flag| *flag != 0));
         arrays.nodes.extend([features[index], number_of(mode), yes, no, missing, 0, 0]);
@@ -167,11 +170,12 @@ fn emit_trees(
     cx.at_most(1)?;
     let dtype = if double { DataType::F64 } else { DataType::F32 };
     let x = as_type(cx, x, dtype)?;
-    let table = |cx: &mut Context, data: &[i64], columns: usize| {
-        match Tensor::from_vec(vec![data.len() / columns, columns], data.to_vec()) {
-            Ok(tensor) => Ok(cx.constant(tensor)),
-            Err(error) => invalid(error.to_string()),
-        }
+    let table = |cx: &mut Context, data: &[i64], columns: usize| match Tensor::from_vec(
+        vec![data.len() / columns, columns],
+        data.to_vec(),
+    ) {
+        Ok(tensor) => Ok(cx.constant(tensor)),
+        Err(error) => invalid(error.to_string()),
     };
     let reals = |cx: &mut Context, data: &[f64]| match double {
         true => vector(cx, data),
@@ -294,7 +298,8 @@ fn separate(cx: &Context) -> Result<Arrays, MapError> {
     let features = ints(cx, "nodes_featureids");
     let modes = tensor_modes(cx)?;
     let thresholds = tensor_numbers(cx, "nodes_splits")?.unwrap_or_default();
-    let sides = [("nodes_truenodeids", "nodes_trueleafs"), ("nodes_falsenodeids", "nodes_falseleafs")];
+    let sides =
+        [("nodes_truenodeids", "nodes_trueleafs"), ("nodes_falsenodeids", "nodes_falseleafs")];
     let [yes, no] = sides.map(|(nodes, leaves)| (ints(cx, nodes), ints(cx, leaves)));
     let missing = ints(cx, "nodes_missing_value_tracks_true");
     let count = features.len();
