@@ -15,7 +15,7 @@ use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
 use crate::buffer::Buffer;
 use crate::kernel::operand::{Element, one};
 use crate::kernel::{KernelError, invalid};
-use crate::value::{Value, with_value};
+use crate::value::{TypedTensor, Value, with_value};
 use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts, ml: Ml) -> Result<Kernel, KernelError> {
@@ -98,6 +98,16 @@ fn largest(row: &[f32]) -> usize {
     (1..row.len()).fold(0, |best, at| if row[at] > row[best] { at } else { best })
 }
 
+/// The labels at `winners`.
+fn picked<T: Element + Clone>(
+    labels: &TypedTensor<T>,
+    winners: &[usize],
+) -> Result<Value, KernelError> {
+    let labels = elements(labels);
+    let picked = Buffer::collect(winners.iter().map(|at| labels[*at].clone()))?;
+    Ok(T::wrap(&[winners.len()], picked))
+}
+
 fn classify(inputs: &Inputs, op: Classify) -> KernelResult {
     let (value, labels) = (inputs.get(0)?, inputs.get(1)?);
     let (rows, columns) = table(value)?;
@@ -131,10 +141,6 @@ fn classify(inputs: &Inputs, op: Classify) -> KernelResult {
             }
         }
     }
-    let names = with_value!(labels, tensor => {
-        let names = elements(tensor);
-        let picked = Buffer::collect(winners.iter().map(|at| names[*at].clone()))?;
-        Element::wrap(&[rows], picked)
-    });
+    let names = with_value!(labels, tensor => picked(tensor, &winners))?;
     Ok(Outputs::from_iter([names, from_singles(&[rows, width], out, value.dtype())?]))
 }

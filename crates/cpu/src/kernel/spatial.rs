@@ -121,8 +121,8 @@ fn center_crop_pad(inputs: &Inputs, axes: Option<&[i64]>) -> KernelResult {
         let mut out = Buffer::filled(count, Default::default())?;
         for index in 0..moved {
             yield_point::did_work(4);
-            out[to_start + place(index, &to)] =
-                data[from_start + place(index, &from)].clone();
+            let (from, to) = (from_start + place(index, &from), to_start + place(index, &to));
+            out[to..=to].clone_from_slice(&data[from..=from]);
         }
         out
     });

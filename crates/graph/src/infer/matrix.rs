@@ -138,7 +138,7 @@ pub fn linear_attention(op: &LinearAttention, x: &Operands) -> Inferred<Vec<Fact
     if x.has(4) != op.gated || x.has(5) != op.delta {
         return fail("decay or beta do not fit the update rule");
     }
-    if op.kv_heads == 0 || op.heads % op.kv_heads != 0 {
+    if op.kv_heads == 0 || !op.heads.is_multiple_of(op.kv_heads) {
         return fail(format!("{} heads over {}", op.heads, op.kv_heads));
     }
     let (heads, kv_heads) = (SymDim::from(op.heads), SymDim::from(op.kv_heads));

@@ -58,7 +58,7 @@ fn affine_grid(x: &Operands) -> Inferred<Fact> {
     let dims = match (x.content(1), x.shape(1)) {
         (Some([batch, _, rest @ ..]), _) => {
             let spatial = rest.len() as i64;
-            Some([&[batch.clone()], rest, &[SymDim::Fixed(spatial)]].concat())
+            Some([std::slice::from_ref(batch), rest, &[SymDim::Fixed(spatial)]].concat())
         }
         (_, Some([SymDim::Fixed(length)])) if (4..=5).contains(length) => {
             let mut dims = vec![SymDim::Unknown; *length as usize - 1];

@@ -22,7 +22,7 @@ fn kernel(cx: &Context) -> Result<SvmKernel, MapError> {
 
 /// The rows of a matrix in an attribute.
 fn matrix(cx: &mut Context, data: &[f32], rows: usize) -> Result<ValueId, MapError> {
-    if rows == 0 || data.len() % rows != 0 {
+    if rows == 0 || !data.len().is_multiple_of(rows) {
         return invalid(format!("{} numbers in {rows} rows", data.len()));
     }
     match Tensor::from_vec(vec![rows, data.len() / rows], data.to_vec()) {
