@@ -482,6 +482,33 @@ def classical(cases: Cases) -> None:
     cases.types = {}
 
 
+def zip_map(cases: Cases) -> None:
+    """A sequence of maps: the case has its values and its keys."""
+    labels, domain = ["a", "b"], "ai.onnx.ml"
+    nodes = [
+        helper.make_node("LinearClassifier", ["x"], ["l", "p"], domain=domain,
+                         coefficients=[1.0, -1.0], intercepts=[0.1, 0.0],
+                         classlabels_strings=labels, post_transform="LOGISTIC"),
+        helper.make_node("ZipMap", ["p"], ["z"], domain=domain, classlabels_strings=labels),
+    ]
+    row = helper.make_map_type_proto(
+        TensorProto.STRING, helper.make_tensor_type_proto(TensorProto.FLOAT, [])
+    )
+    outputs = [
+        helper.make_tensor_value_info("l", TensorProto.STRING, ["N"]),
+        helper.make_value_info("z", helper.make_sequence_type_proto(row)),
+    ]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 1])]
+    graph = helper.make_graph(nodes, "zip_map", inputs, outputs)
+    opsets = [helper.make_opsetid("", 15), helper.make_opsetid(domain, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    given = {"x": np.array([[-1.0], [0.4], [2.0]], np.float32)}
+    label, maps = results(model, given)
+    values = np.array([list(one.values()) for one in maps], np.float32)
+    keys = np.array([list(one.keys()) for one in maps], dtype=object)
+    cases.save("zip_map", model, [(given, [np.array(label, dtype=object), values, keys])])
+
+
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
@@ -489,7 +516,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     cases = Cases(folder)
     attentions = (attention, multi_head_attention, group_query_attention)
-    for add in (*attentions, rotary_embedding, fused, control, quantized, classical):
+    for add in (*attentions, rotary_embedding, fused, control, quantized, classical, zip_map):
         add(cases)
     print(f"{len(list(folder.iterdir()))} cases in {folder}")
 

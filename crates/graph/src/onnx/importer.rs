@@ -405,6 +405,20 @@ impl Importer<'_> {
         }
     }
 
+    /// The keys of a sequence of maps become an output behind their values.
+    fn add_keys(&mut self, name: &str) -> Result<(), ImportError> {
+        let keys = format!("{name}{}", ml::KEYS);
+        let found = self.graph.values.iter().rposition(|value| value.name == keys);
+        match found {
+            Some(index) => self.graph.outputs.push(ValueId(index as u32)),
+            None => {
+                let reason = "an output that is a sequence of other values than maps";
+                return Err(ImportError::Model(format!("'{name}': {reason}")));
+            }
+        }
+        Ok(())
+    }
+
     fn finish(mut self, outputs: &[ValueInfoProto]) -> Result<Graph, ImportError> {
         if !self.unsupported.is_empty() {
             // Inputs are reported only when no node gives a better reason.
@@ -421,6 +435,9 @@ impl Importer<'_> {
                 return Err(ImportError::Duplicate { name: info.name.clone() });
             }
             self.graph.outputs.push(*id);
+            if info.kind.other == Some("sequence") {
+                self.add_keys(&info.name)?;
+            }
         }
         if self.graph.outputs.is_empty() {
             return Err(ImportError::Model("the model has no outputs".to_string()));

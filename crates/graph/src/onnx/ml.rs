@@ -32,6 +32,7 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
         "TreeEnsemble" => trees::ensemble(cx),
         "TreeEnsembleClassifier" => trees::classifier(cx),
         "TreeEnsembleRegressor" => trees::regressor(cx),
+        "ZipMap" => zip_map(cx),
         _ => Ok(false),
     }
 }
@@ -72,6 +73,27 @@ fn transformed(cx: &mut Context, x: ValueId, to: PostTransform) -> Result<ValueI
         PostTransform::None => Ok(x),
         to => cx.part(Op::Ml(Ml::PostTransform(to)), &[x]),
     }
+}
+
+/// The suffix of the output with the keys of a sequence of maps.
+pub(super) const KEYS: &str = ".keys";
+
+/// A sequence of maps as two tensors of rows: the values, and their keys in an output of their own.
+fn zip_map(cx: &mut Context) -> Mapped {
+    cx.at_most(1)?;
+    let x = cx.input(0)?;
+    let (keys, _) = class_labels(cx, ["classlabels_int64s", "classlabels_strings"])?;
+    if cx.rank(x)? != 2 {
+        return invalid("values that are not rows and columns");
+    }
+    let axis = cx.ints(&[0])?;
+    let keys = cx.part(Op::Unsqueeze, &[keys, axis])?;
+    let shape = cx.part(Op::Shape { start: 0, end: None }, &[x])?;
+    let keys = cx.part(Op::Expand, &[keys, shape])?;
+    if let Some(name) = cx.node.outputs.first() {
+        cx.graph.values[keys.index()].name = format!("{name}{KEYS}");
+    }
+    cx.emit_identity(0, x)
 }
 
 /// The labels of a classifier, from one of two attributes.

@@ -235,11 +235,15 @@ fn spelled_out(
         scores = cx.part(Op::Unary(Unary::Tanh), &[scores])?;
         scores = cx.part(Op::Binary(Binary::Mul), &[scores, cap])?;
     }
-    if cx.wants(3) && mode == 0 {
+    // Capped scores are both the first and the second form.
+    if cx.wants(3) && mode <= 1 {
         cx.emit_identity(3, scores)?;
     }
     if let Some(bias) = bias {
         scores = cx.part(Op::Binary(Binary::Add), &[scores, bias])?;
+    }
+    if cx.wants(3) && mode == 2 {
+        cx.emit_identity(3, scores)?;
     }
     let softmax = Softmax { kind: SoftmaxKind::Softmax, axis: -1, flatten: false };
     let weights = cx.part(Op::Softmax(softmax), &[scores])?;
