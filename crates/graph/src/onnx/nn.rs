@@ -38,7 +38,7 @@ pub(super) fn dimension(cx: &Context, id: ValueId, axis: usize) -> Result<i64, M
 }
 
 fn attention(cx: &mut Context) -> Mapped {
-    cx.at_most(7)?;
+    cx.at_most(6).or_else(|_| unsupported("nonpad_kv_seqlen"))?;
     let a = &cx.attributes;
     let (q_heads, kv_heads) = (a.int_or("q_num_heads", 0)?, a.int_or("kv_num_heads", 0)?);
     let (softcap, scale) = (a.float_or("softcap", 0.0)?, a.float("scale")?);
