@@ -69,10 +69,13 @@ class Cases:
             infos.append(helper.make_tensor_value_info(names[i], kind, value.shape))
         wanted = [name for name in results if name]
         types = [TensorProto.INT32 if n in self.integers else TensorProto.FLOAT for n in wanted]
+        types = [self.types.get(n, kind) for n, kind in zip(wanted, types, strict=True)]
         pairs = zip(wanted, types, strict=True)
         out = [helper.make_tensor_value_info(n, t, None) for n, t in pairs]
         graph = helper.make_graph([node], op, infos, out, constants)
         opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
+        if domain == "ai.onnx.ml":
+            opsets.append(helper.make_opsetid(domain, 3))
         given = {names[i]: v for i, v in enumerate(inputs) if v is not None and i not in fixed}
         return helper.make_model(graph, opset_imports=opsets, ir_version=9), given
 
@@ -124,6 +127,7 @@ class Cases:
         self.save(name, model, [(given, results(model, given)) for given in sets])
 
     integers: tuple[str, ...] = ()
+    types: dict[str, int] = {}
 
 
 def attention(cases: Cases) -> None:
@@ -339,6 +343,172 @@ main (float[2] s, float[4,2] xs, float[2] k) => (float[2] last, float[4,2] rows)
 }}""", [{"s": f(2), "xs": f(4, 2), "k": f(2)}])
 
 
+def quantized(cases: Cases) -> None:
+    f = cases.floats
+    cases.types = {"y0": TensorProto.UINT8}
+
+    def bytes_of(*shape: int) -> np.ndarray:
+        return cases.random.integers(0, 256, shape).astype(np.uint8)
+
+    def scale(value: float) -> np.ndarray:
+        return np.array(value, np.float32)
+
+    def zero(value: int) -> np.ndarray:
+        return np.array(value, np.uint8)
+
+    x, y = bytes_of(2, 3, 8, 8), bytes_of(2, 3, 8, 8)
+    # Without common factors, so that no result is half way between two bytes.
+    a, b, c = ([scale(s), zero(z)] for s, z in ((0.01337, 120), (0.02113, 77), (0.03071, 101)))
+    cases.add("qlinear_add", "QLinearAdd", [x, *a, y, *b, *c])
+    cases.add("qlinear_mul", "QLinearMul", [x, *a, y, *b, *c])
+    cases.add("qlinear_add_row", "QLinearAdd", [x, *a, y[0, 0, 0], *b, *c])
+    cases.add("qlinear_sigmoid", "QLinearSigmoid", [x, *a, scale(1 / 256), zero(0)],
+              fixed=(1, 2, 3, 4))
+    cases.add("qlinear_leaky", "QLinearLeakyRelu", [x, *a, *c], fixed=(1, 2, 3, 4), alpha=0.2)
+    cases.add("qlinear_concat", "QLinearConcat", [*c, x, *a, y, *b], axis=1,
+              fixed=(0, 1, 3, 4, 6, 7))
+    cases.add("qlinear_average_pool", "QLinearAveragePool", [x, *a, *b], kernel_shape=[3, 3],
+              pads=[1, 1, 1, 1], strides=[2, 2], fixed=(1, 2, 3, 4))
+    cases.add("qlinear_global_pool", "QLinearGlobalAveragePool", [x, *a, *b])
+    m, w = bytes_of(4, 16), bytes_of(16, 5)
+    bias = cases.random.integers(-900, 900, 5).astype(np.int32)
+    cases.add("qgemm", "QGemm", [m, *a, w, *b, bias, scale(0.09), zero(128)],
+              fixed=(1, 2, 3, 4, 5, 6, 7, 8))
+    cases.types = {}
+    cases.add("qgemm_numbers", "QGemm", [m, *a, w, *b, bias], fixed=(1, 2, 3, 4, 5, 6))
+    left, b_scale = f(4, 16), np.abs(f(5)) + 0.01
+    cases.add("dynamic_matmul", "DynamicQuantizeMatMul", [left, w, scale(0.02), zero(90), f(5)],
+              fixed=(1, 2, 3, 4))
+    cases.add("integer_to_float", "MatMulIntegerToFloat",
+              [m, w, scale(0.01), b_scale, zero(3), bytes_of(5), f(5)], fixed=(1, 3, 5, 6))
+    for size, inner in ((16, 32), (32, 48)):
+        blocks = -(-inner // size)
+        packed, scales = bytes_of(5, blocks, size // 2), np.abs(f(5 * blocks)) + 0.01
+        points = bytes_of(5 * -(-blocks // 2))
+        shape = {"K": inner, "N": 5, "bits": 4, "block_size": size}
+        cases.add(f"matmul_bits_{size}", "MatMulNBits", [f(3, inner), packed, scales],
+                  fixed=(1, 2), **shape)
+        cases.add(f"matmul_bits_{size}_zero", "MatMulNBits", [f(3, inner), packed, scales, points],
+                  fixed=(1, 2, 3), **shape)
+
+
+def forest(cases: Cases, trees: int, depth: int, targets: int) -> dict[str, list]:
+    """The nodes of random trees, and what their leaves add."""
+    lists: dict[str, list] = {name: [] for name in (
+        "treeids", "nodeids", "featureids", "values", "modes", "truenodeids", "falsenodeids",
+        "missing_value_tracks_true")}
+    leaves: list[tuple[int, int, int, float]] = []
+    for tree in range(trees):
+        count = 2 ** (depth + 1) - 1
+        for node in range(count):
+            leaf = node >= count // 2
+            lists["treeids"].append(tree)
+            lists["nodeids"].append(node)
+            lists["featureids"].append(int(cases.random.integers(0, 4)))
+            lists["values"].append(float(np.float32(cases.random.uniform(-1, 1))))
+            kinds = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT")
+            lists["modes"].append("LEAF" if leaf else kinds[tree % len(kinds)])
+            lists["truenodeids"].append(0 if leaf else 2 * node + 1)
+            lists["falsenodeids"].append(0 if leaf else 2 * node + 2)
+            lists["missing_value_tracks_true"].append(int(cases.random.integers(0, 2)))
+            if leaf:
+                target = int(cases.random.integers(0, targets))
+                leaves.append((tree, node, target, float(np.float32(cases.floats(1)[0]))))
+    return {"nodes": lists, "leaves": leaves}
+
+
+def classical(cases: Cases) -> None:
+    f = cases.floats
+    ml = {"domain": "ai.onnx.ml"}
+    rows = f(11, 4)
+    rows[3, 1] = np.nan
+    for targets, what in ((1, "target"), (3, "target"), (2, "class"), (3, "class")):
+        made = forest(cases, 8, 3, targets if what == "target" else max(targets - 1, 1))
+        if what == "class" and targets == 3:
+            made["leaves"] = [(t, n, int(i % 3), w) for i, (t, n, _, w)
+                              in enumerate(made["leaves"])]
+        attributes: dict[str, object] = {f"nodes_{k}": v for k, v in made["nodes"].items()}
+        columns = list(zip(*made["leaves"], strict=True))
+        for name, column in zip(("treeids", "nodeids", "ids", "weights"), columns, strict=True):
+            attributes[f"{what}_{name}"] = list(column)
+        if what == "target":
+            for function in ("SUM", "AVERAGE", "MIN", "MAX")[: 4 if targets == 1 else 1]:
+                cases.add(f"trees_{targets}_{function.lower()}", "TreeEnsembleRegressor", [rows],
+                          n_targets=targets, aggregate_function=function, **attributes, **ml)
+        else:
+            cases.types = {"y0": TensorProto.INT64}
+            for post in ("NONE", "LOGISTIC", "SOFTMAX"):
+                cases.add(f"tree_classes_{targets}_{post.lower()}", "TreeEnsembleClassifier",
+                          [rows], outputs=2, classlabels_int64s=[7, 9, 11][:targets],
+                          post_transform=post, **attributes, **ml)
+            cases.types = {}
+    clean = np.nan_to_num(rows)
+    cases.add("linear_regressor", "LinearRegressor", [clean], targets=2,
+              coefficients=f(8).tolist(), intercepts=f(2).tolist(), **ml)
+    cases.types = {"y0": TensorProto.INT64}
+    for count, post in ((1, "LOGISTIC"), (1, "NONE"), (2, "LOGISTIC"), (3, "SOFTMAX")):
+        cases.add(f"linear_classes_{count}_{post.lower()}", "LinearClassifier", [clean], outputs=2,
+                  coefficients=f(4 * count).tolist(), intercepts=f(count).tolist(),
+                  classlabels_ints=[3, 5, 8][: max(count, 2)], post_transform=post, **ml)
+    support = {"support_vectors": f(6 * 4).tolist(), "kernel_params": [0.4, 0.3, 2.0]}
+    for kernel in ("LINEAR", "POLY", "RBF", "SIGMOID"):
+        for classes in (2, 3):
+            pairs = classes * (classes - 1) // 2
+            cases.add(f"svm_classes_{classes}_{kernel.lower()}", "SVMClassifier", [clean],
+                      outputs=2, coefficients=f(6 * (classes - 1)).tolist(), kernel_type=kernel,
+                      vectors_per_class=[6 // classes] * classes, rho=f(pairs).tolist(),
+                      prob_a=(-np.abs(f(pairs)) - 0.5).tolist(), prob_b=f(pairs).tolist(),
+                      classlabels_ints=[3, 5, 8][:classes], **support, **ml)
+        cases.types = {}
+        cases.add(f"svm_{kernel.lower()}", "SVMRegressor", [clean], n_supports=6,
+                  coefficients=f(6).tolist(), rho=f(1).tolist(), kernel_type=kernel, **support,
+                  **ml)
+        cases.types = {"y0": TensorProto.INT64}
+    cases.types = {}
+    cases.add("scaler", "Scaler", [clean], offset=f(4).tolist(), scale=f(4).tolist(), **ml)
+    cases.add("imputer", "Imputer", [rows], imputed_value_floats=f(4).tolist(),
+              replaced_value_float=float("nan"), **ml)
+    for norm in ("MAX", "L1", "L2"):
+        cases.add(f"normalizer_{norm.lower()}", "Normalizer", [np.abs(clean)], norm=norm, **ml)
+    cases.add("one_hot_labels", "OneHotEncoder", [np.array([[2, 7], [4, 2]], np.int64)],
+              cats_int64s=[2, 4, 9], zeros=1, **ml)
+    cases.add("features", "FeatureVectorizer", [clean, f(11, 2)], inputdimensions=[4, 2], **ml)
+    cases.types = {"y0": TensorProto.STRING}
+    words = np.array([["a b;c", ""], ["héllo wörld", "x;;y"]], dtype=object)
+    cases.add("tokens", "Tokenizer", [words], mark=1, pad_value="#", separators=[" ", ";"],
+              mincharnum=1)
+    cases.add("characters", "Tokenizer", [words], mark=0, pad_value="#", separators=[""],
+              mincharnum=1)
+    cases.types = {}
+
+
+def zip_map(cases: Cases) -> None:
+    """A sequence of maps: the case has its values and its keys."""
+    labels, domain = ["a", "b"], "ai.onnx.ml"
+    nodes = [
+        helper.make_node("LinearClassifier", ["x"], ["l", "p"], domain=domain,
+                         coefficients=[1.0, -1.0], intercepts=[0.1, 0.0],
+                         classlabels_strings=labels, post_transform="LOGISTIC"),
+        helper.make_node("ZipMap", ["p"], ["z"], domain=domain, classlabels_strings=labels),
+    ]
+    row = helper.make_map_type_proto(
+        TensorProto.STRING, helper.make_tensor_type_proto(TensorProto.FLOAT, [])
+    )
+    outputs = [
+        helper.make_tensor_value_info("l", TensorProto.STRING, ["N"]),
+        helper.make_value_info("z", helper.make_sequence_type_proto(row)),
+    ]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 1])]
+    graph = helper.make_graph(nodes, "zip_map", inputs, outputs)
+    opsets = [helper.make_opsetid("", 15), helper.make_opsetid(domain, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    given = {"x": np.array([[-1.0], [0.4], [2.0]], np.float32)}
+    label, maps = results(model, given)
+    values = np.array([list(one.values()) for one in maps], np.float32)
+    keys = np.array([list(one.keys()) for one in maps], dtype=object)
+    cases.save("zip_map", model, [(given, [np.array(label, dtype=object), values, keys])])
+
+
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
@@ -346,7 +516,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     cases = Cases(folder)
     attentions = (attention, multi_head_attention, group_query_attention)
-    for add in (*attentions, rotary_embedding, fused, control):
+    for add in (*attentions, rotary_embedding, fused, control, quantized, classical, zip_map):
         add(cases)
     print(f"{len(list(folder.iterdir()))} cases in {folder}")
 

@@ -31,6 +31,30 @@ use model::{DataType, Tensor, TensorData};
 const RELATIVE: f64 = 1e-3;
 const ABSOLUTE: f64 = 1e-7;
 
+/// Tests whose results are drawn by chance: only types, shapes and the range are compared.
+const RANDOM: [&str; 1] = ["test_bernoulli"];
+
+/// Tests whose expected zeros are rounding errors of single precision.
+const ROUNDED: [&str; 1] = ["test_dft_inverse"];
+const ROUNDED_ABSOLUTE: f64 = 1e-6;
+
+/// How outputs are compared.
+#[derive(Clone, Copy)]
+struct Tolerance {
+    absolute: f64,
+    random: bool,
+}
+
+impl Tolerance {
+    fn of(folder: &Path) -> Tolerance {
+        let name = folder.file_name().map(|name| name.to_string_lossy().into_owned());
+        let name = name.unwrap_or_default();
+        let is_one_of = |list: &[&str]| list.iter().any(|prefix| name.starts_with(prefix));
+        let absolute = if is_one_of(&ROUNDED) { ROUNDED_ABSOLUTE } else { ABSOLUTE };
+        Tolerance { absolute, random: is_one_of(&RANDOM) }
+    }
+}
+
 /// What became of a test.
 #[derive(Clone, Debug, PartialEq)]
 enum Verdict {
@@ -109,6 +133,7 @@ impl TestDevice {
         for step in self.device.host_sections(&plan, &[]).iter().flat_map(|s| &s.steps) {
             *self.on_host.lock().unwrap().entry(step.op.clone()).or_default() += 1;
         }
+        let tolerance = Tolerance::of(folder);
         let program = self.device.load(Arc::new(plan)).map_err(|err| refuse(&err))?;
         for set in 0.. {
             let data = folder.join(format!("test_data_set_{set}"));
@@ -120,7 +145,7 @@ impl TestDevice {
             for queue in &self.queues {
                 let task = program.prepare(inputs.clone());
                 let task = task.map_err(|err| Verdict::Error(err.to_string()))?;
-                compare(&outputs(queue, task)?, &want)?;
+                compare(&outputs(queue, task)?, &want, tolerance)?;
             }
         }
         Ok(())
@@ -155,7 +180,7 @@ fn tensors(folder: &Path, kind: &str) -> Result<Vec<Tensor>, Verdict> {
     Ok(tensors)
 }
 
-fn compare(got: &[Tensor], want: &[Tensor]) -> Result<(), Verdict> {
+fn compare(got: &[Tensor], want: &[Tensor], tolerance: Tolerance) -> Result<(), Verdict> {
     let fail = |why: String| Err(Verdict::Failed(why));
     if got.len() != want.len() {
         return fail(format!("{} outputs instead of {}", got.len(), want.len()));
@@ -170,7 +195,7 @@ fn compare(got: &[Tensor], want: &[Tensor]) -> Result<(), Verdict> {
                 want.shape()
             ));
         }
-        if let Some(why) = difference(got, want) {
+        if let Some(why) = difference(got, want, tolerance) {
             return fail(format!("output {index}: {why}"));
         }
     }
@@ -178,7 +203,11 @@ fn compare(got: &[Tensor], want: &[Tensor]) -> Result<(), Verdict> {
 }
 
 /// The first difference between two tensors of one type and shape.
-fn difference(got: &Tensor, want: &Tensor) -> Option<String> {
+fn difference(got: &Tensor, want: &Tensor, tolerance: Tolerance) -> Option<String> {
+    if tolerance.random {
+        let outside = reals(got).into_iter().find(|x| *x != 0.0 && *x != 1.0);
+        return outside.map(|x| format!("{x} is neither 0 nor 1"));
+    }
     if !got.dtype().is_float() {
         return match (got.data(), want.data()) {
             (TensorData::Raw(a), TensorData::Raw(b)) if a == b => None,
@@ -189,7 +218,7 @@ fn difference(got: &Tensor, want: &Tensor) -> Option<String> {
     let pairs = reals(got).into_iter().zip(reals(want)).enumerate();
     for (position, (got, want)) in pairs {
         let same = got == want || (got.is_nan() && want.is_nan());
-        let close = (got - want).abs() <= ABSOLUTE + RELATIVE * want.abs();
+        let close = (got - want).abs() <= tolerance.absolute + RELATIVE * want.abs();
         if !same && !close {
             return Some(format!("element {position} is {got} instead of {want}"));
         }
@@ -333,7 +362,8 @@ fn print(verdicts: &BTreeMap<String, Verdict>) {
 #[test]
 fn differences_are_found() {
     let of = |data: &[f32]| Tensor::from_vec(vec![data.len()], data.to_vec()).unwrap();
-    let wrong = |got: Tensor, want: Tensor| compare(&[got], &[want]).is_err();
+    let exact = Tolerance { absolute: ABSOLUTE, random: false };
+    let wrong = |got: Tensor, want: Tensor| compare(&[got], &[want], exact).is_err();
     assert!(!wrong(of(&[1.0, f32::NAN]), of(&[1.0005, f32::NAN])));
     assert!(!wrong(of(&[f32::INFINITY]), of(&[f32::INFINITY])));
     assert!(wrong(of(&[1.0]), of(&[1.01])));
@@ -343,7 +373,10 @@ fn differences_are_found() {
     let whole = |x: i64| Tensor::from_vec(vec![1], vec![x]).unwrap();
     assert!(wrong(whole(1), of(&[1.0])));
     assert!(wrong(whole(1 << 60), whole((1 << 60) + 1)));
-    assert!(compare(&[], &[of(&[1.0])]).is_err());
+    assert!(compare(&[], &[of(&[1.0])], exact).is_err());
+    let random = Tolerance { absolute: ABSOLUTE, random: true };
+    assert!(compare(&[of(&[1.0, 0.0])], &[of(&[0.0, 0.0])], random).is_ok());
+    assert!(compare(&[of(&[0.5])], &[of(&[0.0])], random).is_err());
 }
 
 /// The folder with the tests; `None`, with how to get it, when it is nowhere.
@@ -418,7 +451,7 @@ fn operators_of_onnx_runtime_give_its_results() {
         let verdicts = judge_all(&folder, device, &[Class::BestEffort], |_| {});
         let wrong: Vec<_> = verdicts.iter().filter(|(_, now)| **now != Verdict::Passed).collect();
         assert!(wrong.is_empty(), "{wrong:#?}");
-        assert!(verdicts.len() >= 40 || std::env::var("ATOLL_ONNX_ONLY").is_ok());
+        assert!(verdicts.len() >= 100 || std::env::var("ATOLL_ONNX_ONLY").is_ok());
     }
 }
 

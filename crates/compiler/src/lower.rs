@@ -1,7 +1,10 @@
 //! Lowers the IR to a launch plan.
 
+use std::sync::Arc;
+
 use graph::{Graph, SymDim};
-use model::{LaunchPlan, Step, ValueId, ValueInfo};
+use model::op::{Body, Control, Op};
+use model::{LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
 use crate::CompileError;
 
@@ -20,14 +23,12 @@ pub fn lower(graph: &Graph) -> Result<LaunchPlan, CompileError> {
         let mut map = |ids: &[Option<ValueId>]| -> Vec<Option<ValueId>> {
             ids.iter().map(|id| id.map(|id| numbering.id(id))).collect()
         };
-        let (inputs, outputs) = (map(&node.inputs), map(&node.outputs));
-        let step = Step {
-            name: node.name.clone(),
-            op: node.op.clone(),
-            inputs,
-            outputs,
-            last_uses: vec![],
+        let (mut inputs, outputs) = (map(&node.inputs), map(&node.outputs));
+        let op = match &node.op {
+            Op::Control(control) => numbering.control(control, &mut inputs)?,
+            op => op.clone(),
         };
+        let step = Step { name: node.name.clone(), op, inputs, outputs, last_uses: vec![] };
         numbering.plan.steps.push(step);
     }
     for id in &graph.outputs {
@@ -47,6 +48,37 @@ struct Numbering<'a> {
 }
 
 impl Numbering<'_> {
+    /// Control flow with its bodies as plans. Their constants become operands, so that a device
+    /// holds and counts them like all others.
+    fn control(
+        &mut self,
+        control: &Control,
+        inputs: &mut Vec<Option<ValueId>>,
+    ) -> Result<Op, CompileError> {
+        let captured: Vec<usize> = (control.kind.operands()..inputs.len()).collect();
+        let mut bodies = Vec::new();
+        for graph in self.graph.bodies.get(&control.id).into_iter().flatten() {
+            let mut plan = lower(graph)?;
+            let mut operands = captured.clone();
+            for (id, tensor) in std::mem::take(&mut plan.constants) {
+                operands.push(inputs.len());
+                inputs.push(Some(self.lifted(plan.value(id).clone(), tensor)));
+                plan.inputs.push(id);
+            }
+            plan.plan_lifetimes();
+            bodies.push(Body { plan: Arc::new(plan), operands });
+        }
+        Ok(Op::Control(Control { kind: control.kind.clone(), id: control.id, bodies }))
+    }
+
+    /// A constant that no value of the graph is.
+    fn lifted(&mut self, info: ValueInfo, tensor: Tensor) -> ValueId {
+        let id = ValueId(self.plan.values.len() as u32);
+        self.plan.values.push(info);
+        self.plan.constants.push((id, tensor));
+        id
+    }
+
     fn id(&mut self, id: ValueId) -> ValueId {
         if let Some(known) = self.ids[id.index()] {
             return known;

@@ -8,9 +8,12 @@ mod activation;
 mod attention;
 mod binary;
 mod cast;
+mod control;
 mod conv;
 mod conv_transpose;
 mod dense;
+mod distinct;
+mod draw;
 mod einsum;
 mod elementwise;
 mod gather;
@@ -19,9 +22,12 @@ mod generate;
 mod geometry;
 mod integer;
 mod layout;
+mod linear_attention;
 mod matmul;
 #[cfg(test)]
 mod memory_tests;
+mod ml;
+mod narrow;
 mod norm;
 mod operand;
 mod parallel;
@@ -31,13 +37,17 @@ mod reduce;
 mod resample;
 mod rnn;
 mod select;
+mod signal;
 mod softmax;
+mod spatial;
 mod strided;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
 mod testing_dense;
+mod text;
 mod unary;
+mod wide;
 
 use model::op::Op;
 use model::{DataType, LaunchPlan, MemoryError, Step};
@@ -248,6 +258,7 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
         Op::Binary(_) | Op::Compare(_) | Op::Variadic(_) | Op::Where => binary::build(facts),
         Op::Clip | Op::PRelu => binary::build(facts),
         Op::Cast(cast) => cast::build(facts, cast.to),
+        Op::Decode { .. } | Op::Encode(_) | Op::BitCast { .. } => narrow::build(facts),
         Op::ScaleShift { .. } => norm::build(facts),
         Op::Conv(conv) => conv::build(facts, conv),
         Op::ConvTranspose(_) => conv_transpose::build(facts),
@@ -263,7 +274,17 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
         | Op::Lrn { .. }
         | Op::LpNorm { .. } => norm::build(facts),
         Op::Softmax(softmax) => softmax::build(facts, *softmax),
-        Op::Reduce(_) | Op::ArgReduce(_) | Op::CumSum { .. } => reduce::build(facts),
+        Op::Reduce(_) | Op::ArgReduce(_) | Op::CumSum { .. } | Op::CumProd { .. } => {
+            reduce::build(facts)
+        }
+        Op::Unique { .. } | Op::Det | Op::TensorScatter { .. } => distinct::build(facts),
+        Op::LinearAttention(attention) => linear_attention::build(facts, *attention),
+        Op::Signal(_) => signal::build(facts),
+        Op::Spatial(_) => spatial::build(facts),
+        Op::Draw(draw) => draw::build(facts, *draw),
+        Op::Ml(ml) => ml::build(facts, *ml),
+        Op::Text(_) => text::build(facts),
+        Op::Control(control) => control::build(facts, control),
         Op::TopK { .. } | Op::NonZero | Op::Compress { .. } | Op::NonMaxSuppression { .. } => {
             select::build(facts)
         }

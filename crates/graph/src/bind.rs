@@ -12,6 +12,9 @@ pub fn bind(graph: &Graph, bindings: &[(&str, usize)]) -> Result<Graph, InferErr
         found.and_then(|(_, size)| i64::try_from(*size).ok())
     };
     let mut bound = graph.clone();
+    for body in bound.bodies.values_mut().flatten() {
+        *body = bind(body, bindings)?;
+    }
     for id in &bound.inputs {
         let value = &mut bound.values[id.index()];
         let substitute = |dim: &SymDim| dim.substitute(&lookup);

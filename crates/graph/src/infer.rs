@@ -3,19 +3,25 @@
 use std::fmt;
 
 use model::op::Op;
-use model::{DataType, Tensor, ValueId};
+use model::{DataType, NarrowType, Tensor, ValueId};
 
 use crate::content;
 use crate::ir::Graph;
 use model::dim::{SymDim, shape_text};
 
+mod control;
 mod einsum;
 mod elementwise;
 mod index;
 mod layout;
 mod matrix;
+mod ml;
+mod narrow;
 mod reduce;
 mod shape;
+mod signal;
+mod spatial;
+mod text;
 mod tracked;
 mod window;
 
@@ -37,12 +43,27 @@ pub(crate) fn fail<T>(message: impl Into<String>) -> Inferred<T> {
     Err(InferError(message.into()))
 }
 
+pub(crate) use control::common;
 pub(crate) use einsum::labels as einsum_labels;
 
 /// A shape whose rank may be unknown.
 pub type Shape = Option<Vec<SymDim>>;
 
-/// The inferred properties of one value.
+/// Whether a value is a tensor or several.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ValueKind {
+    /// One tensor.
+    #[default]
+    Tensor,
+    /// Any number of tensors.
+    Sequence,
+    /// A tensor or none.
+    Optional,
+    /// A sequence or none.
+    OptionalSequence,
+}
+
+/// The inferred properties of one value. Of a sequence, type and shape are those of its tensors.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fact {
     /// Element type.
@@ -51,12 +72,16 @@ pub struct Fact {
     pub shape: Shape,
     /// The elements, when they are few and integers.
     pub content: Option<Vec<SymDim>>,
+    /// What the bytes are, when they are not themselves.
+    pub narrow: Option<NarrowType>,
+    /// A tensor, or tensors.
+    pub kind: ValueKind,
 }
 
 impl Fact {
     /// A value whose elements are not tracked.
     pub fn new(dtype: DataType, shape: Shape) -> Fact {
-        Fact { dtype, shape, content: None }
+        Fact { dtype, shape, content: None, narrow: None, kind: ValueKind::Tensor }
     }
 
     /// The properties of a constant.
@@ -65,6 +90,8 @@ impl Fact {
             dtype: tensor.dtype(),
             shape: Some(tensor.shape().iter().map(|dim| SymDim::from(*dim)).collect()),
             content: content::of_tensor(tensor),
+            narrow: None,
+            kind: ValueKind::Tensor,
         }
     }
 
@@ -187,6 +214,7 @@ pub(crate) fn infer(
 ) -> Inferred<Vec<Fact>> {
     let operands = Operands { graph, inputs };
     let mut facts = dispatch(op, &operands, outputs)?;
+    narrow::mark(op, &operands, &mut facts)?;
     for fact in &mut facts {
         check(fact)?;
         tracked::limit(fact);
@@ -222,6 +250,9 @@ fn dispatch(op: &Op, x: &Operands, outputs: usize) -> Inferred<Vec<Fact>> {
         Op::Clip => one(elementwise::clip(x)),
         Op::PRelu => one(elementwise::prelu(x)),
         Op::Cast(cast) => one(elementwise::cast(*cast, x)),
+        Op::Decode { .. } => one(narrow::decode(x)),
+        Op::Encode(encode) => one(narrow::encode(encode, x)),
+        Op::BitCast { to } => one(narrow::bit_cast(*to, x)),
         Op::Identity => one(elementwise::identity(x)),
         Op::ScaleShift { .. } => one(elementwise::scale_shift(x)),
         Op::Conv(conv) => one(window::conv(conv, x)),
@@ -242,7 +273,19 @@ fn dispatch(op: &Op, x: &Operands, outputs: usize) -> Inferred<Vec<Fact>> {
         Op::Softmax(softmax) => one(reduce::softmax(softmax, x)),
         Op::Reduce(reduction) => one(reduce::reduce(reduction, x)),
         Op::ArgReduce(arg) => one(reduce::arg_reduce(arg, x)),
-        Op::CumSum { .. } => one(elementwise::identity(x).map(|f| Fact::new(f.dtype, f.shape))),
+        Op::CumSum { .. } | Op::CumProd { .. } => {
+            one(elementwise::identity(x).map(|f| Fact::new(f.dtype, f.shape)))
+        }
+        Op::Det => one(matrix::det(x)),
+        Op::Unique { axis, .. } => index::unique(*axis, x),
+        Op::TensorScatter { .. } => one(index::tensor_scatter(x)),
+        Op::LinearAttention(attention) => matrix::linear_attention(attention, x),
+        Op::Signal(signal) => one(signal::signal(signal, x)),
+        Op::Spatial(spatial) => one(spatial::spatial(spatial, x)),
+        Op::Draw(draw) => one(signal::draw(draw, x)),
+        Op::Ml(ml) => ml::ml(ml, x),
+        Op::Text(text) => text::text(text, x),
+        Op::Control(op) => control::control(op, x),
         Op::TopK { axis, .. } => reduce::top_k(*axis, x),
         Op::NonZero => one(index::non_zero(x)),
         Op::Shape { start, end } => one(layout::shape_of(*start, *end, x)),

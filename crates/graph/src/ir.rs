@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use model::op::Op;
-use model::{DataType, Tensor, ValueId};
+use model::{DataType, NarrowType, Tensor, ValueId};
 
 use crate::content;
-use crate::infer::{self, Fact, InferError};
+use crate::infer::{self, Fact, InferError, ValueKind};
 use model::dim::SymDim;
 
 /// A value and its inferred properties.
@@ -20,6 +20,10 @@ pub struct Value {
     pub shape: Option<Vec<SymDim>>,
     /// The elements in row-major order, when they are few and integers.
     pub content: Option<Vec<SymDim>>,
+    /// What the bytes are, when they are not themselves. Only operators of the file ask for it.
+    pub narrow: Option<NarrowType>,
+    /// A tensor, or tensors.
+    pub kind: ValueKind,
 }
 
 /// One operator with its operands.
@@ -51,6 +55,9 @@ pub struct Graph {
     pub outputs: Vec<ValueId>,
     /// Weights and other constants.
     pub constants: BTreeMap<ValueId, Tensor>,
+    /// What control flow runs, by the number in its operator. A body's inputs are its arguments,
+    /// then what it captures: the last operands of its node.
+    pub bodies: BTreeMap<u32, Vec<Graph>>,
 }
 
 impl Graph {
@@ -72,8 +79,8 @@ impl Graph {
     /// Adds a value that some node will write.
     pub fn add_value(&mut self, name: impl Into<String>, fact: Fact) -> ValueId {
         let id = ValueId(self.values.len() as u32);
-        let Fact { dtype, shape, content } = fact;
-        self.values.push(Value { name: name.into(), dtype, shape, content });
+        let Fact { dtype, shape, content, narrow, kind } = fact;
+        self.values.push(Value { name: name.into(), dtype, shape, content, narrow, kind });
         id
     }
 
@@ -86,7 +93,7 @@ impl Graph {
 
     /// Makes the existing value `id` a constant. The caller removes the node that wrote it.
     pub fn set_constant(&mut self, id: ValueId, tensor: Tensor) {
-        let Fact { dtype, shape, content } = Fact::of_tensor(&tensor);
+        let Fact { dtype, shape, content, .. } = Fact::of_tensor(&tensor);
         let value = &mut self.values[id.index()];
         (value.dtype, value.shape, value.content) = (dtype, shape, content);
         self.constants.insert(id, tensor);

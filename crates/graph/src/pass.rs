@@ -8,6 +8,7 @@ use crate::ir::Graph;
 pub mod activation;
 pub mod attention;
 pub mod batch_norm;
+pub mod control;
 pub mod dead;
 pub mod editor;
 pub mod einsum;
@@ -87,6 +88,7 @@ pub fn optimize(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> PassRep
     for _ in 0..MAX_ROUNDS {
         let before = report.total();
         report.add("fold", fold::run(graph, evaluator, &mut budget));
+        report.add("control", control::run(graph, evaluator));
         for (name, pass) in PASSES {
             report.add(name, pass(graph));
         }

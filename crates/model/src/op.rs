@@ -8,6 +8,24 @@
 use serde::{Deserialize, Serialize};
 
 use crate::DataType;
+use crate::narrow::{NarrowType, PowerRounding};
+
+mod control;
+mod ml;
+mod random;
+mod signal;
+mod spatial;
+mod text;
+
+pub use control::{Body, Control, ControlKind, Scan};
+pub use ml::{
+    ClassRule, Classify, Ml, PostTransform, SecondScore, Svm, SvmKernel, TreeAggregate, TreeMode,
+    Trees,
+};
+pub use random::{Distribution, Draw};
+pub use signal::{Signal, WindowKind};
+pub use spatial::{RoiAlign, Spatial};
+pub use text::{LetterCase, Text, TfIdf, TfIdfMode, Tokenize};
 
 /// What a step computes. Shapes follow ONNX; see the comment of each variant for its inputs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -28,6 +46,18 @@ pub enum Op {
     PRelu,
     /// `x`: converts each element.
     Cast(Cast),
+    /// `codes`, bytes: the numbers they stand for, `F32`.
+    Decode {
+        /// What the bytes are.
+        from: NarrowType,
+    },
+    /// `x`, `F32` for floats and `I64` for integers: the bytes of a narrow type.
+    Encode(Encode),
+    /// `x`: the same bits as elements of another type of the same size.
+    BitCast {
+        /// The type of the output.
+        to: DataType,
+    },
     /// `x`, unchanged.
     Identity,
     /// `x, scale, shift`: `activation(x * scale[c] + shift[c])` with `c` the index along axis 1.
@@ -125,6 +155,23 @@ pub enum Op {
         /// Sum from the end.
         reverse: bool,
     },
+    /// `x, axis`.
+    CumProd {
+        /// Exclude the element itself.
+        exclusive: bool,
+        /// Multiply from the end.
+        reverse: bool,
+    },
+    /// `x`: the determinants of square matrices.
+    Det,
+    /// `x`; outputs the different elements or slices, and as `I64` the first position of each, the
+    /// place of each position among them, and their counts.
+    Unique {
+        /// Flattened when absent; may be negative.
+        axis: Option<i64>,
+        /// In order rather than as they occur.
+        sorted: bool,
+    },
     /// `x, k`; outputs values and `I64` indices.
     TopK {
         /// The dimension; may be negative.
@@ -213,6 +260,13 @@ pub enum Op {
         /// How an update is combined with the existing element.
         reduction: ScatterReduction,
     },
+    /// `past, update, [first position of each row]`: rows overwritten along one dimension.
+    TensorScatter {
+        /// May be negative.
+        axis: i64,
+        /// Positions wrap around at the end.
+        circular: bool,
+    },
     /// `indices, depth, values`.
     OneHot {
         /// May be negative.
@@ -300,6 +354,20 @@ pub enum Op {
 
     /// `x, w, r, [b], [lengths], [initial h], [initial c], [peepholes]`; outputs `[y], [h], [c]`.
     Rnn(Rnn),
+    /// `q, k, v, [state], [decay], [beta]`, heads side by side; outputs `y, state`.
+    LinearAttention(LinearAttention),
+    /// Spectra.
+    Signal(Signal),
+    /// Images.
+    Spatial(Spatial),
+    /// Random numbers.
+    Draw(Draw),
+    /// Trees, support vectors and labels.
+    Ml(Ml),
+    /// Strings.
+    Text(Text),
+    /// Branches and loops.
+    Control(Control),
     /// `boxes, scores, [max per class], [iou threshold], [score threshold]`; the output is `I64`.
     NonMaxSuppression {
         /// Boxes are centre and size instead of two corners.
@@ -405,6 +473,32 @@ pub enum Variadic {
 pub struct Cast {
     /// The type of the output.
     pub to: DataType,
+}
+
+/// Conversion of numbers to the bytes of a narrow type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Encode {
+    /// What the bytes are.
+    pub to: NarrowType,
+    /// Numbers beyond the largest one become it.
+    pub saturate: bool,
+    /// Rounding to powers of two.
+    pub rounding: PowerRounding,
+}
+
+/// Attention with a state instead of a softmax.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LinearAttention {
+    /// Heads of the queries.
+    pub heads: usize,
+    /// Heads of keys and values; each serves several of the queries.
+    pub kv_heads: usize,
+    /// Factor on the result; one over the root of a key's width when absent.
+    pub scale: Option<f32>,
+    /// The state decays before every token.
+    pub gated: bool,
+    /// Only the difference to what the state already gives is added to it.
+    pub delta: bool,
 }
 
 /// A function fused into the end of a step.
@@ -783,6 +877,12 @@ impl Op {
                 format!("{}Pool", variant_name(&pool.kind).replace("WithIndices", ""))
             }
             Op::GlobalPool(kind) => format!("Global{}Pool", variant_name(kind)),
+            Op::Signal(signal) => variant_name(signal),
+            Op::Spatial(spatial) => variant_name(spatial),
+            Op::Control(control) => variant_name(&control.kind),
+            Op::Ml(ml) => variant_name(ml),
+            Op::Text(text) => format!("Text{}", variant_name(text)),
+            Op::Draw(draw) => format!("Random{}", variant_name(&draw.distribution)),
             Op::Rnn(rnn) => match rnn.cell {
                 RnnCell::Simple => "RNN".to_string(),
                 RnnCell::Lstm { .. } => "LSTM".to_string(),

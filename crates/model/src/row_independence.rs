@@ -27,12 +27,25 @@ pub fn mixing_step<'a>(plan: &'a LaunchPlan, batch: &str) -> Option<&'a Step> {
     }
     for step in &plan.steps {
         let Some(state) = analysis.after(step) else { return Some(step) };
-        for id in step.outputs.iter().flatten() {
-            analysis.states[id.index()] = state;
+        for (index, id) in step.outputs.iter().enumerate() {
+            if let Some(id) = id {
+                analysis.states[id.index()] = of_output(step, index, state);
+            }
         }
     }
     let rows = |id: &ValueId| analysis.state(*id) == RowState::Rows(0);
     if plan.outputs.iter().all(rows) { None } else { plan.steps.last() }
+}
+
+/// The state of output `index` of a step whose first output has `state`. Of a recurrent layer the
+/// last states have no dimension of time.
+fn of_output(step: &Step, index: usize, state: RowState) -> RowState {
+    match (&step.op, state) {
+        (Op::Rnn(rnn), RowState::Rows(_)) if !rnn.batch_first => {
+            RowState::Rows(if index == 0 { 2 } else { 1 })
+        }
+        _ => state,
+    }
 }
 
 /// How a value depends on rows.
@@ -42,6 +55,9 @@ enum RowState {
     Free,
     /// It depends on the number of rows, not on their content.
     Count,
+    /// A list of sizes: those whose bit is set depend on the number of rows, the others on nothing
+    /// that differs within a batch.
+    Sizes(u64),
     /// Its entries along this dimension belong to one row each, in order, the same number to each.
     Rows(usize),
 }
@@ -86,6 +102,9 @@ impl RowAnalysis<'_> {
 
     /// The result of a step that reads no rows but their number.
     fn of_count(&self, step: &Step) -> Option<RowState> {
+        if let Some(state) = self.of_sizes(step) {
+            return Some(state);
+        }
         match step.op {
             Op::ConstantOfShape { .. } | Op::Expand => self.by_shape(step),
             Op::Gather { .. } | Op::Concat { .. } | Op::Slice | Op::Squeeze | Op::Unsqueeze => {
@@ -97,6 +116,73 @@ impl RowAnalysis<'_> {
             Op::Where | Op::Reduce(_) | Op::Reshape { .. } => Some(RowState::Count),
             _ => None,
         }
+    }
+
+    /// The result of a step that moves sizes.
+    fn of_sizes(&self, step: &Step) -> Option<RowState> {
+        match &step.op {
+            Op::Identity | Op::Cast(_) => Some(self.state(input(step, 0)?)),
+            Op::Gather { axis: 0 } => {
+                let RowState::Sizes(bits) = self.state(input(step, 0)?) else { return None };
+                let (indices, length) = (input(step, 1)?, self.length(input(step, 0)?)?);
+                let bit = |index: &i64| {
+                    let at = if *index < 0 { index + length as i64 } else { *index };
+                    Some(bits >> u32::try_from(at).ok()? & 1)
+                };
+                let picked = self.numbers(indices)?.iter().map(bit).collect::<Option<Vec<_>>>()?;
+                match (self.rank(indices)?, &picked[..]) {
+                    (0, [0]) => Some(RowState::Free),
+                    (0, [_]) => Some(RowState::Count),
+                    (1, picked) => Some(sizes(picked)),
+                    _ => None,
+                }
+            }
+            Op::Slice => self.sliced_sizes(step),
+            Op::Concat { axis: 0 } => {
+                let mut bits = Vec::new();
+                for id in step.inputs.iter().flatten() {
+                    let length = self.length(*id)?;
+                    match self.state(*id) {
+                        RowState::Free => bits.resize(bits.len() + length, 0),
+                        RowState::Count => bits.resize(bits.len() + length, 1),
+                        RowState::Sizes(own) => bits.extend((0..length).map(|at| own >> at & 1)),
+                        RowState::Rows(_) => return None,
+                    }
+                    if bits.len() > 64 {
+                        return None;
+                    }
+                }
+                Some(sizes(&bits))
+            }
+            _ => None,
+        }
+    }
+
+    /// The number of elements of a list.
+    fn length(&self, id: ValueId) -> Option<usize> {
+        match self.dims(id)? {
+            [Dim::Fixed(length)] if *length <= 64 => Some(*length),
+            _ => None,
+        }
+    }
+
+    /// A part of a list of sizes.
+    fn sliced_sizes(&self, step: &Step) -> Option<RowState> {
+        let x = input(step, 0)?;
+        let RowState::Sizes(bits) = self.state(x) else { return None };
+        let length = self.length(x)? as i64;
+        let one = |index: usize| match self.numbers(input(step, index)?)?[..] {
+            [only] => Some(only),
+            _ => None,
+        };
+        if input(step, 4).is_some() && one(4) != Some(1) {
+            return None;
+        }
+        let place =
+            |at: i64| (if at < 0 { at.saturating_add(length) } else { at }).clamp(0, length);
+        let (start, end) = (place(one(1)?), place(one(2)?));
+        let picked: Vec<u64> = (start..end.max(start)).map(|at| bits >> at & 1).collect();
+        Some(sizes(&picked))
     }
 
     /// All rows of the output, if it has any, are equal.
@@ -174,10 +260,41 @@ impl RowAnalysis<'_> {
             Op::InstanceNorm { .. } | Op::GroupNorm { .. } | Op::Lrn { .. } => alone,
             Op::ScaleShift { .. } | Op::DepthToSpace { .. } | Op::SpaceToDepth { .. } => alone,
             Op::ConvInteger(_) | Op::QLinearConv(_) => alone,
-            Op::Resize(_) => alone && self.row_axis(first_output(step)?)? == Some(0),
+            Op::Resize(_) => self.resized(step, x)?,
+            Op::Rnn(rnn) => return self.recurrent(step, x, rnn.batch_first),
             _ => false,
         };
         kept.then_some(RowState::Rows(0))
+    }
+
+    /// Whether a step resamples each row by itself.
+    fn resized(&self, step: &Step, x: ValueId) -> Option<bool> {
+        let dims = self.dims(first_output(step)?)?;
+        let first = matches!(dims.first(), Some(Dim::Symbol(name)) if name == self.batch);
+        let own = |id: &ValueId| match self.state(*id) {
+            // Only the number of rows itself follows the number of rows.
+            RowState::Sizes(bits) => bits & !1 == 0,
+            state => state == RowState::Free,
+        };
+        let others = dims.iter().skip(1).all(|dim| !dim.has_symbol(self.batch));
+        let operands = step.inputs.iter().skip(1).flatten().all(own);
+        Some(self.state(x) == RowState::Rows(0) && first && others && operands)
+    }
+
+    /// A recurrent layer runs along time: rows stay beside each other.
+    fn recurrent(&self, step: &Step, x: ValueId, batch_first: bool) -> Option<RowState> {
+        let at = usize::from(!batch_first);
+        let is = |index: usize, axis: usize| {
+            input(step, index).is_none_or(|id| self.state(id) == RowState::Rows(axis))
+        };
+        let free =
+            |index: usize| input(step, index).is_none_or(|id| self.state(id) == RowState::Free);
+        let kept = self.state(x) == RowState::Rows(at)
+            && [1, 2, 3, 7].into_iter().all(free)
+            && is(4, 0)
+            && is(5, at)
+            && is(6, at);
+        kept.then_some(RowState::Rows(if batch_first { 0 } else { 2 }))
     }
 
     fn products(&self, step: &Step, x: ValueId) -> Option<RowState> {
@@ -252,7 +369,8 @@ impl RowAnalysis<'_> {
     /// Operators that move dimensions.
     fn rearranged(&self, step: &Step, x: ValueId) -> Option<RowState> {
         match &step.op {
-            Op::Shape { .. } | Op::Size => Some(RowState::Count),
+            Op::Shape { start, end } => Some(self.shape_of(x, *start, *end)),
+            Op::Size => Some(RowState::Count),
             Op::Transpose { perm } => {
                 let (rank, rows) = (self.rank(x)?, self.rows_of(x)?);
                 let at = match perm {
@@ -282,6 +400,25 @@ impl RowAnalysis<'_> {
             }
             _ => None,
         }
+    }
+
+    /// The sizes of dimensions `start..end` of rows.
+    fn shape_of(&self, x: ValueId, start: i64, end: Option<i64>) -> RowState {
+        let Some(dims) = self.dims(x).filter(|dims| dims.len() <= 64) else {
+            return RowState::Count;
+        };
+        let rank = dims.len() as i64;
+        let place = |at: i64| (if at < 0 { at.saturating_add(rank) } else { at }).clamp(0, rank);
+        let (start, end) = (place(start), place(end.unwrap_or(rank)));
+        let rows = self.rows_of(x);
+        let counts = |at: i64| {
+            let dim = &dims[at as usize];
+            // A size that nobody knows may depend on anything.
+            let open = *dim == Dim::Unknown || dim.has_symbol(self.batch);
+            u64::from(open || rows == Some(at as usize))
+        };
+        let bits: Vec<u64> = (start..end.max(start)).map(counts).collect();
+        sizes(&bits)
     }
 
     fn rows_of(&self, id: ValueId) -> Option<usize> {
@@ -354,7 +491,7 @@ impl RowAnalysis<'_> {
             let rank = self.rank(id).filter(|rank| *rank >= 2)?;
             match self.state(id) {
                 RowState::Free => Some(None),
-                RowState::Count => None,
+                RowState::Count | RowState::Sizes(_) => None,
                 RowState::Rows(axis) => Some(Some(match (rank - axis, transposed) {
                     (1, true) => 2,
                     (2, true) => 1,
@@ -404,6 +541,12 @@ impl RowAnalysis<'_> {
             _ => None,
         }
     }
+}
+
+/// A list of sizes from one bit for each.
+fn sizes(bits: &[u64]) -> RowState {
+    let all = bits.iter().enumerate().fold(0, |all, (at, bit)| all | bit << at);
+    if all == 0 { RowState::Free } else { RowState::Sizes(all) }
 }
 
 fn input(step: &Step, index: usize) -> Option<ValueId> {
@@ -500,6 +643,111 @@ mod tests {
         assert_eq!(symbol("n,n", "n"), None);
         assert_eq!(symbol("n,3", "n,2*n"), None);
         assert_eq!(symbol("1,3", "1,3"), None);
+    }
+
+    /// The size of dimension `axis` of `x`, as a list of one.
+    fn size_of(maker: &mut PlanBuilder, x: ValueId, axis: i64, rank: usize) -> ValueId {
+        let all = maker.step(Op::Shape { start: 0, end: None }, &[x], &rank.to_string());
+        let at = maker.constant("1", vec![axis]);
+        maker.step(Op::Gather { axis: 0 }, &[all, at], "1")
+    }
+
+    #[test]
+    fn positions_up_to_the_length_keep_rows_independent() {
+        for (axis, mixed) in [(1, None), (0, Some("slice"))] {
+            let mut maker = PlanBuilder::default();
+            let x = maker.input("n,t,8");
+            let length = size_of(&mut maker, x, axis, 3);
+            let table = maker.constant("1,512,8", vec![0]);
+            let (start, along) = (maker.constant("1", vec![0]), maker.constant("1", vec![1]));
+            let rows = maker.step(Op::Slice, &[table, start, length, along], "1,t,8");
+            let y = maker.step(Op::Binary(Binary::Add), &[x, rows], "n,t,8");
+            // Positions up to the number of rows depend on it.
+            let got = maker.mixes(y);
+            assert_eq!(got.is_none(), mixed.is_none(), "{got:?}");
+        }
+    }
+
+    #[test]
+    fn ranges_over_the_length_are_free() {
+        let mut maker = PlanBuilder::default();
+        let x = maker.input("n,t");
+        let length = size_of(&mut maker, x, 1, 2);
+        let (zero, one) = (maker.constant("1", vec![0]), maker.constant("1", vec![1]));
+        let range = maker.step(Op::Range, &[zero, length, one], "t");
+        let y = maker.step(Op::Binary(Binary::Add), &[x, range], "n,t");
+        assert_eq!(maker.mixes(y), None);
+    }
+
+    #[test]
+    fn images_resized_to_other_images_keep_rows_independent() {
+        use crate::op::{AspectPolicy, CoordinateMode, NearestMode, Resize, ResizeMode};
+        let resize = Op::Resize(Resize {
+            mode: ResizeMode::Linear,
+            coordinates: CoordinateMode::HalfPixel,
+            nearest: NearestMode::Floor,
+            cubic_coefficient: -0.75,
+            exclude_outside: false,
+            extrapolation_value: 0.0,
+            antialias: false,
+            axes: None,
+            keep_aspect: AspectPolicy::Stretch,
+        });
+        for (from, mixed) in [(2, false), (0, true)] {
+            let mut maker = PlanBuilder::default();
+            let x = maker.input("n,3,h,w");
+            let all = maker.step(Op::Shape { start: 0, end: None }, &[x], "4");
+            let (zero, two) = (maker.constant("1", vec![0]), maker.constant("1", vec![2]));
+            let head = maker.step(Op::Slice, &[all, zero, two, zero], "2");
+            let (start, end) =
+                (maker.constant("1", vec![from]), maker.constant("1", vec![from + 2]));
+            let tail = maker.step(Op::Slice, &[all, start, end, zero], "2");
+            let sizes = maker.step(Op::Concat { axis: 0 }, &[head, tail], "4");
+            let none = maker.constant("0", vec![]);
+            let y = maker.step(resize.clone(), &[x, none, none, sizes], "n,3,?,?");
+            assert_eq!(maker.mixes(y).is_some(), mixed);
+        }
+    }
+
+    #[test]
+    fn recurrent_layers_keep_rows_beside_each_other() {
+        use crate::op::{Rnn, RnnCell, RnnDirection};
+        let layer = |maker: &mut PlanBuilder, x: ValueId, state: Option<ValueId>, out: &str| {
+            let (w, r) = (maker.constant("1,16,8", vec![0]), maker.constant("1,16,4", vec![0]));
+            let y = maker.step(
+                Op::Rnn(Rnn {
+                    cell: RnnCell::Lstm { input_forget: false },
+                    direction: RnnDirection::Forward,
+                    hidden_size: 4,
+                    batch_first: false,
+                    clip: None,
+                    activations: vec![],
+                }),
+                &[x, w, r],
+                out,
+            );
+            let step = maker.0.steps.last_mut().expect("a step");
+            step.inputs.extend([None, None, state]);
+            y
+        };
+        let mut maker = PlanBuilder::default();
+        let x = maker.input("n,t,8");
+        let turned = maker.step(Op::Transpose { perm: Some(vec![1, 0, 2]) }, &[x], "t,n,8");
+        let y = layer(&mut maker, turned, None, "t,1,n,4");
+        let y = maker.step(Op::Transpose { perm: Some(vec![2, 0, 1, 3]) }, &[y], "n,t,1,4");
+        assert_eq!(maker.mixes(y), None);
+        // Time along the rows mixes them.
+        let mut maker = PlanBuilder::default();
+        let x = maker.input("n,t,8");
+        let y = layer(&mut maker, x, None, "n,1,t,4");
+        assert_eq!(maker.mixes(y), Some("lstm".to_string()));
+        // One state for all rows has no row of its own.
+        let mut maker = PlanBuilder::default();
+        let x = maker.input("n,t,8");
+        let turned = maker.step(Op::Transpose { perm: Some(vec![1, 0, 2]) }, &[x], "t,n,8");
+        let state = maker.constant("1,1,4", vec![0]);
+        let y = layer(&mut maker, turned, Some(state), "t,1,n,4");
+        assert_eq!(maker.mixes(y), Some("lstm".to_string()));
     }
 
     #[test]

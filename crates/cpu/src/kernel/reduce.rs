@@ -44,6 +44,10 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
             let kernel = Kernel::new(move |_, inputs| scan::cum_sum(inputs, exclusive, reverse));
             Ok(if is_half(dtype) { through_f32(dtype, kernel) } else { kernel })
         }
+        Op::CumProd { exclusive, reverse } if dtype.is_float() || dtype.is_integer() => {
+            let kernel = Kernel::new(move |_, inputs| scan::cum_prod(inputs, exclusive, reverse));
+            Ok(if is_half(dtype) { through_f32(dtype, kernel) } else { kernel })
+        }
         _ => Err(no_kernel(facts)),
     }
 }

@@ -263,3 +263,25 @@ fn position(at: &SymDim, dim: &SymDim) -> Option<SymDim> {
         _ => None,
     }
 }
+
+pub fn unique(axis: Option<i64>, x: &Operands) -> Inferred<Vec<Fact>> {
+    let dtype = x.dtype(0)?;
+    let shape = match (axis, x.shape(0)) {
+        (None, _) => Some(vec![SymDim::Unknown]),
+        (Some(_), None) => None,
+        (Some(axis), Some(shape)) => {
+            let axis = axis_index(axis, shape.len())?;
+            let mut dims = shape.to_vec();
+            dims[axis] = SymDim::Unknown;
+            Some(dims)
+        }
+    };
+    let positions = || Fact::new(DataType::I64, Some(vec![SymDim::Unknown]));
+    Ok(vec![Fact::new(dtype, shape), positions(), positions(), positions()])
+}
+
+pub fn tensor_scatter(x: &Operands) -> Inferred<Fact> {
+    x.require(2)?;
+    x.same_type([0, 1])?;
+    Ok(Fact::new(x.dtype(0)?, x.owned_shape(0)))
+}

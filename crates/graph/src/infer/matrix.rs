@@ -1,7 +1,7 @@
 //! Matrix products and attention.
 
 use model::DataType;
-use model::op::{Gemm, MatMul};
+use model::op::{Gemm, LinearAttention, MatMul};
 
 use super::shape::{broadcast, unify};
 use super::{Fact, Inferred, Operands, Shape, fail};
@@ -122,4 +122,35 @@ pub fn qlinear_matmul(x: &Operands) -> Inferred<Fact> {
     expect_bytes(x, 0)?;
     expect_bytes(x, 3)?;
     Ok(Fact::new(x.dtype(7)?, product_shape(x, 0, 3, false, false)?))
+}
+
+pub fn det(x: &Operands) -> Inferred<Fact> {
+    let dtype = super::elementwise::same_float(x)?.dtype;
+    let Some(shape) = x.shape(0) else { return Ok(Fact::new(dtype, None)) };
+    let [batch @ .., rows, columns] = shape else { return fail("determinants are of matrices") };
+    unify(rows, columns, "rows and columns")?;
+    Ok(Fact::new(dtype, Some(batch.to_vec())))
+}
+
+pub fn linear_attention(op: &LinearAttention, x: &Operands) -> Inferred<Vec<Fact>> {
+    x.require(3)?;
+    let dtype = x.same_type([0, 1, 2])?;
+    if x.has(4) != op.gated || x.has(5) != op.delta {
+        return fail("decay or beta do not fit the update rule");
+    }
+    if op.kv_heads == 0 || !op.heads.is_multiple_of(op.kv_heads) {
+        return fail(format!("{} heads over {}", op.heads, op.kv_heads));
+    }
+    let (heads, kv_heads) = (SymDim::from(op.heads), SymDim::from(op.kv_heads));
+    let state_dtype = if x.has(3) { x.dtype(3)? } else { dtype };
+    let (y, state) = match (x.shape(0), x.shape(2)) {
+        (Some([batch, tokens, q]), Some([_, _, v])) => {
+            let (key, value) = (q.div(&heads), v.div(&kv_heads));
+            let y = vec![batch.clone(), tokens.clone(), value.mul(&heads)];
+            (Some(y), Some(vec![batch.clone(), kv_heads, key, value]))
+        }
+        (Some(_), Some(_)) => return fail("queries and values must have three dimensions"),
+        _ => (None, None),
+    };
+    Ok(vec![Fact::new(dtype, y), Fact::new(state_dtype, state)])
 }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use model::op::Op;
-use model::{DataType, Tensor, ValueId};
+use model::{DataType, NarrowType, Tensor, ValueId};
 
 use super::attributes::Attributes;
 use super::external::ExternalData;
@@ -73,6 +73,18 @@ impl Context<'_> {
 
     pub fn dtype(&self, id: ValueId) -> DataType {
         self.graph.value(id).dtype
+    }
+
+    /// What the bytes of `id` are, when they are not themselves.
+    pub fn narrow(&self, id: ValueId) -> Option<NarrowType> {
+        self.graph.value(id).narrow
+    }
+
+    /// Records what the bytes of output `index` are.
+    pub fn mark_narrow(&mut self, index: usize, narrow: NarrowType) {
+        if let Some(id) = self.results.get(index).copied().flatten() {
+            self.graph.values[id.index()].narrow = Some(narrow);
+        }
     }
 
     pub fn shape(&self, id: ValueId) -> Option<&[SymDim]> {

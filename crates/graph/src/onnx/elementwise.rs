@@ -2,10 +2,11 @@
 
 use bytes::Bytes;
 use model::op::{Binary, Cast, Compare, Op, Unary, Variadic};
-use model::{DataType, Tensor, ValueId};
+use model::{DataType, NarrowType, Tensor, ValueId};
 
 use super::context::{Context, MapError, Mapped, invalid, unsupported};
-use super::tensor::{data_type, data_type_name, to_tensor};
+use super::narrow;
+use super::tensor::{data_type_name, held_type, narrow_type, to_tensor};
 
 pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
     if let Some(unary) = plain_unary(op) {
@@ -32,6 +33,7 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
         "PRelu" => prelu(cx),
         "Cast" => cast(cx),
         "CastLike" => cast_like(cx),
+        "BitCast" => bit_cast(cx),
         "Identity" => cx.emit_all(Op::Identity, 1),
         "Dropout" => dropout(cx),
         "Constant" => constant(cx),
@@ -214,7 +216,7 @@ fn prelu(cx: &mut Context) -> Mapped {
     cx.emit(Op::PRelu, vec![Some(x), Some(slope)])
 }
 
-fn target_type(cx: &Context) -> Result<DataType, MapError> {
+fn target_type(cx: &Context) -> Result<(DataType, Option<NarrowType>), MapError> {
     let number = if cx.opset < 6 {
         let name = cx.attributes.string("to")?.unwrap_or_default();
         match name.as_str() {
@@ -235,29 +237,49 @@ fn target_type(cx: &Context) -> Result<DataType, MapError> {
     } else {
         cx.attributes.int_or("to", 0)?
     };
-    match data_type(number) {
-        Some(dtype) => Ok(dtype),
+    match held_type(number) {
+        Some(held) => Ok(held),
         None => unsupported(format!("a cast to {}", data_type_name(number))),
     }
 }
 
 fn cast(cx: &mut Context) -> Mapped {
     let to = target_type(cx)?;
+    cx.at_most(1)?;
+    cast_to(cx, to)
+}
+
+fn cast_to(cx: &mut Context, to: (DataType, Option<NarrowType>)) -> Mapped {
     // Both affect 8-bit floats only.
     cx.attributes.ignore(&["saturate", "round_mode"]);
-    cx.emit_all(Op::Cast(Cast { to }), 1)
+    let x = cx.input(0)?;
+    match (cx.narrow(x), to) {
+        (None, (to, None)) => cx.emit(Op::Cast(Cast { to }), vec![Some(x)]),
+        _ => narrow::cast(cx, x, to),
+    }
 }
 
 fn cast_like(cx: &mut Context) -> Mapped {
-    cx.attributes.ignore(&["saturate", "round_mode"]);
     cx.at_most(2)?;
-    let (x, like) = (cx.input(0)?, cx.input(1)?);
-    let to = cx.dtype(like);
-    cx.emit(Op::Cast(Cast { to }), vec![Some(x)])
+    let like = cx.input(1)?;
+    cast_to(cx, (cx.dtype(like), cx.narrow(like)))
+}
+
+fn bit_cast(cx: &mut Context) -> Mapped {
+    let (to, narrow) = target_type(cx)?;
+    if narrow.is_some_and(|narrow| narrow.bits() < 8) {
+        return unsupported("elements that share a byte");
+    }
+    cx.emit_all(Op::BitCast { to }, 1)?;
+    if let Some(narrow) = narrow {
+        cx.mark_narrow(0, narrow);
+    }
+    Ok(true)
 }
 
 fn dropout(cx: &mut Context) -> Mapped {
-    cx.attributes.ignore(&["seed", "ratio"]);
+    let seed = super::random::seed(cx)?;
+    let ratio = cx.attributes.float_or("ratio", 0.5)?;
     let training = match cx.opset {
         ..7 => !cx.attributes.flag("is_test", false)?,
         7..12 => false,
@@ -270,7 +292,7 @@ fn dropout(cx: &mut Context) -> Mapped {
         },
     };
     if training {
-        return unsupported("training mode");
+        return super::random::dropped(cx, seed, ratio);
     }
     let x = cx.input(0)?;
     if cx.wants(1) {
@@ -289,10 +311,12 @@ fn constant(cx: &mut Context) -> Mapped {
         Ok(tensor) => Ok(tensor),
         Err(error) => Err(MapError::Invalid(error.to_string())),
     };
+    let mut narrow = None;
     let tensor = if let Some(proto) = a.tensor("value")? {
+        narrow = narrow_type(proto.data_type);
         match to_tensor(proto, cx.external) {
             Ok(tensor) => tensor,
-            Err(error) if data_type(proto.data_type).is_none() => {
+            Err(error) if held_type(proto.data_type).is_none() => {
                 return unsupported(error.to_string());
             }
             Err(error) => return invalid(error.to_string()),
@@ -313,7 +337,11 @@ fn constant(cx: &mut Context) -> Mapped {
     } else {
         return unsupported("a constant without a dense value");
     };
-    cx.emit_constant(0, tensor)
+    cx.emit_constant(0, tensor)?;
+    if let Some(narrow) = narrow {
+        cx.mark_narrow(0, narrow);
+    }
+    Ok(true)
 }
 
 /// `alpha * x + beta`, an experimental operator of the first opset.

@@ -9,17 +9,18 @@ use super::attributes::Attributes;
 use super::context::{Context, MapError, Mapped};
 use super::external::ExternalData;
 use super::proto::{GraphProto, ModelProto, NodeProto, OperatorSet, TypeProto, ValueInfoProto};
-use super::tensor::{data_type, data_type_name, to_tensor};
+use super::tensor::{data_type, data_type_name, held_type, narrow_type, to_tensor};
 use super::{ImportError, Limits, MAX_OPSET, UnsupportedNode};
 use super::{
-    elementwise, function, index, layout, loss, matrix, microsoft, nn, norm, order, quant,
-    recurrent, reduce, window,
+    elementwise, function, index, layout, loss, matrix, microsoft, ml, nn, norm, order, quant,
+    random, recurrent, reduce, signal, spatial, text, training, window,
 };
 use crate::infer::{Fact, describe};
 use crate::ir::Graph;
 use model::dim::SymDim;
 
 mod control;
+mod structure;
 
 use control::ControlError;
 
@@ -137,6 +138,7 @@ impl Importer<'_> {
         for proto in std::mem::take(&mut source.initializers) {
             let tensor = to_tensor(&proto, self.external)?;
             let id = self.graph.add_constant(proto.name.clone(), tensor);
+            self.graph.values[id.index()].narrow = narrow_type(proto.data_type);
             self.name(&proto.name, id)?;
         }
         for info in &source.inputs {
@@ -181,12 +183,13 @@ impl Importer<'_> {
             self.note_input(info, format!("an input of the model is {what}"));
             return Ok((Fact::new(DataType::F32, None), true));
         };
-        let Some(dtype) = data_type(tensor.data_type) else {
+        let Some((dtype, narrow)) = held_type(tensor.data_type) else {
             let what = data_type_name(tensor.data_type);
             self.note_input(info, format!("an input of the model is {what}"));
             return Ok((Fact::new(DataType::F32, None), true));
         };
-        let Some(shape) = &tensor.shape else { return Ok((Fact::new(dtype, None), false)) };
+        let fact = |shape| Fact { narrow, ..Fact::new(dtype, shape) };
+        let Some(shape) = &tensor.shape else { return Ok((fact(None), false)) };
         let mut dims = Vec::with_capacity(shape.dims.len());
         for dim in &shape.dims {
             dims.push(match dim.value {
@@ -197,7 +200,7 @@ impl Importer<'_> {
         }
         let sizes: Vec<usize> = dims.iter().filter_map(SymDim::size).collect();
         model::tensor::element_count(&sizes).map_err(|error| bad(error.to_string()))?;
-        Ok((Fact::new(dtype, Some(dims)), false))
+        Ok((fact(Some(dims)), false))
     }
 
     /// Records an input of an unsupported type. It is reported with the nodes that use it.
@@ -402,6 +405,20 @@ impl Importer<'_> {
         }
     }
 
+    /// The keys of a sequence of maps become an output behind their values.
+    fn add_keys(&mut self, name: &str) -> Result<(), ImportError> {
+        let keys = format!("{name}{}", ml::KEYS);
+        let found = self.graph.values.iter().rposition(|value| value.name == keys);
+        match found {
+            Some(index) => self.graph.outputs.push(ValueId(index as u32)),
+            None => {
+                let reason = "an output that is a sequence of other values than maps";
+                return Err(ImportError::Model(format!("'{name}': {reason}")));
+            }
+        }
+        Ok(())
+    }
+
     fn finish(mut self, outputs: &[ValueInfoProto]) -> Result<Graph, ImportError> {
         if !self.unsupported.is_empty() {
             // Inputs are reported only when no node gives a better reason.
@@ -418,6 +435,9 @@ impl Importer<'_> {
                 return Err(ImportError::Duplicate { name: info.name.clone() });
             }
             self.graph.outputs.push(*id);
+            if info.kind.other == Some("sequence") {
+                self.add_keys(&info.name)?;
+            }
         }
         if self.graph.outputs.is_empty() {
             return Err(ImportError::Model("the model has no outputs".to_string()));
@@ -428,7 +448,7 @@ impl Importer<'_> {
 
 type OperatorMapper = fn(&mut Context, &str) -> Mapped;
 
-const OPERATOR_MAPPERS: [OperatorMapper; 11] = [
+const OPERATOR_MAPPERS: [OperatorMapper; 15] = [
     elementwise::map,
     layout::map,
     matrix::map,
@@ -440,6 +460,10 @@ const OPERATOR_MAPPERS: [OperatorMapper; 11] = [
     recurrent::map,
     nn::map,
     loss::map,
+    signal::map,
+    spatial::map,
+    random::map,
+    text::map,
 ];
 
 fn map(context: &mut Context) -> Result<(), MapError> {
@@ -450,6 +474,8 @@ fn map(context: &mut Context) -> Result<(), MapError> {
     let known = match domain {
         "" | "ai.onnx" => map_standard(context, op)?,
         "com.microsoft" => microsoft::map(context, op)?,
+        "ai.onnx.ml" => ml::map(context, op)?,
+        "ai.onnx.preview.training" => training::map(context, op)?,
         _ => false,
     };
     if !known {

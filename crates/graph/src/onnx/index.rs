@@ -31,6 +31,15 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
             let axis = cx.attributes.int_or("axis", -1)?;
             cx.emit_all(Op::OneHot { axis }, 3)
         }
+        "TensorScatter" => {
+            let axis = cx.attributes.int_or("axis", -2)?;
+            let circular = match cx.attributes.string("mode")?.as_deref() {
+                None | Some("linear") => false,
+                Some("circular") => true,
+                Some(other) => return unsupported(format!("mode '{other}'")),
+            };
+            cx.emit_all(Op::TensorScatter { axis, circular }, 3)
+        }
         "NonZero" => cx.emit_all(Op::NonZero, 1),
         "ReverseSequence" => {
             let batch_axis = cx.attributes.size_or("batch_axis", 1)?;

@@ -2,6 +2,7 @@
 
 mod attention;
 mod fused;
+mod quantized;
 
 use model::op::{Activation, Binary, MatMul, Op, Unary};
 
@@ -37,11 +38,12 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
         "GroupQueryAttention" => attention::group_query_attention(cx),
         "RotaryEmbedding" => attention::rotary_embedding(cx),
         "EmbedLayerNormalization" => fused::embed_layer_norm(cx),
+        "Tokenizer" => super::text::tokenizer(cx),
         "FusedConv" => fused::conv(cx),
         "FusedGemm" => fused::gemm(cx),
         "SkipLayerNormalization" => skip_norm(cx, false),
         "SkipSimplifiedLayerNormalization" => skip_norm(cx, true),
-        _ => Ok(false),
+        _ => quantized::map(cx, op),
     }
 }
 

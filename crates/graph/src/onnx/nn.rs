@@ -1,13 +1,12 @@
 //! Attention and rotary embeddings, made of simpler operators.
 
 use model::op::{
-    Binary, Cast, Compare, MatMul, Op, Reduce, ReduceKind, Softmax, SoftmaxKind, Unary,
+    Binary, Compare, MatMul, Op, Reduce, ReduceKind, Softmax, SoftmaxKind, Spatial, Unary,
 };
 use model::{DataType, ValueId};
 
 use super::context::{Context, MapError, Mapped, invalid, unsupported};
 use super::tensor::data_type;
-use crate::content;
 use model::dim::SymDim;
 
 pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
@@ -15,9 +14,6 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
         "Attention" => attention(cx),
         "RotaryEmbedding" => rotary_embedding(cx),
         "CenterCropPad" => center_crop_pad(cx),
-        "HannWindow" => window(cx, [0.5, 0.5, 0.0]),
-        "HammingWindow" => window(cx, [25.0 / 46.0, 21.0 / 46.0, 0.0]),
-        "BlackmanWindow" => window(cx, [0.42, 0.5, 0.08]),
         _ => Ok(false),
     }
 }
@@ -101,8 +97,8 @@ fn attention(cx: &mut Context) -> Mapped {
     };
     let masked = cx.has(3);
     let mut y = if spelled {
-        if cx.wants(3) && (softcap > 0.0 || !(mode == 0 || mode == 3 && !masked)) {
-            return unsupported(format!("qk_matmul_output_mode {mode}"));
+        if !(0..=3).contains(&mode) {
+            return invalid(format!("qk_matmul_output_mode {mode}"));
         }
         spelled_out(cx, [q, k, v], bias, scale, softcap, mode)?
     } else {
@@ -239,11 +235,15 @@ fn spelled_out(
         scores = cx.part(Op::Unary(Unary::Tanh), &[scores])?;
         scores = cx.part(Op::Binary(Binary::Mul), &[scores, cap])?;
     }
-    if cx.wants(3) && mode == 0 {
+    // Capped scores are both the first and the second form.
+    if cx.wants(3) && mode <= 1 {
         cx.emit_identity(3, scores)?;
     }
     if let Some(bias) = bias {
         scores = cx.part(Op::Binary(Binary::Add), &[scores, bias])?;
+    }
+    if cx.wants(3) && mode == 2 {
+        cx.emit_identity(3, scores)?;
     }
     let softmax = Softmax { kind: SoftmaxKind::Softmax, axis: -1, flatten: false };
     let weights = cx.part(Op::Softmax(softmax), &[scores])?;
@@ -371,8 +371,13 @@ fn center_crop_pad(cx: &mut Context) -> Mapped {
     };
     let content = cx.graph.value(target).content.as_deref();
     let sizes: Option<Vec<i64>> = content.and_then(|c| c.iter().map(SymDim::fixed).collect());
-    let Some(sizes) = sizes else {
-        return unsupported("a target shape that is not known");
+    let known = axes.iter().all(|axis| {
+        let dim = usize::try_from(*axis).ok().and_then(|axis| cx.shape(x)?.get(axis)?.fixed());
+        dim.is_some_and(|size| size > 0)
+    });
+    let Some(sizes) = sizes.filter(|_| known) else {
+        let axes = Some(axes);
+        return cx.emit(Op::Spatial(Spatial::CenterCropPad { axes }), vec![Some(x), Some(target)]);
     };
     if sizes.len() != axes.len() {
         return invalid(format!("{} sizes for {} axes", sizes.len(), axes.len()));
@@ -399,41 +404,4 @@ fn center_crop_pad(cx: &mut Context) -> Mapped {
     let cropped = cx.part(Op::Slice, &[x, starts, ends, axes])?;
     let inputs = vec![Some(cropped), Some(pads), None, Some(axes)];
     cx.emit(Op::Pad { mode: model::op::PadMode::Constant }, inputs)
-}
-
-/// `c0 - c1 * cos(2 pi n / N) + c2 * cos(4 pi n / N)` for a constant number of points.
-fn window(cx: &mut Context, [c0, c1, c2]: [f64; 3]) -> Mapped {
-    cx.at_most(1)?;
-    let periodic = cx.attributes.flag("periodic", true)?;
-    let dtype = match data_type(cx.attributes.int_or("output_datatype", 1)?) {
-        Some(dtype) => dtype,
-        None => return unsupported("an element type without kernels"),
-    };
-    let Some([size]) = cx
-        .graph
-        .constant_ints(cx.input(0)?)
-        .as_deref()
-        .map(<[i64; 1]>::try_from)
-        .and_then(Result::ok)
-    else {
-        return unsupported("a number of points that is not constant");
-    };
-    if !(1..=1 << 20).contains(&size) {
-        return unsupported(format!("a window of {size} points"));
-    }
-    let period = if periodic { size } else { size - 1 } as f64;
-    let points: Vec<f64> = (0..size)
-        .map(|n| {
-            let angle = 2.0 * std::f64::consts::PI * n as f64 / period;
-            c0 - c1 * angle.cos() + c2 * (2.0 * angle).cos()
-        })
-        .collect();
-    match content::float_tensor(DataType::F32, vec![points.len()], &points) {
-        Some(tensor) if dtype == DataType::F32 => cx.emit_constant(0, tensor),
-        Some(tensor) => {
-            let points = cx.constant(tensor);
-            cx.emit(Op::Cast(Cast { to: dtype }), vec![Some(points)])
-        }
-        None => invalid("too many points"),
-    }
 }

@@ -56,21 +56,57 @@ fn softmax(cx: &mut Context, kind: SoftmaxKind) -> Mapped {
 
 fn batch_norm(cx: &mut Context) -> Mapped {
     let a = &cx.attributes;
-    a.ignore(&["momentum"]);
+    let momentum = a.float_or("momentum", 0.9)?;
     let epsilon = a.float_or("epsilon", 1e-5)?;
     let training = match cx.opset {
         ..7 => !a.flag("is_test", false)?,
         7..14 => false,
         _ => a.flag("training_mode", false)?,
     };
-    if training {
-        return unsupported("training mode");
-    }
     if cx.opset < 9 && !a.flag("spatial", true)? {
         return unsupported("spatial = 0");
     }
+    if training && cx.opset >= 14 {
+        return training_norm(cx, epsilon, momentum);
+    }
+    if training {
+        return unsupported("training mode before opset 14");
+    }
     cx.no_output_from(1, "outputs of the training mode are read")?;
     cx.emit_all(Op::BatchNorm { epsilon }, 5)
+}
+
+/// Statistics of the batch itself, and the running ones moved towards them.
+fn training_norm(cx: &mut Context, epsilon: f32, momentum: f32) -> Mapped {
+    cx.at_most(5)?;
+    let x = cx.input(0)?;
+    let rank = cx.rank(x)? as i64;
+    let axes: Vec<i64> = (0..rank).filter(|axis| *axis != 1).collect();
+    let axes = cx.ints(&axes)?;
+    let average = |keep_dims| {
+        let kind = ReduceKind::Mean;
+        Op::Reduce(Reduce { kind, keep_dims, noop_with_empty_axes: false })
+    };
+    let wide = cx.part(average(true), &[x, axes])?;
+    let centred = cx.part(Op::Binary(Binary::Sub), &[x, wide])?;
+    let square = cx.part(Op::Binary(Binary::Mul), &[centred, centred])?;
+    let mean = cx.part(average(false), &[x, axes])?;
+    let variance = cx.part(average(false), &[square, axes])?;
+    let running = [(1, cx.input(3)?, mean), (2, cx.input(4)?, variance)];
+    for (index, old, new) in running {
+        if cx.wants(index) {
+            let dtype = cx.dtype(old);
+            let keep = cx.scalar(dtype, f64::from(momentum))?;
+            let take = cx.scalar(dtype, 1.0 - f64::from(momentum))?;
+            let old = cx.part(Op::Binary(Binary::Mul), &[old, keep])?;
+            let new = cx.part(Op::Binary(Binary::Mul), &[new, take])?;
+            let sum = cx.part(Op::Binary(Binary::Add), &[old, new])?;
+            cx.emit_identity(index, sum)?;
+        }
+    }
+    let inputs = [x, cx.input(1)?, cx.input(2)?, mean, variance];
+    let y = cx.part(Op::BatchNorm { epsilon }, &inputs)?;
+    cx.emit_identity(0, y)
 }
 
 /// The precision of the statistics: every device uses single precision.

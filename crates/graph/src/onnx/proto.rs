@@ -8,6 +8,9 @@ use super::wire::{Field, Fields, WireError, push_limited};
 
 const MAX_LIST: usize = 1 << 16;
 
+/// Strings of one attribute: trees name the mode of every node.
+const MAX_STRINGS: usize = 1 << 24;
+
 /// How many nodes and initializers a decoder accepts.
 pub(crate) const MAX_NODES: usize = 1_000_000;
 
@@ -238,7 +241,7 @@ impl Message for AttributeProto {
             6 => self.graph = Some(field.bytes()?),
             7 => field.floats(&mut self.floats)?,
             8 => field.ints(&mut self.ints)?,
-            9 => push(&mut self.strings, field.bytes()?, Self::NAME, number)?,
+            9 => push_limited(&mut self.strings, field.bytes()?, MAX_STRINGS, Self::NAME, number)?,
             10 | 11 | 14 | 15 | 22 | 23 => self.other = true,
             20 => self.kind = field.int()?,
             21 => self.reference = field.string()?,

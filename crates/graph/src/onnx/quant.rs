@@ -4,7 +4,8 @@ use model::DataType;
 use model::op::Op;
 
 use super::context::{Context, MapError, Mapped, invalid, unsupported};
-use super::tensor::data_type;
+use super::narrow;
+use super::tensor::{data_type, held_type};
 use super::window;
 use crate::content;
 
@@ -23,7 +24,14 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
             let conv = window::conv(cx)?;
             cx.emit_all(Op::ConvInteger(conv), 4)
         }
-        "QLinearMatMul" => cx.emit_all(Op::QLinearMatMul, 8),
+        "QLinearMatMul" => {
+            // Scales of half precision are exact in single precision.
+            for index in [1, 4, 6] {
+                let scale = cx.input(index)?;
+                cx.inputs[index] = Some(narrow::as_type(cx, scale, DataType::F32)?);
+            }
+            cx.emit_all(Op::QLinearMatMul, 8)
+        }
         "QLinearConv" => {
             let conv = window::conv(cx)?;
             cx.emit_all(Op::QLinearConv(conv), 9)
@@ -44,30 +52,28 @@ fn check_scales(cx: &Context, operands: &[usize]) -> Result<(), MapError> {
     Ok(())
 }
 
-fn no_blocks(cx: &Context) -> Result<(), MapError> {
-    match cx.attributes.int_or("block_size", 0)? {
-        0 => Ok(()),
-        size => unsupported(format!("blocks of {size}")),
-    }
-}
-
 fn quantize(cx: &mut Context) -> Mapped {
-    no_blocks(cx)?;
+    // The shape of the scales tells how large blocks are.
+    cx.attributes.ignore(&["block_size", "saturate"]);
     let axis = cx.attributes.int_or("axis", 1)?;
-    // Only matters for 8-bit floats.
-    cx.attributes.ignore(&["saturate"]);
     if cx.attributes.int_or("precision", 0)? > 1 {
         return unsupported("a division in another precision");
     }
     let dtype = match cx.attributes.int_or("output_dtype", 0)? {
-        0 => DataType::U8,
-        number => match data_type(number) {
-            Some(dtype) => dtype,
+        0 => (DataType::U8, None),
+        number => match held_type(number) {
+            Some(held) => held,
             None => return unsupported("an output type without kernels"),
         },
     };
-    let given = cx.optional(2).map(|zero| cx.dtype(zero));
-    let out = given.unwrap_or(dtype);
+    let given = cx.optional(2).map(|zero| (cx.dtype(zero), cx.narrow(zero)));
+    let (out, narrow) = given.unwrap_or(dtype);
+    cx.at_most(3)?;
+    match narrow {
+        Some(to) if to.is_float() => return narrow::quantize(cx, axis, to),
+        Some(to) => return narrow::quantize_integers(cx, axis, to),
+        None => {}
+    }
     if !out.is_integer() {
         return unsupported(format!("quantization to {out}"));
     }
@@ -75,12 +81,21 @@ fn quantize(cx: &mut Context) -> Mapped {
 }
 
 fn dequantize(cx: &mut Context) -> Mapped {
-    no_blocks(cx)?;
+    cx.attributes.ignore(&["block_size"]);
     let axis = cx.attributes.int_or("axis", 1)?;
     let out = cx.attributes.int_or("output_dtype", 0)?;
     let scale = cx.dtype(cx.input(1)?);
-    if out != 0 && data_type(out) != Some(scale) {
-        return unsupported("an output type other than the scale's");
+    let to = if out == 0 { Some(scale) } else { data_type(out) };
+    let Some(to) = to else { return unsupported("an output type without kernels") };
+    cx.at_most(3)?;
+    let x = cx.input(0)?;
+    if cx.narrow(x).is_some_and(|narrow| narrow.is_float()) {
+        return narrow::dequantize(cx, axis, to);
+    }
+    if to != scale {
+        let inputs = cx.inputs.clone();
+        let y = cx.parts(Op::DequantizeLinear { axis }, inputs, 1)?[0];
+        return cx.emit(Op::Cast(model::op::Cast { to }), vec![Some(y)]);
     }
     cx.emit_all(Op::DequantizeLinear { axis }, 3)
 }

@@ -2,7 +2,7 @@
 
 use model::op::{Op, Rnn, RnnCell, RnnDirection};
 
-use super::context::{Context, Mapped, invalid, unsupported};
+use super::context::{Context, MapError, Mapped, invalid, unsupported};
 
 pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
     match op {
@@ -20,6 +20,14 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
 }
 
 fn layer(cx: &mut Context, cell: RnnCell) -> Mapped {
+    // The recurrence weight is [directions, gates * hidden, hidden].
+    let rnn = rnn_of(cx, cell, 2)?;
+    let inputs = if matches!(cell, RnnCell::Lstm { .. }) { 8 } else { 6 };
+    cx.emit_all(Op::Rnn(rnn), inputs)
+}
+
+/// A layer whose recurrence weight has the width of the state in dimension `hidden_axis`.
+pub(super) fn rnn_of(cx: &Context, cell: RnnCell, hidden_axis: usize) -> Result<Rnn, MapError> {
     let a = &cx.attributes;
     let direction = match a.string("direction")?.as_deref() {
         None | Some("forward") => RnnDirection::Forward,
@@ -39,9 +47,8 @@ fn layer(cx: &mut Context, cell: RnnCell) -> Mapped {
         texts.iter().map(|text| String::from_utf8(text.to_vec()).ok()).collect();
     let Some(activations) = activations else { return invalid("activations are not names") };
     let given = a.size_or("hidden_size", 0)?;
-    // The recurrence weight is [directions, gates * hidden, hidden].
-    let from_weight =
-        cx.shape(cx.input(2)?).and_then(|shape| shape.get(2)).and_then(|dim| dim.size());
+    let weight = cx.shape(cx.input(2)?);
+    let from_weight = weight.and_then(|shape| shape.get(hidden_axis)).and_then(|dim| dim.size());
     let hidden_size = match (given, from_weight) {
         (0, Some(size)) => size,
         (0, None) => return unsupported("the hidden size is not known"),
@@ -50,14 +57,12 @@ fn layer(cx: &mut Context, cell: RnnCell) -> Mapped {
         }
         (given, _) => given,
     };
-    let rnn = Rnn {
+    Ok(Rnn {
         cell,
         direction,
         hidden_size,
         batch_first: cx.attributes.flag("layout", false)?,
         clip: cx.attributes.float("clip")?,
         activations,
-    };
-    let inputs = if matches!(cell, RnnCell::Lstm { .. }) { 8 } else { 6 };
-    cx.emit_all(Op::Rnn(rnn), inputs)
+    })
 }

@@ -23,6 +23,17 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
             let reverse = cx.attributes.flag("reverse", false)?;
             cx.emit_all(Op::CumSum { exclusive, reverse }, 2)
         }
+        "CumProd" => {
+            let exclusive = cx.attributes.flag("exclusive", false)?;
+            let reverse = cx.attributes.flag("reverse", false)?;
+            cx.emit_all(Op::CumProd { exclusive, reverse }, 2)
+        }
+        "Det" => cx.emit_all(Op::Det, 1),
+        "Unique" => {
+            let axis = cx.attributes.int("axis")?;
+            let sorted = cx.attributes.flag("sorted", true)?;
+            cx.emit_all(Op::Unique { axis, sorted }, 1)
+        }
         "TopK" => top_k(cx),
         _ => Ok(false),
     }

@@ -5,7 +5,7 @@ use std::fmt::Display;
 use bytes::Bytes;
 use half::f16;
 use model::tensor::element_count;
-use model::{DataType, Tensor, TensorError};
+use model::{DataType, NarrowType, Tensor, TensorError};
 
 use super::ImportError;
 use super::external::ExternalData;
@@ -32,25 +32,43 @@ pub(crate) fn data_type(number: i64) -> Option<DataType> {
     })
 }
 
+/// The narrow type with this number in ONNX.
+pub(crate) fn narrow_type(number: i64) -> Option<NarrowType> {
+    Some(match number {
+        17 => NarrowType::F8E4M3Fn,
+        18 => NarrowType::F8E4M3FnUz,
+        19 => NarrowType::F8E5M2,
+        20 => NarrowType::F8E5M2FnUz,
+        21 => NarrowType::U4,
+        22 => NarrowType::I4,
+        23 => NarrowType::F4E2M1,
+        24 => NarrowType::F8E8M0,
+        25 => NarrowType::U2,
+        26 => NarrowType::I2,
+        _ => return None,
+    })
+}
+
+/// The type in which elements with this number are held, and what its bytes are.
+pub(crate) fn held_type(number: i64) -> Option<(DataType, Option<NarrowType>)> {
+    match narrow_type(number) {
+        Some(narrow) => Some((narrow.storage(), Some(narrow))),
+        None => data_type(number).map(|dtype| (dtype, None)),
+    }
+}
+
 /// ONNX's name of a type number, for messages.
 pub(crate) fn data_type_name(number: i64) -> String {
-    let known = data_type(number).map(|dtype| dtype.to_string());
-    known.unwrap_or_else(|| match number {
-        0 => "no type".to_string(),
-        14 => "COMPLEX64".to_string(),
-        15 => "COMPLEX128".to_string(),
-        17 => "FLOAT8E4M3FN".to_string(),
-        18 => "FLOAT8E4M3FNUZ".to_string(),
-        19 => "FLOAT8E5M2".to_string(),
-        20 => "FLOAT8E5M2FNUZ".to_string(),
-        21 => "UINT4".to_string(),
-        22 => "INT4".to_string(),
-        23 => "FLOAT4E2M1".to_string(),
-        24 => "FLOAT8E8M0".to_string(),
-        25 => "UINT2".to_string(),
-        26 => "INT2".to_string(),
-        other => format!("type {other}"),
-    })
+    match held_type(number) {
+        Some((_, Some(narrow))) => narrow.name().to_string(),
+        Some((dtype, None)) => dtype.to_string(),
+        None => match number {
+            0 => "no type".to_string(),
+            14 => "COMPLEX64".to_string(),
+            15 => "COMPLEX128".to_string(),
+            other => format!("type {other}"),
+        },
+    }
 }
 
 /// The tensor in a serialized `TensorProto` with its name, as ONNX test data holds it.
@@ -73,7 +91,7 @@ fn text(error: impl Display) -> String {
 }
 
 fn build(proto: &TensorProto, external: &ExternalData) -> Result<Tensor, String> {
-    let dtype = data_type(proto.data_type)
+    let (dtype, narrow) = held_type(proto.data_type)
         .ok_or_else(|| format!("{} is not supported", data_type_name(proto.data_type)))?;
     let shape: Vec<usize> = proto
         .dims
@@ -83,6 +101,9 @@ fn build(proto: &TensorProto, external: &ExternalData) -> Result<Tensor, String>
     let count = element_count(&shape).map_err(text)?;
     if proto.is_segment {
         return Err("segmented tensors are not supported".to_string());
+    }
+    if let Some(narrow) = narrow {
+        return unpacked(proto, external, narrow, shape, count);
     }
     let Some(size) = dtype.size_bytes() else {
         if proto.is_external || proto.raw.is_some() {
@@ -101,6 +122,37 @@ fn build(proto: &TensorProto, external: &ExternalData) -> Result<Tensor, String>
         Some(raw) => finish(dtype, shape, raw.clone()),
         None => typed(proto, dtype, shape, count),
     }
+}
+
+/// The bytes of a narrow type: in a file several elements share a byte, the first in its low bits.
+fn unpacked(
+    proto: &TensorProto,
+    external: &ExternalData,
+    narrow: NarrowType,
+    shape: Vec<usize>,
+    count: usize,
+) -> Result<Tensor, String> {
+    let per_byte = 8 / narrow.bits();
+    let expected = count.div_ceil(per_byte);
+    let packed: Bytes = match &proto.raw {
+        _ if proto.is_external => external.read(&proto.external, expected)?,
+        Some(raw) => raw.clone(),
+        None => proto.ints.iter().map(|byte| *byte as u8).collect::<Vec<u8>>().into(),
+    };
+    if packed.len() != expected {
+        return Err(format!("{count} elements need {expected} bytes, got {}", packed.len()));
+    }
+    if per_byte == 1 {
+        return Tensor::from_raw(narrow.storage(), shape, packed).map_err(text);
+    }
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(count).map_err(text)?;
+    let element = |index: usize| {
+        let shift = index % per_byte * narrow.bits();
+        narrow.low_bits(i64::from(packed[index / per_byte] >> shift))
+    };
+    bytes.extend((0..count).map(element));
+    Tensor::from_raw(narrow.storage(), shape, bytes.into()).map_err(text)
 }
 
 fn finish(dtype: DataType, shape: Vec<usize>, mut raw: Bytes) -> Result<Tensor, String> {
@@ -191,7 +243,18 @@ mod tests {
 
     #[test]
     fn unsupported_types_are_named() {
-        let error = parse_tensor_proto(&[0x10, 17]).unwrap_err().to_string();
-        assert!(error.contains("FLOAT8E4M3FN is not supported"), "{error}");
+        let error = parse_tensor_proto(&[0x10, 14]).unwrap_err().to_string();
+        assert!(error.contains("COMPLEX64 is not supported"), "{error}");
+    }
+
+    #[test]
+    fn elements_that_share_a_byte_are_unpacked() {
+        let signed = proto(&[&[0x08, 3], &[0x10, 22], &[0x4a, 2, 0x7f, 0x08]]);
+        let (_, tensor) = parse_tensor_proto(&signed).unwrap();
+        assert_eq!(tensor.to_vec::<i8>(), Some(vec![-1, 7, -8]));
+        let pairs = proto(&[&[0x08, 5], &[0x10, 25], &[0x4a, 2, 0b1110_0100, 2]]);
+        assert_eq!(parse_tensor_proto(&pairs).unwrap().1.to_vec::<u8>(), Some(vec![0, 1, 2, 3, 2]));
+        let short = proto(&[&[0x08, 5], &[0x10, 25], &[0x4a, 1, 0]]);
+        assert!(parse_tensor_proto(&short).is_err());
     }
 }

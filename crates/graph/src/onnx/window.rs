@@ -18,8 +18,8 @@ pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
         "ConvTranspose" => conv_transpose(cx),
         "MaxPool" => max_pool(cx),
         "AveragePool" => {
-            let count_include_pad = cx.attributes.flag("count_include_pad", false)?;
-            pool(cx, PoolKind::Average { count_include_pad })
+            let pool = average_pool(cx)?;
+            cx.emit_all(Op::Pool(pool), 1)
         }
         "LpPool" => {
             let p = match cx.opset {
@@ -111,12 +111,22 @@ fn conv_transpose(cx: &mut Context) -> Mapped {
 }
 
 fn pool(cx: &mut Context, kind: PoolKind) -> Mapped {
+    let pool = pool_of(cx, kind)?;
+    cx.emit_all(Op::Pool(pool), 1)
+}
+
+pub(crate) fn average_pool(cx: &Context) -> Result<Pool, MapError> {
+    let count_include_pad = cx.attributes.flag("count_include_pad", false)?;
+    pool_of(cx, PoolKind::Average { count_include_pad })
+}
+
+fn pool_of(cx: &Context, kind: PoolKind) -> Result<Pool, MapError> {
     let window = window(cx)?;
     if window.kernel.is_empty() {
         return invalid("attribute 'kernel_shape' is missing");
     }
     let ceil_mode = cx.attributes.flag("ceil_mode", false)?;
-    cx.emit_all(Op::Pool(Pool { kind, window, ceil_mode }), 1)
+    Ok(Pool { kind, window, ceil_mode })
 }
 
 fn max_pool(cx: &mut Context) -> Mapped {

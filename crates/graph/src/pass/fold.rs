@@ -12,7 +12,8 @@ use crate::content;
 use crate::ir::{Graph, GraphNode};
 use model::dim::SymDim;
 
-/// Larger results are not computed ahead: the model would grow.
+/// A result may always have this many bytes, and as many as the model's own constants have: weights
+/// that are only moved or converted are computed ahead whatever their size.
 const MAX_BYTES: usize = 64 << 20;
 
 /// Operands up to this many elements are computed here; larger ones need a device's kernels.
@@ -31,6 +32,7 @@ const MAX_TIME: Duration = Duration::from_secs(30);
 /// What may still be computed ahead for one model.
 pub struct FoldBudget {
     bytes: usize,
+    largest: usize,
     until: Instant,
 }
 
@@ -39,7 +41,7 @@ impl FoldBudget {
     pub fn new(graph: &Graph) -> FoldBudget {
         let own: usize = graph.constants.values().map(Tensor::size_bytes).sum();
         let bytes = own.saturating_mul(MAX_GROWTH).saturating_add(MAX_TOTAL_BYTES);
-        FoldBudget { bytes, until: Instant::now() + MAX_TIME }
+        FoldBudget { bytes, largest: own.max(MAX_BYTES), until: Instant::now() + MAX_TIME }
     }
 
     /// Takes `bytes`, if they and some time are left.
@@ -148,11 +150,11 @@ fn value_of(
     }
     let all_constant = !node.inputs.is_empty()
         && node.inputs.iter().flatten().all(|id| graph.constant(*id).is_some());
-    if !all_constant || node.op == Op::Identity {
+    if !all_constant || matches!(node.op, Op::Identity | Op::Draw(_) | Op::Control(_)) {
         return None;
     }
     let expected = largest_result(graph, node)?;
-    if expected > MAX_BYTES {
+    if expected > budget.largest {
         return None;
     }
     // Reshaped constants share their memory.

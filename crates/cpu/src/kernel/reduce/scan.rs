@@ -84,7 +84,15 @@ fn positions<T: Number>(
     });
 }
 
-pub(super) fn cum_sum(mut inputs: Inputs, exclusive: bool, reverse: bool) -> KernelResult {
+pub(super) fn cum_sum(inputs: Inputs, exclusive: bool, reverse: bool) -> KernelResult {
+    cumulative(inputs, exclusive, reverse, false)
+}
+
+pub(super) fn cum_prod(inputs: Inputs, exclusive: bool, reverse: bool) -> KernelResult {
+    cumulative(inputs, exclusive, reverse, true)
+}
+
+fn cumulative(mut inputs: Inputs, exclusive: bool, reverse: bool, product: bool) -> KernelResult {
     let axis = integer_scalar(&inputs, 1)?;
     let value = inputs.take(0)?;
     let axis = resolve_axis(axis, value.shape().len())?;
@@ -92,7 +100,7 @@ pub(super) fn cum_sum(mut inputs: Inputs, exclusive: bool, reverse: bool) -> Ker
     let shape = value.shape().to_vec();
     with_full!(value, tensor => {
         let mut data = into_elements(tensor);
-        running(&mut data, extents, exclusive, reverse);
+        running(&mut data, extents, exclusive, reverse, product);
         one(Element::wrap(&shape, data))
     })
 }
@@ -102,6 +110,7 @@ fn running<T: Number>(
     (_, along, inner): (usize, usize, usize),
     exclusive: bool,
     reverse: bool,
+    product: bool,
 ) {
     let block = along * inner;
     if block == 0 {
@@ -109,14 +118,14 @@ fn running<T: Number>(
     }
     for rows in data.chunks_mut(block) {
         for column in 0..inner {
-            let mut sum = T::default();
+            let mut total = if product { T::ONE } else { T::default() };
             yield_point::did_work(along);
             for step in 0..along {
                 let step = if reverse { along - 1 - step } else { step };
                 let slot = &mut rows[step * inner + column];
-                let next = sum.add(*slot);
-                *slot = if exclusive { sum } else { next };
-                sum = next;
+                let next = if product { total.mul(*slot) } else { total.add(*slot) };
+                *slot = if exclusive { total } else { next };
+                total = next;
             }
         }
     }

@@ -30,6 +30,9 @@ const MAX_ROUNDS: i64 = 4096;
 const MAX_WRITTEN: usize = 1 << 14;
 const MAX_COPIED_BYTES: usize = 128 << 20;
 
+/// The maximum number of nodes of two branches that are both computed.
+const MAX_SELECTED: usize = 12;
+
 /// What writing bodies has cost so far.
 #[derive(Default)]
 pub(super) struct Written {
@@ -55,13 +58,13 @@ impl From<MapError> for ControlError {
     }
 }
 
-type Controlled<T> = Result<T, ControlError>;
+pub(super) type Controlled<T> = Result<T, ControlError>;
 
-fn unsupported<T>(reason: impl Into<String>) -> Controlled<T> {
+pub(super) fn unsupported<T>(reason: impl Into<String>) -> Controlled<T> {
     Err(MapError::Unsupported(Some(reason.into())).into())
 }
 
-fn invalid<T>(reason: impl Into<String>) -> Controlled<T> {
+pub(super) fn invalid<T>(reason: impl Into<String>) -> Controlled<T> {
     Err(MapError::Invalid(reason.into()).into())
 }
 
@@ -101,8 +104,8 @@ fn collect(attribute: &AttributeProto, depth: usize, names: &mut Vec<String>) {
 }
 
 /// A body, ready to be written several times.
-struct Body {
-    inputs: Vec<String>,
+pub(super) struct Body {
+    pub(super) inputs: Vec<String>,
     outputs: Vec<String>,
     constants: Vec<(String, ValueId)>,
     nodes: Vec<SourceNode>,
@@ -136,17 +139,35 @@ impl Importer<'_> {
             return unsupported("control flow in a function of the model");
         }
         self.depth += 1;
-        let results = match node.proto.op_type.as_str() {
-            "If" => self.branch(node, inputs),
-            "Loop" => self.unrolled_loop(node, inputs),
-            _ => self.unrolled_scan(node, inputs),
-        };
+        let results = self.written_or_run(node, inputs);
         self.depth -= 1;
         results
     }
 
+    /// Writes bodies where that is possible, and else makes them plans that a step runs.
+    fn written_or_run(
+        &mut self,
+        node: &SourceNode,
+        inputs: &[Option<ValueId>],
+    ) -> Controlled<Vec<ValueId>> {
+        let before = (self.graph.nodes.len(), self.unsupported.len());
+        let written = match node.proto.op_type.as_str() {
+            "If" => self.branch(node, inputs),
+            "Loop" => self.unrolled_loop(node, inputs),
+            _ => self.unrolled_scan(node, inputs),
+        };
+        match written {
+            Err(ControlError::Map(MapError::Unsupported(_))) => {
+                self.graph.nodes.truncate(before.0);
+                self.unsupported.truncate(before.1);
+                self.structure(node, inputs)
+            }
+            other => other,
+        }
+    }
+
     /// The body in attribute `name`.
-    fn body(&mut self, node: &SourceNode, name: &str) -> Controlled<Body> {
+    pub(super) fn body(&mut self, node: &SourceNode, name: &str) -> Controlled<Body> {
         let attribute = node.proto.attributes.iter().find(|attribute| attribute.name == name);
         let Some(bytes) = attribute.and_then(|attribute| attribute.graph.clone()) else {
             return invalid(format!("attribute '{name}' is no graph"));
@@ -160,7 +181,9 @@ impl Importer<'_> {
         let mut constants = Vec::new();
         for proto in &graph.initializers {
             let tensor = to_tensor(proto, self.external)?;
-            constants.push((proto.name.clone(), self.graph.add_constant(&proto.name, tensor)));
+            let id = self.graph.add_constant(&proto.name, tensor);
+            self.graph.values[id.index()].narrow = super::narrow_type(proto.data_type);
+            constants.push((proto.name.clone(), id));
         }
         let names = |infos: &[super::ValueInfoProto]| -> Vec<String> {
             infos.iter().map(|info| info.name.clone()).collect()
@@ -185,7 +208,7 @@ impl Importer<'_> {
     }
 
     /// Writes the nodes of `body` with `arguments` as its inputs, and returns its outputs.
-    fn write(
+    pub(super) fn write(
         &mut self,
         body: &Body,
         label: &str,
@@ -287,6 +310,12 @@ impl Importer<'_> {
             let name = if taken != 0 { "then_branch" } else { "else_branch" };
             let body = self.body(node, name)?;
             return self.write(&body, label, &[]);
+        }
+        let sides = ["then_branch", "else_branch"];
+        let sizes = sides.map(|side| self.body(node, side).map(|body| body.nodes.len()));
+        let nodes: usize = sizes.into_iter().sum::<Controlled<usize>>()?;
+        if nodes > MAX_SELECTED {
+            return unsupported("branches that are too large to compute both");
         }
         let body = self.body(node, "then_branch")?;
         let on = self.write(&body, &format!("{label}/then"), &[])?;

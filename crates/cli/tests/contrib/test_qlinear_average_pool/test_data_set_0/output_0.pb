@@ -1,0 +1,1 @@
+J`!L^UCM]\uL>>pCPSnSM<TTBMUaCD?SUZ[ZZSdJMV[MQFMJ`UdeO`RfWhQMjc`Tlo+EIjADF;S\ZaDSHTN[NIekFNkoZpdOOe

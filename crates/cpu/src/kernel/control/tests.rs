@@ -1,0 +1,112 @@
+use std::sync::Arc;
+
+use model::op::{Binary, Body, Compare, Control, ControlKind, Op, Scan};
+use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
+
+use super::super::testing::*;
+
+fn step(op: Op, inputs: &[u32], output: u32) -> Step {
+    let id = |at: &u32| Some(ValueId(*at));
+    Step {
+        name: format!("s{output}"),
+        op,
+        inputs: inputs.iter().map(id).collect(),
+        outputs: vec![Some(ValueId(output))],
+        last_uses: vec![],
+    }
+}
+
+fn plan(types: &[DataType], inputs: &[u32], outputs: &[u32], steps: Vec<Step>) -> Arc<LaunchPlan> {
+    let ids = |list: &[u32]| list.iter().map(|at| ValueId(*at)).collect();
+    let value = |dtype: &DataType| ValueInfo { name: String::new(), dtype: *dtype, shape: None };
+    let mut plan = LaunchPlan {
+        values: types.iter().map(value).collect(),
+        inputs: ids(inputs),
+        outputs: ids(outputs),
+        steps,
+        constants: vec![],
+    };
+    plan.plan_lifetimes();
+    Arc::new(plan)
+}
+
+const I: DataType = DataType::I64;
+const B: DataType = DataType::Bool;
+
+/// Adds the captured value to the state; goes on below the captured limit; collects the state.
+fn counting() -> Op {
+    let add = step(Op::Binary(Binary::Add), &[2, 3], 5);
+    let below = step(Op::Compare(Compare::Less), &[5, 4], 6);
+    let copy = step(Op::Identity, &[5], 7);
+    let plan =
+        plan(&[I, B, I, I, I, I, B, I], &[0, 1, 2, 3, 4], &[6, 5, 7], vec![add, below, copy]);
+    let bodies = vec![Body { plan, operands: vec![3, 4] }];
+    Op::Control(Control { kind: ControlKind::Loop { carried: 1 }, id: 0, bodies })
+}
+
+fn counted(rounds: Option<i64>, go: bool, limit: i64) -> Result<Vec<Tensor>, String> {
+    let one = |x: i64| Some(integers(&[], &[x]));
+    let rounds = rounds.map(|rounds| integers(&[], &[rounds]));
+    let inputs = [rounds, Some(bools(&[], &[go])), one(1), one(3), one(limit)];
+    try_run(counting(), &inputs, 2)
+}
+
+#[test]
+fn loops_end_by_rounds_or_condition() {
+    let of = |result: Result<Vec<Tensor>, String>| {
+        let outputs = result.unwrap();
+        (values::<i64>(&outputs[0]), values::<i64>(&outputs[1]))
+    };
+    assert_eq!(of(counted(Some(3), true, 100)), (vec![10], vec![4, 7, 10]));
+    assert_eq!(of(counted(None, true, 9)), (vec![10], vec![4, 7, 10]));
+    assert_eq!(of(counted(Some(3), false, 100)), (vec![1], vec![]));
+    assert_eq!(of(counted(Some(-5), true, 100)), (vec![1], vec![]));
+}
+
+#[test]
+fn loops_without_an_end_are_stopped() {
+    let endless = plan(&[I, B], &[0, 1], &[1], vec![]);
+    let bodies = vec![Body { plan: endless, operands: vec![] }];
+    let op = Op::Control(Control { kind: ControlKind::Loop { carried: 0 }, id: 0, bodies });
+    for rounds in [Some(integers(&[], &[1_000_000_000])), None] {
+        let error = try_run(op.clone(), &[rounds, Some(bools(&[], &[true]))], 0).unwrap_err();
+        assert!(error.contains("more than 1000000 rounds"), "{error}");
+    }
+}
+
+#[test]
+fn one_branch_runs() {
+    // The second branch would divide by zero.
+    let types = [I, I, I];
+    let on = plan(&types, &[0, 1], &[2], vec![step(Op::Binary(Binary::Add), &[0, 1], 2)]);
+    let off = plan(&types, &[0, 1], &[2], vec![step(Op::Binary(Binary::Div), &[0, 1], 2)]);
+    let body = |plan| Body { plan, operands: vec![1, 2] };
+    let bodies = vec![body(on), body(off)];
+    let op = Op::Control(Control { kind: ControlKind::If, id: 0, bodies });
+    let inputs = |go| [bools(&[], &[go]), integers(&[1], &[5]), integers(&[1], &[0])].map(Some);
+    let got = try_run(op.clone(), &inputs(true), 1).unwrap();
+    assert_eq!(values::<i64>(&got[0]), [5]);
+    assert!(try_run(op, &inputs(false), 1).unwrap_err().contains("Div"));
+}
+
+#[test]
+fn slices_are_read_and_written_along_their_dimensions() {
+    let add = step(Op::Binary(Binary::Add), &[0, 1], 2);
+    let copy = step(Op::Identity, &[2], 3);
+    let plan = plan(&[I, I, I, I], &[0, 1], &[2, 3], vec![add, copy]);
+    let x = integers(&[2, 3], &[1, 2, 3, 10, 20, 30]);
+    for backwards in [false, true] {
+        let scan = Scan { carried: 1, inputs: vec![(1, backwards)], outputs: vec![(1, false)] };
+        let bodies = vec![Body { plan: plan.clone(), operands: vec![] }];
+        let op = Op::Control(Control { kind: ControlKind::Scan(scan), id: 0, bodies });
+        let inputs = [integers(&[2], &[0, 0]), x.clone()].map(Some);
+        let got = try_run(op, &inputs, 2).unwrap();
+        assert_eq!(values::<i64>(&got[0]), [6, 60]);
+        let want: [i64; 6] = match backwards {
+            false => [1, 3, 6, 10, 30, 60],
+            true => [3, 5, 6, 30, 50, 60],
+        };
+        assert_eq!(values::<i64>(&got[1]), want);
+        assert_eq!(got[1].shape(), [2, 3]);
+    }
+}
