@@ -18,7 +18,7 @@ use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value, with_value};
 use body::BodyKernels;
 
-/// The most rounds of a loop.
+/// The most rounds of a step, those of loops inside of it included.
 const MAX_ROUNDS: usize = 1_000_000;
 
 /// The deepest nesting of bodies; the importer allows less.
@@ -26,6 +26,36 @@ const MAX_DEPTH: usize = 32;
 
 thread_local! {
     static DEPTH: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+    /// Loops that run on this thread, and their rounds so far.
+    static ROUNDS: std::cell::Cell<(usize, usize)> = const { std::cell::Cell::new((0, 0)) };
+}
+
+/// A loop that runs: a body runs on the thread of its step, so loops inside of it add to the same
+/// count.
+struct Running;
+
+impl Running {
+    fn start() -> Running {
+        let (loops, rounds) = ROUNDS.get();
+        ROUNDS.set((loops + 1, rounds));
+        Running
+    }
+
+    fn count_round(&self) -> Result<(), KernelError> {
+        let (loops, rounds) = ROUNDS.get();
+        if rounds >= MAX_ROUNDS {
+            return Err(invalid!("a loop of more than {MAX_ROUNDS} rounds"));
+        }
+        ROUNDS.set((loops, rounds + 1));
+        Ok(())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let (loops, rounds) = ROUNDS.get();
+        ROUNDS.set(if loops > 1 { (loops - 1, rounds) } else { (0, 0) });
+    }
 }
 
 pub(crate) fn build(facts: &StepFacts, control: &Control) -> Result<Kernel, KernelError> {
@@ -98,11 +128,10 @@ fn rounds(context: &Context, inputs: &Inputs, body: &BodyKernels, carried: usize
         state.push(inputs.get(index)?.try_clone()?);
     }
     let mut collected = Collected::new(body.outputs().saturating_sub(1 + carried));
+    let running = Running::start();
     let mut round = 0;
     while goes_on && round < most {
-        if round == MAX_ROUNDS {
-            return Err(invalid!("a loop of more than {MAX_ROUNDS} rounds"));
-        }
+        running.count_round()?;
         let mut arguments = vec![scalar(round as i64)?, scalar(true)?];
         arguments.append(&mut state);
         let mut outputs = body.run(context, arguments, inputs)?.into_iter();
@@ -133,7 +162,9 @@ fn slices(context: &Context, inputs: &Inputs, body: &BodyKernels, scan: &Scan) -
         return Err(invalid!("sequences of lengths {lengths:?}, at most {MAX_ROUNDS}"));
     }
     let mut collected = Collected::new(scan.outputs.len());
+    let running = Running::start();
     for round in 0..length {
+        running.count_round()?;
         let mut arguments = std::mem::take(&mut state);
         for (value, (_, backwards)) in sequences.iter().zip(&scan.inputs) {
             arguments.push(row(value, if *backwards { length - 1 - round } else { round })?);

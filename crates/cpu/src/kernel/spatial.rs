@@ -138,7 +138,7 @@ struct Blocks {
 
 fn filled(list: &[usize], count: usize, default: usize) -> Result<Vec<usize>, KernelError> {
     match list.len() {
-        0 => Ok(vec![default; count]),
+        0 => Ok(std::iter::repeat_n(default, count).collect()),
         length if length == count => Ok(list.to_vec()),
         length => Err(invalid!("{length} numbers for {count}")),
     }
@@ -158,7 +158,7 @@ fn col2im(inputs: &Inputs, blocks: &Blocks) -> KernelResult {
     let dilations = filled(&blocks.dilations, rank, 1)?;
     let pads = filled(&blocks.pads, 2 * rank, 0)?;
     let strides = filled(&blocks.strides, rank, 1)?;
-    let mut places = Vec::with_capacity(rank);
+    let mut places = Vec::new();
     for axis in 0..rank {
         let padded = image[axis].saturating_add(pads[axis]).saturating_add(pads[axis + rank]);
         let reach = (kernel[axis] - 1).saturating_mul(dilations[axis]).saturating_add(1);

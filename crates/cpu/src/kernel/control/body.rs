@@ -44,7 +44,7 @@ impl BodyKernels {
                 None => captured.push((*id, *operand)),
             }
         }
-        let mut kernels = Vec::with_capacity(plan.steps.len());
+        let mut kernels = Vec::new();
         for step in &plan.steps {
             let facts = StepFacts { plan: &plan, step, constants: &constants };
             let kernel = kernel::build(&facts).map_err(|error| named(step, error))?;
@@ -77,9 +77,8 @@ impl BodyKernels {
             return Err(invalid!("{} arguments instead of {}", arguments.len(), self.arguments));
         }
         let count = self.plan.values.len();
-        let mut own: Vec<Option<Value>> = Vec::with_capacity(count);
-        own.resize_with(count, || None);
-        let mut shared: Vec<Option<&Value>> = vec![None; count];
+        let mut own: Vec<Option<Value>> = (0..count).map(|_| None).collect();
+        let mut shared: Vec<Option<&Value>> = (0..count).map(|_| None).collect();
         for (id, value) in self.plan.inputs.iter().zip(arguments) {
             own[id.index()] = Some(value);
         }
@@ -141,7 +140,7 @@ impl BodyKernels {
         shared: &[Option<&Value>],
     ) -> Result<Vec<Value>, KernelError> {
         let ids = &self.plan.outputs;
-        let mut results = Vec::with_capacity(ids.len());
+        let mut results = Vec::new();
         for (position, id) in ids.iter().enumerate() {
             let at = id.index();
             let again = ids[position + 1..].contains(id);
@@ -168,7 +167,7 @@ fn named(step: &Step, error: KernelError) -> KernelError {
 
 /// Drops the constants that all kernels that read them hold in a packed form.
 fn drop_packed(plan: &LaunchPlan, kernels: &[Kernel], constants: &mut [Option<Value>]) {
-    let mut needed = vec![false; constants.len()];
+    let mut needed: Vec<bool> = constants.iter().map(|_| false).collect();
     plan.outputs.iter().for_each(|id| needed[id.index()] = true);
     for (step, kernel) in plan.steps.iter().zip(kernels) {
         for (position, id) in step.inputs.iter().enumerate() {

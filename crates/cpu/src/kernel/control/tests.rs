@@ -74,6 +74,24 @@ fn loops_without_an_end_are_stopped() {
     }
 }
 
+/// A loop of 2,000 rounds around one of 2,000: neither is too long by itself.
+#[test]
+fn rounds_of_loops_inside_of_loops_are_counted_together() {
+    let looped = |id: u32, plan, operands| {
+        let bodies = vec![Body { plan, operands }];
+        Op::Control(Control { kind: ControlKind::Loop { carried: 0 }, id, bodies })
+    };
+    let inner = looped(0, plan(&[I, B], &[0, 1], &[1], vec![]), vec![]);
+    let inner = Step { outputs: vec![], ..step(inner, &[2, 1], 0) };
+    let op = looped(1, plan(&[I, B, I], &[0, 1, 2], &[1], vec![inner]), vec![2]);
+    for (rounds, fits) in [(300, true), (2000, false), (300, true)] {
+        let (most, inner) = (integers(&[], &[rounds]), integers(&[], &[2000]));
+        let inputs = [Some(most), Some(bools(&[], &[true])), Some(inner)];
+        let result = try_run(op.clone(), &inputs, 0);
+        assert_eq!(result.is_ok(), fits, "{rounds}");
+    }
+}
+
 #[test]
 fn one_branch_runs() {
     // The second branch would divide by zero.

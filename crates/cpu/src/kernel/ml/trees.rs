@@ -86,15 +86,15 @@ struct Test {
 
 /// Trees as they are walked.
 struct Forest<T> {
-    nodes: Vec<Node<T>>,
+    nodes: Buffer<Node<T>>,
     /// First node and depth of each tree.
-    roots: Vec<(u32, usize)>,
+    roots: Buffer<(u32, usize)>,
     /// Tests of equality by node, where there are any.
     tests: Vec<Option<Test>>,
     members: Vec<T>,
     /// By leaf: entries of `targets`, unless every leaf adds one number to the only target.
-    leaves: Vec<(usize, usize)>,
-    targets: Vec<(usize, f64)>,
+    leaves: Buffer<(usize, usize)>,
+    targets: Buffer<(usize, f64)>,
     single: bool,
     features: usize,
     op: Trees,
@@ -138,26 +138,26 @@ impl<T: Real> Forest<T> {
         if arrays.nodes.len() != count * COLUMNS || arrays.targets.len() != arrays.weights.len() {
             return Err("arrays of trees have different lengths".into());
         }
-        let mut leaves = Vec::with_capacity(arrays.leaves.len() / 2);
+        let mut leaves = Buffer::with_capacity(arrays.leaves.len() / 2)?;
         for pair in arrays.leaves.chunks_exact(2) {
             let (start, held) = (usize::try_from(pair[0]), usize::try_from(pair[1]));
             let (Ok(start), Ok(held)) = (start, held) else { return Err("a bad leaf".into()) };
             let end = start.checked_add(held).filter(|end| *end <= arrays.targets.len());
-            leaves.push((start, end.ok_or("a leaf without weights")?));
+            leaves.push((start, end.ok_or("a leaf without weights")?))?;
         }
-        let mut targets = Vec::with_capacity(arrays.targets.len());
+        let mut targets = Buffer::with_capacity(arrays.targets.len())?;
         for (target, weight) in arrays.targets.iter().zip(arrays.weights) {
             let target = usize::try_from(*target).ok().filter(|target| *target < op.targets);
             let target = target.ok_or_else(|| invalid!("a target outside of {}", op.targets))?;
-            targets.push((target, weight.to_f64()));
+            targets.push((target, weight.to_f64()))?;
         }
         let single = op.targets == 1
             && matches!(op.aggregate, TreeAggregate::Sum | TreeAggregate::Average)
             && leaves.iter().all(|(start, end)| end - start <= 1);
         let members = arrays.members.to_vec();
         let mut forest = Forest {
-            nodes: Vec::with_capacity(count + leaves.len()),
-            roots: Vec::with_capacity(arrays.roots.len()),
+            nodes: Buffer::with_capacity(count.saturating_add(leaves.len()))?,
+            roots: Buffer::with_capacity(arrays.roots.len())?,
             tests: Vec::new(),
             members,
             leaves,
@@ -166,7 +166,7 @@ impl<T: Real> Forest<T> {
             features: 0,
             op,
         };
-        let mut reached = vec![false; count];
+        let mut reached = Buffer::filled(count, false)?;
         for root in arrays.roots {
             forest.add_tree(arrays, *root, &mut reached)?;
         }
@@ -189,7 +189,7 @@ impl<T: Real> Forest<T> {
         while !level.is_empty() {
             // The next level begins behind this one.
             let first = self.nodes.len() + level.len();
-            let mut next = Vec::with_capacity(level.len());
+            let mut next = Vec::new();
             for id in &level {
                 let child = u32::try_from(first + next.len());
                 let child = child.map_err(|_| invalid!("more nodes than trees may have"))?;
@@ -213,7 +213,7 @@ impl<T: Real> Forest<T> {
                 return Err(invalid!("a tree deeper than {MAX_DEPTH}"));
             }
         }
-        self.roots.push((start as u32, depth));
+        self.roots.push((start as u32, depth))?;
         Ok(())
     }
 
@@ -226,7 +226,7 @@ impl<T: Real> Forest<T> {
         };
         // Nothing is above infinity, and a missing number stays as well.
         let feature = MISSING_IS_TRUE;
-        self.nodes.push(Node { threshold: T::INFINITY, value, feature, child: at });
+        self.nodes.push(Node { threshold: T::INFINITY, value, feature, child: at })?;
         self.tests.push(None);
         Ok(())
     }
@@ -269,7 +269,7 @@ impl<T: Real> Forest<T> {
         };
         let flag = if missing_is_true != swapped { MISSING_IS_TRUE } else { 0 };
         let feature = feature | flag;
-        self.nodes.push(Node { threshold, value: T::default(), feature, child });
+        self.nodes.push(Node { threshold, value: T::default(), feature, child })?;
         self.tests.push(test);
         Ok(if swapped { [no, yes] } else { [yes, no] })
     }

@@ -56,7 +56,7 @@ fn run(inputs: &Inputs, svm: Svm) -> KernelResult {
         for (slot, vector) in products.iter_mut().zip(support.chunks_exact(columns.max(1))) {
             *slot = compared(svm.kernel, row, vector);
         }
-        machine.row(&products, &mut out, ballots.next().unwrap_or_default());
+        machine.row(&products, &mut out, ballots.next().unwrap_or_default())?;
     }
     let scores = from_singles(&[rows, outputs], out, value.dtype())?;
     Ok(Outputs::from_iter([scores, f32::wrap(&[rows, svm.classes], votes)]))
@@ -121,7 +121,12 @@ impl Machine<'_> {
     }
 
     /// Appends the scores of a row, given its products with all vectors, and counts its votes.
-    fn row(&self, products: &[f64], out: &mut Buffer<f32>, votes: &mut [f32]) {
+    fn row(
+        &self,
+        products: &[f64],
+        out: &mut Buffer<f32>,
+        votes: &mut [f32],
+    ) -> Result<(), KernelError> {
         let classes = self.svm.classes;
         if classes == 0 {
             let pairs = products.iter().zip(self.coefficients);
@@ -129,20 +134,22 @@ impl Machine<'_> {
             let score = sum + f64::from(self.rho[0]);
             let sign = if score > 0.0 { 1.0 } else { -1.0 };
             out.extend([if self.svm.one_class { sign } else { score as f32 }]);
-            return;
+            return Ok(());
         }
-        let mut scores = Vec::with_capacity(self.outputs());
+        let pairs = classes * (classes - 1) / 2;
+        let mut scores = Buffer::with_capacity(pairs)?;
         for first in 0..classes {
             for second in first + 1..classes {
                 let score = self.pair(products, first, second, scores.len());
                 votes[if score > 0.0 { first } else { second }] += 1.0;
-                scores.push(score);
+                scores.push(score)?;
             }
         }
         match &self.probability {
             None => out.extend(scores.iter().map(|x| *x as f32)),
-            Some((a, b)) => out.extend(self.coupled(&scores, a, b).into_iter().map(|x| x as f32)),
+            Some((a, b)) => out.extend(self.coupled(&scores, a, b)?.iter().map(|x| *x as f32)),
         }
+        Ok(())
     }
 
     /// How much a row is of the first class rather than of the second.
@@ -157,9 +164,9 @@ impl Machine<'_> {
 
     /// The probabilities of all classes from those of every pair, by the method of Wu, Lin and
     /// Weng that LIBSVM uses.
-    fn coupled(&self, scores: &[f64], a: &[f32], b: &[f32]) -> Vec<f64> {
+    fn coupled(&self, scores: &[f64], a: &[f32], b: &[f32]) -> Result<Buffer<f64>, KernelError> {
         let classes = self.svm.classes;
-        let mut against = vec![0.0; classes * classes];
+        let mut against = Buffer::filled(classes * classes, 0.0)?;
         let mut pair = 0;
         for first in 0..classes {
             for second in first + 1..classes {
@@ -171,7 +178,7 @@ impl Machine<'_> {
                 pair += 1;
             }
         }
-        let mut q = vec![0.0; classes * classes];
+        let mut q = Buffer::filled(classes * classes, 0.0)?;
         for row in 0..classes {
             for column in (0..classes).filter(|column| *column != row) {
                 let back = against[column * classes + row];
@@ -179,7 +186,7 @@ impl Machine<'_> {
                 q[row * classes + column] = -back * against[row * classes + column];
             }
         }
-        let mut p = vec![1.0 / classes as f64; classes];
+        let mut p = Buffer::filled(classes, 1.0 / classes as f64)?;
         for _ in 0..MAX_STEPS.max(classes) {
             let mut product: Vec<f64> = q
                 .chunks_exact(classes)
@@ -202,6 +209,6 @@ impl Machine<'_> {
                 }
             }
         }
-        p
+        Ok(p)
     }
 }

@@ -21,7 +21,7 @@ struct Pool {
     /// By length, less one.
     columns: Vec<HashMap<Vec<Bytes>, usize>>,
     /// By column.
-    weights: Option<Vec<f32>>,
+    weights: Option<Buffer<f32>>,
 }
 
 pub(super) fn build(facts: &StepFacts, op: TfIdf) -> Result<Kernel, KernelError> {
@@ -55,7 +55,7 @@ pub(super) fn build(facts: &StepFacts, op: TfIdf) -> Result<Kernel, KernelError>
     }
     let weights = match facts.constant(4) {
         Some(Value::F32(tensor)) => {
-            let mut weights = vec![0.0; op.columns];
+            let mut weights = Buffer::filled(op.columns, 0.0)?;
             for (place, column) in places {
                 weights[column] = *elements(tensor).get(place).ok_or("a weight is missing")?;
             }
