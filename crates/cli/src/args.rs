@@ -551,7 +551,7 @@ pub(crate) struct PlanArgs {
     #[arg(long)]
     pub(crate) foreign_profiles: bool,
 
-    /// TOML file of GPUs that there are: [[offer]] tables with gpu, price and, where wanted, name,
+    /// TOML file of GPUs that there are: tables `offer` with gpu, price and, where wanted, name,
     /// watts and count. Plans the services onto all of these kinds
     #[arg(
         long,
