@@ -331,3 +331,23 @@ pub(crate) fn no_kernel(facts: &StepFacts) -> KernelError {
         .collect();
     invalid!("no kernel for element types ({})", types.join(", "))
 }
+
+/// Drops the constants that all kernels that read them hold in a packed form.
+pub(crate) fn drop_packed(plan: &LaunchPlan, kernels: &[Kernel], constants: &mut [Option<Value>]) {
+    let mut needed = vec![false; constants.len()];
+    for id in &plan.outputs {
+        needed[id.index()] = true;
+    }
+    for (step, kernel) in plan.steps.iter().zip(kernels) {
+        for (position, id) in step.inputs.iter().enumerate() {
+            if let Some(id) = id.filter(|_| !kernel.packed_inputs.contains(&position)) {
+                needed[id.index()] = true;
+            }
+        }
+    }
+    for (constant, needed) in constants.iter_mut().zip(needed) {
+        if !needed {
+            *constant = None;
+        }
+    }
+}

@@ -69,26 +69,6 @@ fn constants_of(plan: &LaunchPlan) -> Result<Vec<Option<Value>>, DeviceError> {
     Ok(constants)
 }
 
-/// Drops the constants that all kernels that read them hold in a packed form.
-fn drop_packed(plan: &LaunchPlan, kernels: &[Kernel], constants: &mut [Option<Value>]) {
-    let mut needed = vec![false; constants.len()];
-    for id in &plan.outputs {
-        needed[id.index()] = true;
-    }
-    for (step, kernel) in plan.steps.iter().zip(kernels) {
-        for (position, id) in step.inputs.iter().enumerate() {
-            if let Some(id) = id.filter(|_| !kernel.packed_inputs.contains(&position)) {
-                needed[id.index()] = true;
-            }
-        }
-    }
-    for (constant, needed) in constants.iter_mut().zip(needed) {
-        if !needed {
-            *constant = None;
-        }
-    }
-}
-
 impl CpuProgram {
     pub(crate) fn load(
         plan: Arc<LaunchPlan>,
@@ -101,7 +81,7 @@ impl CpuProgram {
             let facts = StepFacts { plan: &plan, step, constants: &constants };
             kernels.push(kernel::build(&facts).map_err(|error| unsupported(step, error))?);
         }
-        drop_packed(&plan, &kernels, &mut constants);
+        kernel::drop_packed(&plan, &kernels, &mut constants);
         let constant_bytes: usize = constants.iter().flatten().map(Value::size_bytes).sum();
         let kernel_bytes: usize = kernels.iter().map(|kernel| kernel.resident_bytes).sum();
         let resident = Bytes((constant_bytes + kernel_bytes) as u64);

@@ -50,7 +50,7 @@ impl BodyKernels {
             let kernel = kernel::build(&facts).map_err(|error| named(step, error))?;
             kernels.push(kernel);
         }
-        drop_packed(&plan, &kernels, &mut constants);
+        kernel::drop_packed(&plan, &kernels, &mut constants);
         let held: usize = constants.iter().flatten().map(Value::size_bytes).sum();
         let resident_bytes = held + kernels.iter().map(|k| k.resident_bytes).sum::<usize>();
         Ok(BodyKernels { plan, kernels, constants, captured, arguments, resident_bytes })
@@ -162,23 +162,5 @@ fn named(step: &Step, error: KernelError) -> KernelError {
     match error {
         KernelError::Invalid(reason) => invalid!("'{}' ({}): {reason}", step.name, step.op.name()),
         other => other,
-    }
-}
-
-/// Drops the constants that all kernels that read them hold in a packed form.
-fn drop_packed(plan: &LaunchPlan, kernels: &[Kernel], constants: &mut [Option<Value>]) {
-    let mut needed: Vec<bool> = constants.iter().map(|_| false).collect();
-    plan.outputs.iter().for_each(|id| needed[id.index()] = true);
-    for (step, kernel) in plan.steps.iter().zip(kernels) {
-        for (position, id) in step.inputs.iter().enumerate() {
-            if let Some(id) = id.filter(|_| !kernel.packed_inputs.contains(&position)) {
-                needed[id.index()] = true;
-            }
-        }
-    }
-    for (constant, needed) in constants.iter_mut().zip(needed) {
-        if !needed {
-            *constant = None;
-        }
     }
 }
