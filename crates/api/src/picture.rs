@@ -78,6 +78,22 @@ pub fn decode(
     }
 }
 
+/// The size of the pixels of a JPEG or PNG file, by its header alone; 0 if that cannot be read.
+pub fn decoded_size_bytes(file: &[u8]) -> usize {
+    let pixels = if file.starts_with(b"\x89PNG\r\n\x1a\n") {
+        let number = |at: usize| {
+            let bytes = file.get(at..)?.first_chunk::<4>()?;
+            usize::try_from(u32::from_be_bytes(*bytes)).ok()
+        };
+        // The first chunk begins with both edges.
+        number(16).zip(number(20))
+    } else {
+        let mut decoder = zune_jpeg::JpegDecoder::new(ZCursor::new(file));
+        decoder.decode_headers().ok().and_then(|()| decoder.dimensions())
+    };
+    pixels.map_or(0, |(width, height)| width.saturating_mul(height).saturating_mul(3))
+}
+
 fn unreadable(error: &dyn Display) -> ApiError {
     ApiError::invalid(format!("the picture cannot be read: {error}"))
 }

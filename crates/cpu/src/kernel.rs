@@ -7,6 +7,7 @@
 mod activation;
 mod attention;
 mod binary;
+pub(crate) mod bytes;
 mod cast;
 mod control;
 mod conv;

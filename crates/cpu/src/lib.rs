@@ -5,6 +5,7 @@
 
 mod buffer;
 mod buffer_pool;
+mod byte_steps;
 mod dequantized_weights;
 mod device;
 mod device_state;
@@ -16,6 +17,7 @@ mod run_queue;
 mod spare_buffers;
 mod suspended_task;
 mod value;
+mod wide_numbers;
 mod worker_pool;
 mod yield_point;
 

@@ -10,10 +10,12 @@ use model::{HostMemory, LaunchPlan, MemoryError, Step, Tensor};
 
 use crate::buffer;
 use crate::buffer_pool::BufferPool;
+use crate::byte_steps::with_byte_steps;
 use crate::dequantized_weights::weights_as_numbers;
 use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, StepFacts};
 use crate::suspended_task::SuspendedTask;
 use crate::value::Value;
+use crate::wide_numbers::in_single_precision;
 
 /// A loaded plan as a [`Program`].
 pub(crate) struct CpuProgram {
@@ -74,12 +76,18 @@ impl CpuProgram {
         plan: Arc<LaunchPlan>,
         memory: &'static HostMemory,
     ) -> Result<CpuProgram, DeviceError> {
+        let (plan, byte_steps) = with_byte_steps(in_single_precision(plan));
         let plan = weights_as_numbers(plan);
         let mut constants = constants_of(&plan)?;
         let mut kernels = Vec::with_capacity(plan.steps.len());
         for step in &plan.steps {
             let facts = StepFacts { plan: &plan, step, constants: &constants };
-            kernels.push(kernel::build(&facts).map_err(|error| unsupported(step, error))?);
+            let output = step.outputs.first().copied().flatten();
+            let kernel = match output.and_then(|id| byte_steps.get(&id)) {
+                Some(byte_step) => byte_step.build(),
+                None => kernel::build(&facts),
+            };
+            kernels.push(kernel.map_err(|error| unsupported(step, error))?);
         }
         kernel::drop_packed(&plan, &kernels, &mut constants);
         let constant_bytes: usize = constants.iter().flatten().map(Value::size_bytes).sum();

@@ -88,6 +88,24 @@ pub(crate) async fn heavy<T: Send + 'static>(
     receiver.await.unwrap_or_else(|_| Err(ApiError::internal("the server failed on this request")))
 }
 
+/// Runs `work` that takes long whatever the size of its input, such as a load, on a thread of its
+/// own with the lower priority. `None` if it panics.
+pub(crate) async fn in_background<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (sender, receiver) = oneshot::channel();
+    let low = move || {
+        // As above.
+        let _ = rustix::process::setpriority_process(None, NICE);
+        // The one who asked may be gone.
+        let _ = sender.send(work());
+    };
+    match std::thread::Builder::new().name("background".to_string()).spawn(low) {
+        Ok(_) => receiver.await.ok(),
+        Err(_) => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -104,6 +122,13 @@ mod tests {
         let here = thread_name().unwrap();
         assert_eq!(heavy(LARGE_BYTES - 1, thread_name).await.unwrap(), here);
         assert!(heavy(LARGE_BYTES, thread_name).await.unwrap().starts_with("heavy-"));
+    }
+
+    #[tokio::test]
+    async fn work_in_the_background_has_a_lower_priority() {
+        let own = || rustix::process::getpriority_process(None).unwrap();
+        assert_eq!(in_background(own).await, Some((own() + NICE).min(19)));
+        assert_eq!(in_background(|| -> u32 { panic!("on purpose") }).await, None);
     }
 
     #[tokio::test]

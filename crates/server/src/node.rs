@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use api::error::ApiResult;
+use api::picture;
 use api::{
     ApiError, Classification, ClassifyRequest, ErrorKind, IndexEntry, InferOptions, InferRequest,
     InferResponse, InferenceService, ModelMetadata, ModelRef, ModelStatistics, RegisterRequest,
@@ -30,6 +31,7 @@ pub mod prefix_batching;
 mod registration;
 pub mod served_model;
 
+use crate::heavy_work::{LARGE_BYTES, heavy, in_background};
 use counters::PendingRequest;
 use loader::{LoadError, ModelLoader};
 use model_table::ModelTable;
@@ -194,6 +196,16 @@ async fn blocking<T: Send + 'static>(
     }
 }
 
+/// Like [`blocking`], for work that takes many cycles, which real time needs more.
+async fn loading<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, LoadError> + Send + 'static,
+) -> ApiResult<T> {
+    match in_background(work).await {
+        Some(result) => result.map_err(ApiError::from),
+        None => Err(ApiError::internal("the model could not be read: the loader failed")),
+    }
+}
+
 /// Cancels a request when its client disconnects.
 struct CancelOnDrop(Option<RequestHandle>);
 
@@ -326,7 +338,8 @@ impl Inner {
             )));
         };
         let (image, holder) = (request.image, served.clone());
-        let (tensor, _memory) = blocking_api(move || {
+        let decoded_bytes = picture::decoded_size_bytes(&image);
+        let read = move || {
             let info = holder.plan().value(input);
             let preprocessing = holder.config.preprocessing.clone().unwrap_or_default();
             let mut memory = HostMemory::process().empty();
@@ -334,8 +347,11 @@ impl Inner {
             // Only the tensor is left of it.
             memory.shrink_to(tensor.size_bytes());
             Ok((tensor, memory))
-        })
-        .await?;
+        };
+        let (tensor, _memory) = match decoded_bytes >= LARGE_BYTES {
+            true => heavy(decoded_bytes, read).await?,
+            false => blocking_api(read).await?,
+        };
         let inputs = vec![tensor];
         device::check_inputs(served.plan(), &inputs)
             .map_err(|error| ApiError::invalid(format!("the image does not fit: {error}")))?;
@@ -357,7 +373,7 @@ impl Inner {
         let lock = self.models.lock(&name).await;
         self.models.begin_load(&name, cancelled.clone());
         let (loader, wanted) = (self.loader.clone(), name.clone());
-        let loaded = blocking(move || {
+        let loaded = loading(move || {
             let loaded = loader.load(&wanted, None, &cancelled)?;
             // From here on nothing takes long.
             loader::check_cancelled(&cancelled)?;

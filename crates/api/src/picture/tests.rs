@@ -142,6 +142,7 @@ fn limits_apply_before_pixels_are_decoded() {
     };
     let files = [png_file(&rgb), include_bytes!("../../testdata/colour.jpg").to_vec()];
     for (file, edge, size) in [(&files[0], 5, 30), (&files[1], 16, 16 * 12 * 3)] {
+        assert_eq!(decoded_size_bytes(file), size);
         let refusal = |edge, bytes| decode(file, &DecodeLimits { edge, bytes }).unwrap_err().kind;
         assert_eq!(refusal(edge - 1, 1 << 20), crate::ErrorKind::InvalidArgument);
         assert_eq!(refusal(edge, size - 1), crate::ErrorKind::InvalidArgument);
@@ -157,6 +158,7 @@ fn limits_apply_before_pixels_are_decoded() {
             }
         }
         assert!(decode(&huge, &DecodeLimits::default()).is_err());
+        assert_eq!(decoded_size_bytes(&huge), 3 * 0x3fff * 0x3fff);
     }
 }
 
@@ -164,6 +166,7 @@ fn limits_apply_before_pixels_are_decoded() {
 fn refuses_what_is_no_picture() {
     for file in [&b""[..], b"GIF89a", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"\xff\xd8\xff\xc0"] {
         assert!(decode(file, &DecodeLimits::default()).is_err());
+        assert_eq!(decoded_size_bytes(file), 0);
     }
 }
 

@@ -6,6 +6,8 @@ use rten_simd::ops::{BitOps, NumOps};
 use rten_simd::{Isa, SimdOp, SimdUnaryOp};
 use rten_vecmath as vecmath;
 
+use super::parallel::in_pieces;
+
 /// Applies `activation` to each element.
 pub(super) fn apply(activation: Activation, row: &mut [f32]) {
     match activation {
@@ -20,6 +22,13 @@ pub(super) fn apply(activation: Activation, row: &mut [f32]) {
         Activation::Gelu { tanh: true } => vecmath::ApproxGelu {}.map_mut(row),
         Activation::HardSwish => HardSwish(row).dispatch(),
         Activation::HardSigmoid { alpha, beta } => HardSigmoid { row, alpha, beta }.dispatch(),
+    }
+}
+
+/// Like [`apply`], on all threads if there is much to do.
+pub(super) fn apply_in_pieces(activation: Activation, data: &mut [f32]) {
+    if activation != Activation::None {
+        in_pieces(data, &|_: usize, piece: &mut [f32]| apply(activation, piece));
     }
 }
 

@@ -12,9 +12,10 @@ use model::DataType;
 use model::op::Conv;
 use rayon::prelude::*;
 
+pub(super) use border::Border;
+pub(super) use depthwise::{DepthwisePlane, run as run_depthwise};
 pub(super) use plain::{ConvShapes, convolve};
 
-use self::border::Border;
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Image, Left, Matrix, PackedLeft, Right};
 use super::matmul::PlainNumber;
@@ -176,7 +177,7 @@ impl ConvCall<'_> {
                 return product(out, left, right, epilogue);
             }
             gemm::with_scratch(border.length(), |scratch| {
-                border.copy(scratch, input, parallel);
+                border.copy(scratch, input, 0.0, parallel);
                 let image = Image {
                     data: scratch,
                     taps: border.taps(),
@@ -207,8 +208,8 @@ impl ConvCall<'_> {
             let input =
                 (index / outputs * shapes.groups + channel / shapes.group_outputs) * in_plane;
             gemm::with_scratch(border.length(), |scratch| {
-                border.copy(scratch, &x[input..input + in_plane], false);
-                depthwise::run(depthwise::DepthwisePlane {
+                border.copy(scratch, &x[input..input + in_plane], 0.0, false);
+                run_depthwise(DepthwisePlane {
                     out,
                     image: scratch,
                     taps: border.taps(),
@@ -219,9 +220,8 @@ impl ConvCall<'_> {
                     residual: self.residual.map(|all| &all[index * out_plane..][..out_plane]),
                     accumulate: self.accumulate,
                     activation: self.conv.activation,
-                });
-            })?;
-            Ok(())
+                })
+            })?
         })
     }
 }

@@ -98,6 +98,11 @@ pub(crate) fn convert<T: Element + Copy, U: Send>(
     });
 }
 
+/// Like [`convert`], on the calling thread.
+pub(crate) fn convert_run<T: Copy, U>(source: &[T], target: &mut [U], f: impl Fn(T) -> U) {
+    ConvertLoop { source, target, f }.dispatch();
+}
+
 struct ConvertLoop<'a, T, U, F> {
     source: &'a [T],
     target: &'a mut [U],

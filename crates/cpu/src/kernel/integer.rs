@@ -1,12 +1,14 @@
-//! Products and convolutions of 8-bit integers, with 32-bit sums or requantized results.
+//! Products and convolutions of 8-bit integers, with 32-bit sums or requantized results. With a
+//! constant weight they are products of bytes; else a plain loop computes them.
 
 use model::DataType;
-use model::op::{Conv, Op};
+use model::op::{Activation, Conv, Op};
 
+use super::bytes::{self, ByteLayout, ByteOutput, ByteSpec};
 use super::conv::{ConvShapes, convolve};
 use super::dense::{self, elements};
 use super::matmul::plain_matmul;
-use super::{Inputs, Kernel, KernelResult, StepFacts, no_kernel};
+use super::{Context, Inputs, Kernel, KernelResult, Operand, StepFacts, no_kernel};
 use crate::buffer::Buffer;
 use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value};
@@ -21,6 +23,9 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let quantised = [0, 2, 3, 5, 7].into_iter().all(is_byte)
         && [1, 4, 6].into_iter().all(|index| is(index, DataType::F32))
         && is(8, DataType::I32);
+    if let Some(kernel) = with_constant_weight(facts)? {
+        return Ok(kernel);
+    }
     match facts.step.op.clone() {
         Op::MatMulInteger if (0..4).all(is_byte) => {
             Ok(Kernel::new(|_, inputs| matmul_integer(&inputs)))
@@ -34,6 +39,88 @@ pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
         }
         _ => Err(no_kernel(facts)),
     }
+}
+
+/// The elements of a constant operand of bytes, or of 32-bit integers; `[0]` where there is none.
+fn constant_integers(facts: &StepFacts, index: usize) -> Option<Vec<i32>> {
+    if facts.input_dtype(index).is_none() {
+        return Some(vec![0]);
+    }
+    match facts.constant(index)? {
+        Value::I32(tensor) => Some(elements(tensor).to_vec()),
+        value => integers(value).ok().map(Buffer::into_vec),
+    }
+}
+
+fn constant_scales(facts: &StepFacts, index: usize) -> Option<Vec<f32>> {
+    match facts.constant(index)? {
+        Value::F32(tensor) => Some(elements(tensor).to_vec()),
+        _ => None,
+    }
+}
+
+/// What a step with a constant weight computes, and the position of the weight.
+fn spec_of(facts: &StepFacts) -> Option<(ByteSpec, usize)> {
+    let (layout, quantised) = match facts.step.op.clone() {
+        Op::MatMulInteger => (ByteLayout::Matrix { transposed: false }, false),
+        Op::QLinearMatMul => (ByteLayout::Matrix { transposed: false }, true),
+        Op::ConvInteger(conv) => (ByteLayout::Convolution(conv), false),
+        Op::QLinearConv(conv) => (ByteLayout::Convolution(conv), true),
+        _ => return None,
+    };
+    let (weight, zero, weight_zero) = if quantised { (3, 2, 5) } else { (1, 2, 3) };
+    let signed = facts.input_dtype(0)? == DataType::I8;
+    let is_matrix = matches!(layout, ByteLayout::Matrix { .. });
+    let activations_zero = match constant_integers(facts, zero) {
+        Some(zeros) => {
+            let [zero] = zeros[..] else { return None };
+            Some(zero)
+        }
+        // What surrounds an image must be known.
+        None if is_matrix && !quantised => None,
+        None => return None,
+    };
+    let mut spec = ByteSpec {
+        layout,
+        activations_signed: signed,
+        activations_zero,
+        weight_zeros: constant_integers(facts, weight_zero)?,
+        scales: vec![1.0],
+        sum_bias: None,
+        bias: None,
+        clamp: (f32::NEG_INFINITY, f32::INFINITY),
+        activation: Activation::None,
+        output: ByteOutput::Sums,
+    };
+    if quantised {
+        let one = |values: Vec<f32>| if let [one] = values[..] { Some(one) } else { None };
+        let x_scale = one(constant_scales(facts, 1)?)?;
+        let y_scale = one(constant_scales(facts, 6)?)?;
+        let factor = |scale: &f32| x_scale * scale / y_scale;
+        spec.scales = constant_scales(facts, 4)?.iter().map(factor).collect();
+        if facts.input_dtype(8).is_some() {
+            spec.sum_bias = Some(constant_integers(facts, 8)?);
+        }
+        let [zero] = constant_integers(facts, 7)?[..] else { return None };
+        let signed = facts.input_dtype(7)? == DataType::I8;
+        spec.output = ByteOutput::Bytes { zero, signed };
+    }
+    Some((spec, weight))
+}
+
+/// The kernel of a step whose weight is constant, if its parameters are usual ones.
+fn with_constant_weight(facts: &StepFacts) -> Result<Option<Kernel>, KernelError> {
+    let Some((spec, position)) = spec_of(facts) else { return Ok(None) };
+    let Some(weight) = facts.constant(position) else { return Ok(None) };
+    let has_zero = spec.activations_zero.is_none();
+    let Some(kernel) = dense::unless_invalid(bytes::build(spec, weight))? else { return Ok(None) };
+    let Kernel { run, resident_bytes, .. } = kernel;
+    let run = move |context: &Context, mut inputs: Inputs| {
+        let zero = if has_zero { inputs.take_operand(2)? } else { Operand::Absent };
+        let operands = [inputs.take_operand(0)?, Operand::Absent, zero, Operand::Absent];
+        run.run(context, Inputs::new(operands.into_iter().collect()))
+    };
+    Ok(Some(Kernel { run: Box::new(run), resident_bytes, packed_inputs: vec![position] }))
 }
 
 /// The elements of a tensor of bytes as `i32`.

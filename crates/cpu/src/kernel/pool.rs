@@ -53,8 +53,8 @@ fn build_max(facts: &StepFacts, pool: Pool, dtype: DataType) -> Result<Kernel, K
     match dtype {
         DataType::F32 => Ok(Kernel::new(move |c, i| max_pool_f32(c, &i, &pool))),
         DataType::F64 => Ok(Kernel::new(move |c, i| max_pool::<f64>(c, &i, &pool))),
-        DataType::U8 => Ok(Kernel::new(move |c, i| max_pool::<u8>(c, &i, &pool))),
-        DataType::I8 => Ok(Kernel::new(move |c, i| max_pool::<i8>(c, &i, &pool))),
+        DataType::U8 => Ok(Kernel::new(move |c, i| max_pool_bytes::<u8>(c, &i, &pool))),
+        DataType::I8 => Ok(Kernel::new(move |c, i| max_pool_bytes::<i8>(c, &i, &pool))),
         DataType::F16 | DataType::BF16 => {
             let wide = Kernel::new(move |c, i| max_pool_f32(c, &i, &pool));
             Ok(dense::through_f32(facts, wide))
@@ -81,6 +81,24 @@ fn max_pool_f32(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult
         return max_pool::<f32>(context, inputs, pool);
     }
     let mut out = spare_buffers::take(context.pool, dense::count(&out_shape)?)?;
+    rows::max(&mut out, elements(x), &geometry)?;
+    dense::output(&out_shape, out)
+}
+
+fn max_pool_bytes<T: MaxPoolElement>(
+    context: &Context,
+    inputs: &Inputs,
+    pool: &Pool,
+) -> KernelResult
+where
+    TypedTensor<T>: Into<Value>,
+{
+    let x = inputs.typed::<T>(0)?;
+    let (geometry, out_shape) = resolve(pool, dims(x))?;
+    if pool.kind != PoolKind::Max || !rows::handles(&geometry) {
+        return max_pool::<T>(context, inputs, pool);
+    }
+    let mut out = context.pool.filled(dense::count(&out_shape)?, T::LOWEST)?;
     rows::max(&mut out, elements(x), &geometry)?;
     dense::output(&out_shape, out)
 }

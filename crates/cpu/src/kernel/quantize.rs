@@ -2,7 +2,10 @@
 
 use model::DataType;
 use model::op::Op;
+use rayon::prelude::*;
+use rten_simd::{Isa, SimdOp};
 
+use super::bytes::clamped;
 use super::cast::convert;
 use super::elementwise;
 use super::operand::{Element, around, dtype_of, elements, narrowed, one, resolve_axis, widened};
@@ -11,6 +14,7 @@ use super::{Context, Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel
 use crate::buffer::Buffer;
 use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value};
+use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts) -> Result<Kernel, KernelError> {
     let dtype = dtype_of(facts, 0)?;
@@ -57,23 +61,54 @@ trait Quantized: Element + Copy {
     fn to_i64(self) -> i64;
     /// The nearest value to `x`, halves to even, plus `zero`, within the type's range.
     fn quantize(x: f32, zero: f32) -> Self;
+    /// `(source - zero) * scale`.
+    fn dequantize(source: &[Self], target: &mut [f32], scale: f32, zero: i64) {
+        match i32::try_from(zero) {
+            // Differences of narrow numbers fit; vectors are twice as wide as with 64 bits.
+            Ok(zero) if size_of::<Self>() < 4 => {
+                let number = move |x: Self| (x.to_i64() as i32 - zero) as f32 * scale;
+                elementwise::convert_run(source, target, number);
+            }
+            _ => {
+                let number = move |x: Self| (x.to_i64() - zero) as f32 * scale;
+                elementwise::convert_run(source, target, number);
+            }
+        }
+    }
 }
+
+/// Adding it to a number below 2^22 leaves the nearest integer, halves to even, in the low bits.
+const ROUND: f32 = 12_582_912.0;
 
 macro_rules! quantized {
     ($($rust:ty),+) => {
         $(impl Quantized for $rust {
+            #[inline(always)]
             fn to_i64(self) -> i64 {
                 i64::from(self)
             }
+            #[inline(always)]
             fn quantize(x: f32, zero: f32) -> Self {
-                // Casts from float saturate.
-                (x.round_ties_even() + zero) as $rust
+                // Vectors have instructions for all of this, but none for casts that saturate.
+                let (least, most) = (<$rust>::MIN as f32 - zero, <$rust>::MAX as f32 - zero);
+                let rounded = (clamped(x, least, most) + ROUND).to_bits() as i32;
+                rounded.wrapping_add(zero as i32) as $rust
             }
         })+
     };
 }
 
-quantized!(u8, i8, u16, i16, i32);
+quantized!(u8, i8, u16, i16);
+
+impl Quantized for i32 {
+    fn to_i64(self) -> i64 {
+        i64::from(self)
+    }
+    fn quantize(x: f32, zero: f32) -> i32 {
+        // Casts from float saturate.
+        (x.round_ties_even() + zero) as i32
+    }
+}
 
 /// Which scale belongs to which element.
 enum ScaleGroups {
@@ -169,9 +204,8 @@ fn quantizer<T: Quantized>(axis: i64) -> Kernel {
             groups.visit(start, start + piece.len(), |position, length, group| {
                 let (scale, zero) = (scales[group], zeros[group] as f32);
                 let target = &mut piece[position - start..][..length];
-                for (slot, &x) in target.iter_mut().zip(&data[position..]) {
-                    *slot = T::quantize(x / scale, zero);
-                }
+                let source = &data[position..][..length];
+                elementwise::convert_run(source, target, |x: f32| T::quantize(x / scale, zero));
             });
         });
         one(T::wrap(x.shape(), out))
@@ -196,9 +230,8 @@ fn dequantize<T: Quantized>(
         groups.visit(start, start + piece.len(), |position, length, group| {
             let (scale, zero) = (scales[group], zeros[group]);
             let target = &mut piece[position - start..][..length];
-            for (slot, &x) in target.iter_mut().zip(&data[position..]) {
-                *slot = (x.to_i64() - zero) as f32 * scale;
-            }
+            let source = &data[position..][..length];
+            T::dequantize(source, target, scale, zero);
         });
     });
     Ok(f32::wrap(x.shape(), out))
@@ -208,8 +241,7 @@ fn dequantize<T: Quantized>(
 fn dynamic(inputs: &Inputs) -> KernelResult {
     let x = inputs.typed::<f32>(0)?;
     let data = elements(x);
-    let low = data.iter().copied().fold(0f32, f32::min);
-    let high = data.iter().copied().fold(0f32, f32::max);
+    let (low, high) = range_with_zero(data);
     let scale = if high == low { 1.0 } else { (high - low) / 255.0 };
     let zero = (-low / scale).clamp(0.0, 255.0).round_ties_even();
     let mut out = Buffer::filled(data.len(), 0u8)?;
@@ -219,6 +251,48 @@ fn dynamic(inputs: &Inputs) -> KernelResult {
         f32::wrap(&[], Buffer::filled(1, scale)?),
         u8::wrap(&[], Buffer::filled(1, zero as u8)?),
     ]))
+}
+
+/// Elements of which one thread finds the range.
+const RANGE_PART: usize = 1 << 15;
+
+/// The least and the largest of the elements and zero; what is no number is left out.
+fn range_with_zero(data: &[f32]) -> (f32, f32) {
+    let wider = |(low, high): (f32, f32), (other_low, other_high): (f32, f32)| {
+        (low.min(other_low), high.max(other_high))
+    };
+    if data.len() <= RANGE_PART {
+        return RangeOf(data).dispatch();
+    }
+    let parts = data.par_chunks(RANGE_PART);
+    let ranges = parts.map_init(yield_point::start_work, |_, part| {
+        let range = RangeOf(part).dispatch();
+        yield_point::did_work(part.len() / 8);
+        range
+    });
+    ranges.reduce(|| (0.0, 0.0), wider)
+}
+
+struct RangeOf<'a>(&'a [f32]);
+
+impl SimdOp for RangeOf<'_> {
+    type Output = (f32, f32);
+
+    #[inline(always)]
+    fn eval<I: Isa>(self, _: I) -> (f32, f32) {
+        // Several at a time, so that each does not wait for the one before.
+        let (mut low, mut high) = ([0f32; 64], [0f32; 64]);
+        let (chunks, rest) = self.0.as_chunks::<64>();
+        for chunk in chunks {
+            for ((low, high), x) in low.iter_mut().zip(&mut high).zip(chunk) {
+                *low = if *x < *low { *x } else { *low };
+                *high = if *x > *high { *x } else { *high };
+            }
+        }
+        let all = || rest.iter().copied();
+        let low = low.into_iter().chain(all()).fold(0f32, f32::min);
+        (low, high.into_iter().chain(all()).fold(0f32, f32::max))
+    }
 }
 
 #[cfg(test)]

@@ -53,9 +53,11 @@ pub(crate) fn try_run(
     let program = CpuProgram::load(plan, crate::buffer::memory()).map_err(|err| err.to_string())?;
     let given = inputs.iter().flatten().cloned().collect();
     let mut task = program.prepare(given).map_err(|err| err.to_string())?;
-    let pool = BufferPool::new();
+    let (pool, steps) = (BufferPool::new(), task.step_count());
     let own = task.as_any_mut().downcast_mut::<CpuTask>().unwrap();
-    own.run_step(&pool).map_err(|err| err.to_string())?;
+    for _ in 0..steps {
+        own.run_step(&pool).map_err(|err| err.to_string())?;
+    }
     task.into_outputs().map_err(|err| err.to_string())
 }
 

@@ -58,8 +58,11 @@ pub(crate) fn run(
     let program =
         CpuProgram::load(Arc::new(plan), crate::buffer::memory()).map_err(|err| err.to_string())?;
     let mut task = program.prepare(inputs).map_err(|err| err.to_string())?;
+    let (pool, steps) = (BufferPool::new(), task.step_count());
     let cpu_task = task.as_any_mut().downcast_mut::<CpuTask>().ok_or("not a task of the CPU")?;
-    cpu_task.run_step(&BufferPool::new()).map_err(|err| err.to_string())?;
+    for _ in 0..steps {
+        cpu_task.run_step(&pool).map_err(|err| err.to_string())?;
+    }
     task.into_outputs().map_err(|err| err.to_string())
 }
 

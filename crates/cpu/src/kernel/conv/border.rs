@@ -1,4 +1,4 @@
-//! Images with a border of zeros, laid out so that adjacent windows read adjacent elements.
+//! Images with a border, laid out so that adjacent windows read adjacent elements.
 
 use rayon::prelude::*;
 
@@ -15,7 +15,7 @@ const REPORT_AFTER: usize = 4096;
 ///
 /// Columns are grouped by their remainder modulo the stride: with stride 2 first the even ones,
 /// then the odd ones. Window `x` then reads tap `k` at `x` plus a constant, for any stride.
-pub(super) struct Border<'a> {
+pub(crate) struct Border<'a> {
     geometry: &'a Geometry,
     channels: usize,
     /// Bordered extent of depth and height, as far as windows reach.
@@ -28,7 +28,7 @@ pub(super) struct Border<'a> {
 
 impl<'a> Border<'a> {
     /// The layout for `channels` channels.
-    pub(super) fn new(g: &'a Geometry, channels: usize) -> Result<Border<'a>, KernelError> {
+    pub(crate) fn new(g: &'a Geometry, channels: usize) -> Result<Border<'a>, KernelError> {
         let reach = |axis: usize| {
             g.output[axis].saturating_sub(1) * g.strides[axis]
                 + (g.kernel[axis] - 1) * g.dilations[axis]
@@ -64,12 +64,12 @@ impl<'a> Border<'a> {
     }
 
     /// The offset of each channel and tap.
-    pub(super) fn taps(&self) -> &[usize] {
+    pub(crate) fn taps(&self) -> &[usize] {
         &self.taps
     }
 
     /// The offset of each row of windows.
-    pub(super) fn rows(&self) -> &[usize] {
+    pub(crate) fn rows(&self) -> &[usize] {
         &self.rows
     }
 
@@ -78,86 +78,99 @@ impl<'a> Border<'a> {
     }
 
     /// Elements of the bordered image with its guards.
-    pub(super) fn length(&self) -> usize {
+    pub(crate) fn length(&self) -> usize {
         self.channels * self.channel_size() + 2 * IMAGE_GUARD
     }
 
-    /// Copies `input` into `target`, whose contents are arbitrary.
-    pub(super) fn copy(&self, target: &mut [f32], input: &[f32], parallel: bool) {
+    /// Copies `input` into `target`, whose contents are arbitrary, and surrounds it with `fill`.
+    pub(crate) fn copy<T: Copy + Send + Sync>(
+        &self,
+        target: &mut [T],
+        input: &[T],
+        fill: T,
+        parallel: bool,
+    ) {
         let end = target.len() - IMAGE_GUARD;
-        target[..IMAGE_GUARD].fill(0.0);
-        target[end..].fill(0.0);
+        target[..IMAGE_GUARD].fill(fill);
+        target[end..].fill(fill);
         let channels = &mut target[IMAGE_GUARD..end];
         let plane = self.geometry.input_size();
         let size = self.channel_size();
         if plane == 0 {
-            channels.fill(0.0);
+            channels.fill(fill);
         } else if parallel && channels.len() > 32 * 1024 {
             channels
                 .par_chunks_exact_mut(size)
                 .zip(input.par_chunks_exact(plane))
                 .with_min_len(4)
                 .for_each_init(yield_point::start_work, |_, (target, input)| {
-                    self.copy_channel(target, input)
+                    self.copy_channel(target, input, fill)
                 });
         } else {
             channels
                 .chunks_exact_mut(size)
                 .zip(input.chunks_exact(plane))
-                .for_each(|(target, input)| self.copy_channel(target, input));
+                .for_each(|(target, input)| self.copy_channel(target, input, fill));
         }
     }
 
-    fn copy_channel(&self, target: &mut [f32], input: &[f32]) {
+    fn copy_channel<T: Copy>(&self, target: &mut [T], input: &[T], fill: T) {
         let g = self.geometry;
         let [_, height, width] = g.input;
         let row_size = self.phase * g.strides[2];
         let mut unreported = 0;
-        for (index, row) in target.chunks_exact_mut(row_size).enumerate() {
-            let (z, y) = (index / self.extent[1], index % self.extent[1]);
-            let inside = |position: usize, axis: usize| {
-                position.checked_sub(g.begin[axis]).filter(|&at| at < g.input[axis])
-            };
-            let (Some(z), Some(y)) = (inside(z, 0), inside(y, 1)) else {
-                row.fill(0.0);
-                continue;
-            };
-            let source = &input[(z * height + y) * width..(z * height + y + 1) * width];
-            self.copy_row(row, source);
-            unreported += row_size;
-            if unreported >= REPORT_AFTER {
-                yield_point::did_work(unreported / 2);
-                unreported = 0;
+        let inside = |position: usize, axis: usize| {
+            position.checked_sub(g.begin[axis]).filter(|&at| at < g.input[axis])
+        };
+        let mut planes = target.chunks_exact_mut(row_size * self.extent[1]);
+        for (z, plane) in (0..self.extent[0]).zip(&mut planes) {
+            for (y, row) in plane.chunks_exact_mut(row_size).enumerate() {
+                let (Some(z), Some(y)) = (inside(z, 0), inside(y, 1)) else {
+                    row.fill(fill);
+                    continue;
+                };
+                let start = (z * height + y) * width;
+                self.copy_row(row, &input[start..start + width], fill);
+                unreported += row_size;
+                if unreported >= REPORT_AFTER {
+                    yield_point::did_work(unreported / 2);
+                    unreported = 0;
+                }
             }
         }
     }
 
-    fn copy_row(&self, row: &mut [f32], source: &[f32]) {
+    fn copy_row<T: Copy>(&self, row: &mut [T], source: &[T], fill: T) {
         let g = self.geometry;
         let (stride, begin) = (g.strides[2], g.begin[2]);
+        if stride == 1 {
+            let begin = begin.min(row.len());
+            let (before, rest) = row.split_at_mut(begin);
+            let (middle, after) = rest.split_at_mut(source.len().min(rest.len()));
+            before.fill(fill);
+            middle.copy_from_slice(&source[..middle.len()]);
+            after.fill(fill);
+            return;
+        }
         if stride == 2 && begin <= 1 {
-            return self.copy_halves(row, source, begin == 1);
+            return self.copy_halves(row, source, begin == 1, fill);
         }
         for (phase, target) in row.chunks_exact_mut(self.phase).enumerate() {
             // Element `i` of this phase is column `i * stride + phase - begin` of the input.
             let first = begin.saturating_sub(phase).div_ceil(stride).min(target.len());
             let from = (first * stride + phase).saturating_sub(begin).min(source.len());
             let count = (source.len() - from).div_ceil(stride).min(target.len() - first);
-            target[..first].fill(0.0);
-            target[first + count..].fill(0.0);
+            target[..first].fill(fill);
+            target[first + count..].fill(fill);
             let target = &mut target[first..first + count];
-            if stride == 1 {
-                target.copy_from_slice(&source[from..from + count]);
-            } else {
-                let source = source[from..].iter().step_by(stride);
-                target.iter_mut().zip(source).for_each(|(y, &x)| *y = x);
-            }
+            let source = source[from..].iter().step_by(stride);
+            target.iter_mut().zip(source).for_each(|(y, &x)| *y = x);
         }
     }
 
     /// Copies a row for stride 2 and separates even and odd columns. With a border of one, the
     /// input's even columns are the bordered row's odd ones.
-    fn copy_halves(&self, row: &mut [f32], source: &[f32], shifted: bool) {
+    fn copy_halves<T: Copy>(&self, row: &mut [T], source: &[T], shifted: bool, fill: T) {
         let (even, odd) = row.split_at_mut(self.phase);
         let (first, second) = if shifted { (odd, &mut even[1..]) } else { (even, odd) };
         let (pairs, rest) = source.as_chunks::<2>();
@@ -168,14 +181,14 @@ impl<'a> Border<'a> {
             *target = pair[1];
         }
         let mut end = pairs.len();
-        second.iter_mut().skip(end).for_each(|target| *target = 0.0);
+        second.iter_mut().skip(end).for_each(|target| *target = fill);
         if let ([last], Some(target)) = (rest, first.get_mut(end)) {
             *target = *last;
             end += 1;
         }
-        first.iter_mut().skip(end).for_each(|target| *target = 0.0);
+        first.iter_mut().skip(end).for_each(|target| *target = fill);
         if shifted {
-            row[0] = 0.0;
+            row[0] = fill;
         }
     }
 }

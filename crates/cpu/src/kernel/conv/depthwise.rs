@@ -5,7 +5,8 @@ use rten_simd::ops::{BitOps, NumOps};
 use rten_simd::{Isa, Simd, SimdOp};
 
 use super::super::activation;
-use super::super::gemm::IMAGE_GUARD;
+use super::super::gemm::{IMAGE_GUARD, with_scratch};
+use crate::kernel::KernelError;
 use crate::yield_point;
 
 /// Vectors of the result that are summed at the same time, to hide the latency of additions.
@@ -15,32 +16,123 @@ const SIDE_BY_SIDE: usize = 8;
 const LOOK_AFTER: usize = 64 * 1024;
 
 /// One plane of the result and its operands.
-pub(super) struct DepthwisePlane<'a> {
-    pub(super) out: &'a mut [f32],
+pub(crate) struct DepthwisePlane<'a> {
+    pub(crate) out: &'a mut [f32],
     /// The bordered image.
-    pub(super) image: &'a [f32],
+    pub(crate) image: &'a [f32],
     /// The offset of each tap.
-    pub(super) taps: &'a [usize],
+    pub(crate) taps: &'a [usize],
     /// The offset of each row of windows.
-    pub(super) rows: &'a [usize],
+    pub(crate) rows: &'a [usize],
     /// Windows per row.
-    pub(super) width: usize,
-    pub(super) weights: &'a [f32],
-    pub(super) bias: f32,
-    pub(super) residual: Option<&'a [f32]>,
+    pub(crate) width: usize,
+    pub(crate) weights: &'a [f32],
+    pub(crate) bias: f32,
+    pub(crate) residual: Option<&'a [f32]>,
     /// Add to what `out` holds already.
-    pub(super) accumulate: bool,
-    pub(super) activation: Activation,
+    pub(crate) accumulate: bool,
+    pub(crate) activation: Activation,
 }
 
 /// Computes `plane`.
-pub(super) fn run(plane: DepthwisePlane) {
+pub(crate) fn run(plane: DepthwisePlane) -> Result<(), KernelError> {
     let DepthwisePlane { activation, residual, .. } = plane;
-    let out = plane.dispatch();
+    let out = match plane.pitch() {
+        Some(pitch) => plane.by_line(pitch)?,
+        None => plane.dispatch(),
+    };
     if let Some(residual) = residual {
         activation::add(out, residual);
     }
     activation::apply(activation, out);
+    Ok(())
+}
+
+impl<'a> DepthwisePlane<'a> {
+    /// The distance of rows of windows in the image, if these follow each other so closely that the
+    /// elements between two rows can be computed along with them.
+    fn pitch(&self) -> Option<usize> {
+        let [first, second, ..] = self.rows else { return None };
+        let pitch = second.checked_sub(*first)?;
+        let even = self.rows.windows(2).all(|pair| pair[1] - pair[0] == pitch);
+        (even && pitch >= self.width && pitch <= self.width + self.width / 2).then_some(pitch)
+    }
+
+    /// Computes the whole plane as one line, and leaves out what is between its rows.
+    fn by_line(self, pitch: usize) -> Result<&'a mut [f32], KernelError> {
+        let length = (self.rows.len() - 1) * pitch + self.width;
+        with_scratch(length, |line| {
+            let image = &self.image[IMAGE_GUARD + self.rows[0]..];
+            Line {
+                out: &mut *line,
+                image,
+                taps: self.taps,
+                weights: self.weights,
+                bias: self.bias,
+            }
+            .dispatch();
+            for (out, line) in self.out.chunks_exact_mut(self.width).zip(line.chunks(pitch)) {
+                match self.accumulate {
+                    true => activation::add(out, &line[..self.width]),
+                    false => out.copy_from_slice(&line[..self.width]),
+                }
+            }
+        })?;
+        Ok(self.out)
+    }
+}
+
+/// Windows that follow each other without a gap.
+struct Line<'a> {
+    out: &'a mut [f32],
+    image: &'a [f32],
+    taps: &'a [usize],
+    weights: &'a [f32],
+    bias: f32,
+}
+
+impl SimdOp for Line<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn eval<I: Isa>(self, isa: I) {
+        let ops = isa.f32();
+        let lanes = ops.len();
+        let step = lanes * SIDE_BY_SIDE;
+        let (mut at, mut multiplied) = (0, 0);
+        for out in self.out.chunks_mut(step) {
+            if out.len() == step {
+                let mut sums = [ops.splat(self.bias); SIDE_BY_SIDE];
+                for (&tap, &weight) in self.taps.iter().zip(self.weights) {
+                    let weight = ops.splat(weight);
+                    let image: [I::F32; SIDE_BY_SIDE] = ops.load_many(&self.image[tap + at..]);
+                    for (sum, image) in sums.iter_mut().zip(image) {
+                        *sum = ops.mul_add(weight, image, *sum);
+                    }
+                }
+                for (out, sum) in out.chunks_exact_mut(lanes).zip(sums) {
+                    ops.store(sum, out);
+                }
+            } else {
+                for (index, out) in out.chunks_mut(lanes).enumerate() {
+                    let mut sum = ops.splat(self.bias);
+                    for (&tap, &weight) in self.taps.iter().zip(self.weights) {
+                        let image = ops.load(&self.image[tap + at + index * lanes..]);
+                        sum = ops.mul_add(ops.splat(weight), image, sum);
+                    }
+                    let count = out.len();
+                    out.copy_from_slice(&sum.to_array().as_ref()[..count]);
+                }
+            }
+            at += step;
+            multiplied += self.taps.len() * step;
+            if multiplied >= LOOK_AFTER {
+                yield_point::did_multiplications(multiplied);
+                multiplied = 0;
+            }
+        }
+        yield_point::did_multiplications(multiplied);
+    }
 }
 
 impl<'a> SimdOp for DepthwisePlane<'a> {

@@ -1,8 +1,9 @@
-//! Pooling of `f32` planes a row at a time: each tap of the window is one pass over whole rows.
+//! Pooling of planes a row at a time: each tap of the window is one pass over whole rows.
 
 use rayon::prelude::*;
 
 use super::super::geometry::Geometry;
+use super::MaxPoolElement;
 use crate::buffer::Buffer;
 use crate::kernel::KernelError;
 use crate::kernel::parallel::Failure;
@@ -17,8 +18,12 @@ pub(super) fn handles(g: &Geometry) -> bool {
 }
 
 /// The largest element of each window.
-pub(super) fn max(out: &mut [f32], data: &[f32], g: &Geometry) -> Result<(), KernelError> {
-    each_row(out, data, g, f32::NEG_INFINITY, |_, _| {}, |y, x| if x > y { x } else { y })
+pub(super) fn max<T: MaxPoolElement>(
+    out: &mut [T],
+    data: &[T],
+    g: &Geometry,
+) -> Result<(), KernelError> {
+    each_row(out, data, g, T::LOWEST, |_, _| {}, |y, x| if x > y { x } else { y })
 }
 
 /// The sum of each window, divided by the `divisor` of its position.
@@ -44,13 +49,13 @@ pub(super) fn average(
 }
 
 /// Folds every window's taps into `out`, one output row at a time.
-fn each_row(
-    out: &mut [f32],
-    data: &[f32],
+fn each_row<T: Copy + Send + Sync>(
+    out: &mut [T],
+    data: &[T],
     g: &Geometry,
-    initial: f32,
-    finish: impl Fn(usize, &mut [f32]) + Sync,
-    fold: impl Fn(f32, f32) -> f32 + Sync,
+    initial: T,
+    finish: impl Fn(usize, &mut [T]) + Sync,
+    fold: impl Fn(T, T) -> T + Sync,
 ) -> Result<(), KernelError> {
     let (plane, out_plane, width) = (g.input_size(), g.output_size(), g.input[2]);
     let columns = column_ranges(g);
@@ -90,15 +95,15 @@ fn each_row(
 }
 
 /// Folds the rows a window covers into one.
-fn fold_rows(
-    folded: &mut [f32],
-    input: &[f32],
+fn fold_rows<T: Copy>(
+    folded: &mut [T],
+    input: &[T],
     width: usize,
     first: usize,
     dilation: usize,
     taps: usize,
-    initial: f32,
-    fold: &impl Fn(f32, f32) -> f32,
+    initial: T,
+    fold: &impl Fn(T, T) -> T,
 ) {
     if taps == 0 {
         folded.fill(initial);
