@@ -73,7 +73,8 @@ fn rewritten(plan: &LaunchPlan) -> Option<LaunchPlan> {
         }
         let is_input = plan.inputs.contains(&id);
         let is_output = plan.outputs.contains(&id);
-        if !is_input && !(is_output && written[index]) {
+        let is_result = is_output && written[index];
+        if !(is_input || is_result) {
             // A constant that is a result stays what it is.
             if !is_output {
                 wide.values[index].dtype = DataType::F32;

@@ -91,8 +91,7 @@ fn few_rows<const ROWS: usize, const VECTORS: usize, const LEFT: bool, const COU
             }
         }
     }
-    let mut rows = SomeRows::default();
-    rows.count = COUNT;
+    let mut rows = SomeRows { count: COUNT, ..SomeRows::default() };
     for (target, sums) in rows.sums.iter_mut().zip(sums) {
         *target = bytemuck::cast(sums);
     }

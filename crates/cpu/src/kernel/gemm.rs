@@ -38,13 +38,6 @@ const FEW_ELEMENTS: usize = 32 * 1024;
 /// Depth that is summed up before the result is written.
 const MAX_DEPTH: usize = 1024;
 
-/// Elements of a panel of the right operand that stay in the first-level cache, beside those of the
-/// left one and the result. Two threads may share the cache of a core.
-const NEAR_ELEMENTS: usize = 6 * 1024;
-
-/// Rows up to which a panel is read too few times to keep it near.
-const FEW_ROWS: usize = 2 * MAX_ROWS;
-
 /// Products smaller than this many multiplications stay on one thread.
 const MIN_PARALLEL_WORK: usize = 64 * 1024;
 
@@ -229,15 +222,6 @@ impl ProductCall<'_> {
         }
     }
 
-    /// Depth that is summed up before the result is written, in nearly equal parts.
-    fn max_depth(&self) -> usize {
-        let most = match self.rows <= FEW_ROWS {
-            true => MAX_DEPTH,
-            false => NEAR_ELEMENTS / tile::panel_width(),
-        };
-        self.depth.div_ceil(self.depth.div_ceil(most).max(1)).max(1)
-    }
-
     /// Panels of the right operand that a task works on at a time.
     fn cached_panels(&self) -> usize {
         let depth = self.depth.clamp(1, MAX_DEPTH);
@@ -414,7 +398,7 @@ impl ProductCall<'_> {
             left: &left[first_panel..],
             right: &right[first_column..],
             depth: self.depth,
-            max_depth: self.max_depth(),
+            max_depth: MAX_DEPTH,
             accumulate: self.epilogue.accumulate,
             finish,
             activation: if clamps { Activation::None } else { self.epilogue.activation },
@@ -423,9 +407,9 @@ impl ProductCall<'_> {
 }
 
 /// Applies activations that the innermost loop does not have.
-fn finish_rows(activation: Activation, rows: &mut [&mut [f32]], columns: Range<usize>) {
+fn finish_rows(activation: Activation, rows: &mut [&mut [f32]]) {
     if activation != Activation::None {
-        rows.iter_mut().for_each(|row| activation::apply(activation, &mut row[columns.clone()]));
+        rows.iter_mut().for_each(|row| activation::apply(activation, row));
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use int8::{LANES, MAX_ROWS, MAX_VECTORS, Sums, Unsigned};
+use int8::{LANES, MAX_ROWS, MAX_VECTORS, Sums, Unsigned, WORD_DEPTH};
 use rten_simd::SimdOp;
 
 use super::finish::{Channels, Finish, FinishTile, Target};
@@ -15,6 +15,9 @@ use crate::yield_point;
 
 /// Words of packed columns that a task keeps in its core's second-level cache.
 const CACHED_WORDS: usize = 64 * 1024;
+
+/// Words of a panel of columns that stay in the first-level cache.
+const NEAR_WORDS: usize = 7 * 1024;
 
 /// Products with fewer multiplications stay on one thread.
 const MIN_PARALLEL_WORK: usize = 512 * 1024;
@@ -155,42 +158,60 @@ impl ByteProduct<'_> {
         right: Packed,
         column_sums: &[i32],
     ) {
-        let mut sums: Sums = [[[0; LANES]; MAX_VECTORS]; MAX_ROWS];
+        let panels = block.out.len().div_ceil(MAX_ROWS);
+        let steps = (columns.end - columns.start).div_ceil(PANEL_COLUMNS);
         let mut multiplied = 0;
-        let mut column = columns.start;
-        // A panel of columns stays in the first-level cache while all rows use it.
-        while column < columns.end {
+        let mut sums: Sums = [[[0; LANES]; MAX_VECTORS]; MAX_ROWS];
+        let mut tile = |panel: usize, step: usize| {
+            let column = columns.start + step * PANEL_COLUMNS;
             let (words, vectors) = right.panel(self, &columns, column);
-            let within = column - columns.start;
-            let activation_sums = match self.finish.channels {
-                Channels::Rows => column_sums.get(within..).unwrap_or_default(),
-                Channels::Columns => self.row_sums,
-            };
-            for (panel, out) in block.out.chunks_mut(MAX_ROWS).enumerate() {
-                let first_row = block.rows.start + panel * MAX_ROWS;
-                let packed = pack::packed_rows(self.rows.saturating_sub(first_row).min(MAX_ROWS));
-                let left = &self.left[first_row * self.words..][..packed * self.words];
-                int8::dot(packed, vectors, self.unsigned, left, words, &mut sums);
-                FinishTile {
-                    finish: &self.finish,
-                    sums: &sums,
-                    out,
-                    first_row,
-                    first_column: column,
-                    offset: column - block.columns.start,
-                    vectors,
-                    activation_sums,
-                }
-                .dispatch();
-                multiplied += packed * vectors * LANES * self.words * 4;
-                if multiplied >= REPORT_AFTER {
-                    yield_point::did_multiplications(multiplied / BYTES_PER_NUMBER);
-                    multiplied = 0;
-                }
+            let own = column_sums.get(step * PANEL_COLUMNS..).unwrap_or_default();
+            multiplied += self.tile(block, panel, column, words, vectors, own, &mut sums);
+            if multiplied >= REPORT_AFTER {
+                yield_point::did_multiplications(multiplied / BYTES_PER_NUMBER);
+                multiplied = 0;
             }
-            column += vectors * LANES;
+        };
+        if self.words * PANEL_COLUMNS <= NEAR_WORDS {
+            // A panel of columns stays in the first-level cache while all rows use it.
+            (0..steps).for_each(|step| (0..panels).for_each(|panel| tile(panel, step)));
+        } else {
+            (0..panels).for_each(|panel| (0..steps).for_each(|step| tile(panel, step)));
         }
         yield_point::did_multiplications(multiplied / BYTES_PER_NUMBER);
+    }
+
+    /// Computes a few rows and vectors of a block; returns how many products that took.
+    fn tile<T: Target>(
+        &self,
+        block: &mut Block<T>,
+        panel: usize,
+        column: usize,
+        words: &[u32],
+        vectors: usize,
+        column_sums: &[i32],
+        sums: &mut Sums,
+    ) -> usize {
+        let first_row = block.rows.start + panel * MAX_ROWS;
+        let packed = pack::packed_rows(self.rows.saturating_sub(first_row).min(MAX_ROWS));
+        let left = &self.left[first_row * self.words..][..packed * self.words];
+        int8::dot(packed, vectors, self.unsigned, left, words, sums);
+        let end = ((panel + 1) * MAX_ROWS).min(block.out.len());
+        FinishTile {
+            finish: &self.finish,
+            sums,
+            out: &mut block.out[panel * MAX_ROWS..end],
+            first_row,
+            first_column: column,
+            offset: column - block.columns.start,
+            vectors,
+            activation_sums: match self.finish.channels {
+                Channels::Rows => column_sums,
+                Channels::Columns => self.row_sums,
+            },
+        }
+        .dispatch();
+        packed * vectors * LANES * self.words * WORD_DEPTH
     }
 }
 

@@ -86,31 +86,30 @@ impl SimdOp for PackedBlock<'_, '_> {
         let columns = self.out.first().map_or(0, |row| row.len());
         let steps = self.depth.div_ceil(self.max_depth).max(1);
         let mut multiplied = 0;
+        // A panel of the right operand stays in the cache while all rows use it.
         for step in 0..steps {
             let from = step * self.max_depth;
             let to = (from + self.max_depth).min(self.depth);
             let (add, last) = (self.accumulate || step > 0, step + 1 == steps);
-            // A panel of the right operand stays in the first-level cache while all rows use it.
-            for start in (0..columns).step_by(width) {
-                let vectors = (columns - start).div_ceil(lanes).min(PANEL_VECTORS);
-                let used = vectors * lanes;
-                let right = &self.right[start * self.depth..][from * used..to * used];
-                for (panel, rows) in self.out.chunks_mut(height).enumerate() {
-                    let packed = packed_rows(rows.len());
-                    let left =
-                        &self.left[panel * height * self.depth..][from * packed..to * packed];
-                    let first_row = panel * height;
-                    let mut tile = Tile { rows, first_row, column: start, finish: &self.finish };
+            for (panel, rows) in self.out.chunks_mut(height).enumerate() {
+                let packed = packed_rows(rows.len());
+                let left = &self.left[panel * height * self.depth..][from * packed..to * packed];
+                let first_row = panel * height;
+                let mut tile = Tile { rows, first_row, column: 0, finish: &self.finish };
+                for start in (0..columns).step_by(width) {
+                    let vectors = (columns - start).div_ceil(lanes).min(PANEL_VECTORS);
+                    let used = vectors * lanes;
+                    let right = &self.right[start * self.depth..][from * used..to * used];
+                    tile.column = start;
                     tile.compute(isa, packed, vectors, left, right, add, last);
-                    if last {
-                        let end = (start + used).min(columns);
-                        finish_rows(self.activation, rows, start..end);
-                    }
                     multiplied += packed * used * (to - from);
                     if multiplied >= LOOK_AFTER {
                         yield_point::did_multiplications(multiplied);
                         multiplied = 0;
                     }
+                }
+                if last {
+                    finish_rows(self.activation, rows);
                 }
             }
         }
