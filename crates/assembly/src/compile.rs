@@ -33,6 +33,28 @@ pub fn compile_file(path: &Path) -> Result<LaunchPlan, CompileError> {
     compiler::compile_onnx_file(path, &Limits::default(), Some(&CpuEvaluator::default()))
 }
 
+/// As [`compile_file`], and a second plan for the sizes of symbols that `sizes` gives: shapes are
+/// inferred and constants folded again with them. There is none when they do not fit the model.
+///
+/// # Errors
+/// As above.
+pub fn compile_file_with_sizes(
+    path: &Path,
+    sizes: impl FnOnce(&LaunchPlan) -> Vec<(String, usize)>,
+) -> Result<(LaunchPlan, Option<LaunchPlan>), CompileError> {
+    let evaluator = CpuEvaluator::default();
+    let mut graph = graph::import_file(path, &Limits::default())?;
+    graph::optimize(&mut graph, Some(&evaluator));
+    let plan = compiler::lower(&graph)?;
+    let sizes = sizes(&plan);
+    let sizes: Vec<(&str, usize)> = sizes.iter().map(|(name, size)| (&**name, *size)).collect();
+    let bound = graph::bind(&graph, &sizes).ok().and_then(|mut bound| {
+        graph::optimize(&mut bound, Some(&evaluator));
+        compiler::lower(&bound).ok()
+    });
+    Ok((plan, bound))
+}
+
 /// As [`compile_file`], with the values called `names` as further outputs, in that order.
 ///
 /// # Errors

@@ -416,7 +416,7 @@ pub(crate) struct ConformanceArgs {
   atoll check model.onnx --bind batch=8 --steps
   atoll check model.onnx --json
 
-Exit code 0 when the model runs on the device, 1 when it does not.")]
+Exit code 0 when the model runs on the device, 2 when it does not.")]
 pub(crate) struct CheckArgs {
     /// The ONNX file
     pub(crate) model: PathBuf,

@@ -8,6 +8,7 @@ use compiler::CompileError;
 use compiler::memory::peak_activation_bytes;
 use device::{DeviceError, HostSection, HostStep};
 use graph::ImportError;
+use model::row_independence::{batch_symbol, mixing_step};
 use model::{Dim, LaunchPlan, ValueId};
 use serde::Serialize;
 
@@ -24,6 +25,8 @@ struct CheckReport {
     weight_bytes: u64,
     /// Peak of all live values; absent if a shape is known only at run time.
     activation_bytes: Option<u64>,
+    /// Whether requests may share a run.
+    batching: BatchingReport,
     /// Every symbolic dimension of the inputs, and the size that the estimate assumes.
     bindings: BTreeMap<String, usize>,
     operators: BTreeMap<String, usize>,
@@ -31,6 +34,16 @@ struct CheckReport {
     /// What runs on the host because the device has no kernel for it, in order.
     host_sections: Vec<HostSectionReport>,
     unsupported: Vec<String>,
+}
+
+/// Whether rows of several requests may run as one batch.
+#[derive(Debug, Serialize)]
+struct BatchingReport {
+    possible: bool,
+    /// The symbol that all inputs and outputs begin with.
+    symbol: Option<String>,
+    /// Why requests are not batched; what would be needed.
+    reason: Option<String>,
 }
 
 /// Steps that run on the host one after another.
@@ -64,20 +77,26 @@ struct StepReport {
     outputs: Vec<TensorReport>,
 }
 
-/// Runs the command. A model that does not run is a failure with exit code 1.
+/// Runs the command. A model that does not run is a failure with exit code 2.
 pub(crate) fn run(args: &CheckArgs) -> Result<(), Failure> {
     let device = assembly::open_device(&args.device)?;
     let bindings = sample_inputs::parse_bindings(&args.bind)?;
-    let plan = match assembly::compile_file(&args.model) {
-        Ok(plan) => plan,
+    let compiled = assembly::compile_file_with_sizes(&args.model, |plan| sizes(plan, &bindings));
+    let (plan, bound) = match compiled {
+        Ok(plans) => plans,
         Err(CompileError::Import(ImportError::Unsupported(nodes))) => {
-            return refuse(args, nodes.iter().map(ToString::to_string).collect());
+            let message = format!("{} nodes are not supported", nodes.len());
+            return refuse(args, nodes.iter().map(ToString::to_string).collect(), message);
         }
-        Err(err) => return Err(Failure::failed(format!("{}: {err}", args.model.display()))),
+        Err(err) => {
+            return refuse(args, vec![err.to_string()], format!("{}: {err}", args.model.display()));
+        }
     };
     sample_inputs::check_known(&plan, &bindings)?;
     let unsupported = device.unsupported_steps(&plan);
-    let mut report = report(args, &device.info().description, &plan, bindings, &unsupported);
+    let mut report = report(args, &device.info().description, &plan, &bindings, &unsupported);
+    report.activation_bytes =
+        peak_activation_bytes(bound.as_ref().unwrap_or(&plan), &bound_names(&report.bindings));
     let sizes: Vec<(String, usize)> = report.bindings.clone().into_iter().collect();
     report.host_sections =
         device.host_sections(&plan, &sizes).into_iter().map(host_section).collect();
@@ -89,11 +108,33 @@ pub(crate) fn run(args: &CheckArgs) -> Result<(), Failure> {
     if report.runs {
         return Ok(());
     }
-    Err(Failure::failed(format!("{} steps cannot run on {}", unsupported.len(), report.device)))
+    Err(Failure::usage(format!("{} steps cannot run on {}", unsupported.len(), report.device)))
+}
+
+/// The size of every symbolic dimension of the inputs: 1 without a binding.
+fn sizes(plan: &LaunchPlan, bindings: &sample_inputs::Bindings) -> Vec<(String, usize)> {
+    let size = |symbol: &str| (symbol.to_string(), bindings.get(symbol).copied().unwrap_or(1));
+    sample_inputs::symbols(plan).into_iter().map(size).collect()
+}
+
+fn bound_names(bindings: &BTreeMap<String, usize>) -> Vec<(&str, usize)> {
+    bindings.iter().map(|(symbol, size)| (symbol.as_str(), *size)).collect()
+}
+
+fn batching(plan: &LaunchPlan) -> BatchingReport {
+    let Some(symbol) = batch_symbol(plan) else {
+        let reason = "inputs and outputs do not all begin with one symbolic dimension";
+        return BatchingReport { possible: false, symbol: None, reason: Some(reason.to_string()) };
+    };
+    let reason = mixing_step(plan, symbol).map(|step| {
+        let (name, op) = (&step.name, step.op.name());
+        format!("rows may depend on each other after '{name}' ({op}); if they do not, set batching.policy")
+    });
+    BatchingReport { possible: reason.is_none(), symbol: Some(symbol.to_string()), reason }
 }
 
 /// Reports a model that cannot be imported.
-fn refuse(args: &CheckArgs, unsupported: Vec<String>) -> Result<(), Failure> {
+fn refuse(args: &CheckArgs, unsupported: Vec<String>, message: String) -> Result<(), Failure> {
     if args.json {
         let report = serde_json::json!({
             "model": args.model.display().to_string(),
@@ -101,25 +142,19 @@ fn refuse(args: &CheckArgs, unsupported: Vec<String>) -> Result<(), Failure> {
             "unsupported": unsupported,
         });
         println!("{report:#}");
-    } else {
+    } else if unsupported.iter().all(|reason| !message.contains(reason.as_str())) {
         unsupported.iter().for_each(|node| println!("{node}"));
     }
-    Err(Failure::failed(format!("{} nodes are not supported", unsupported.len())))
+    Err(Failure::usage(message))
 }
 
 fn report(
     args: &CheckArgs,
     device: &str,
     plan: &LaunchPlan,
-    bindings: sample_inputs::Bindings,
+    bindings: &sample_inputs::Bindings,
     unsupported: &[DeviceError],
 ) -> CheckReport {
-    let bound: BTreeMap<String, usize> = sample_inputs::symbols(plan)
-        .into_iter()
-        .map(|symbol| (symbol.to_string(), bindings.get(symbol).copied().unwrap_or(1)))
-        .collect();
-    let sizes: Vec<(&str, usize)> =
-        bound.iter().map(|(symbol, size)| (symbol.as_str(), *size)).collect();
     let mut operators = BTreeMap::new();
     for step in &plan.steps {
         *operators.entry(step.op.name()).or_default() += 1;
@@ -136,8 +171,9 @@ fn report(
         inputs: plan.inputs.iter().map(|id| tensor(plan, *id)).collect(),
         outputs: plan.outputs.iter().map(|id| tensor(plan, *id)).collect(),
         weight_bytes: plan.constant_bytes(),
-        activation_bytes: peak_activation_bytes(plan, &sizes),
-        bindings: bound,
+        activation_bytes: None,
+        batching: batching(plan),
+        bindings: sizes(plan, bindings).into_iter().collect(),
         operators,
         steps: steps.collect(),
         host_sections: Vec::new(),
@@ -199,6 +235,10 @@ fn print(report: &CheckReport, steps: bool) {
     report.unsupported.iter().for_each(|problem| println!("  {problem}"));
     if report.runs {
         println!("  every step runs");
+    }
+    match (&report.batching.symbol, &report.batching.reason) {
+        (Some(symbol), None) => println!("  requests are batched along '{symbol}'"),
+        (_, reason) => println!("  requests are not batched: {}", reason.as_deref().unwrap_or("-")),
     }
     report.host_sections.iter().for_each(print_host_section);
 }

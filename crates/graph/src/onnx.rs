@@ -12,6 +12,7 @@ use thiserror::Error;
 use crate::ir::Graph;
 
 mod attributes;
+mod brevitas;
 mod context;
 mod elementwise;
 mod external;

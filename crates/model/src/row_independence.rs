@@ -1,7 +1,8 @@
 //! Row independence: whether requests of a model can be batched. Each row of the outputs must
 //! depend on the same row of the inputs only, not on other rows and not on their number.
 
-use crate::op::{Op, PoolKind};
+use crate::dim::SymDim;
+use crate::op::{Ml, Op, PoolKind, Signal, Text};
 use crate::{Dim, LaunchPlan, Step, ValueId};
 
 /// The symbol that is the first dimension of every input and output, and occurs in no other
@@ -106,7 +107,11 @@ impl RowAnalysis<'_> {
             return Some(state);
         }
         match step.op {
-            Op::ConstantOfShape { .. } | Op::Expand => self.by_shape(step),
+            Op::ConstantOfShape { .. } => self.by_shape(step),
+            // What is repeated must not depend on the number of rows itself.
+            Op::Expand | Op::Tile if self.state(input(step, 0)?) == RowState::Free => {
+                self.by_shape(step)
+            }
             Op::Gather { .. } | Op::Concat { .. } | Op::Slice | Op::Squeeze | Op::Unsqueeze => {
                 Some(RowState::Count)
             }
@@ -189,9 +194,17 @@ impl RowAnalysis<'_> {
     fn by_shape(&self, step: &Step) -> Option<RowState> {
         let output = first_output(step)?;
         match self.row_axis(output)? {
-            Some(axis) => Some(RowState::Rows(axis)),
+            Some(axis) => self.each_row(output, axis).map(|_| RowState::Rows(axis)),
             None => Some(RowState::Free),
         }
+    }
+
+    /// How many entries along `axis` belong to each row; `None` unless every row has as many.
+    fn each_row(&self, id: ValueId, axis: usize) -> Option<SymDim> {
+        let (size, rows) = (SymDim::from(&self.dims(id)?[axis]), SymDim::symbol(self.batch));
+        let each = size.div(&rows);
+        let exact = each.mul(&rows).is_same(&size) && !Dim::from(&each).has_symbol(self.batch);
+        exact.then_some(each)
     }
 
     /// The one dimension in which the number of rows occurs; `None` when that cannot be determined.
@@ -209,6 +222,9 @@ impl RowAnalysis<'_> {
         let x = input(step, 0)?;
         match &step.op {
             Op::Unary(_) | Op::Cast(_) | Op::Identity => Some(self.state(x)),
+            Op::Decode { .. } | Op::Encode(_) | Op::BitCast { .. } => {
+                self.others_free(step, 1).then(|| self.state(x))
+            }
             Op::Binary(_) | Op::Compare(_) | Op::Variadic(_) | Op::Where | Op::PRelu => {
                 self.broadcast(step)
             }
@@ -232,6 +248,15 @@ impl RowAnalysis<'_> {
             | Op::Slice
             | Op::Pad { .. }
             | Op::Gather { .. } => self.along(step, x),
+            Op::CumSum { .. }
+            | Op::CumProd { .. }
+            | Op::Trilu { .. }
+            | Op::Tile
+            | Op::OneHot { .. }
+            | Op::GatherElements { .. }
+            | Op::GatherNd { .. }
+            | Op::ReverseSequence { .. } => self.beside(step, x),
+            Op::Ml(_) | Op::Text(_) | Op::Signal(_) => self.of_records(step, x),
             Op::Shape { .. }
             | Op::Size
             | Op::Transpose { .. }
@@ -261,6 +286,7 @@ impl RowAnalysis<'_> {
             Op::ScaleShift { .. } | Op::DepthToSpace { .. } | Op::SpaceToDepth { .. } => alone,
             Op::ConvInteger(_) | Op::QLinearConv(_) => alone,
             Op::Resize(_) => self.resized(step, x)?,
+            Op::GridSample { .. } => self.aligned(x, input(step, 1)?, 0),
             Op::Rnn(rnn) => return self.recurrent(step, x, rnn.batch_first),
             _ => false,
         };
@@ -366,6 +392,80 @@ impl RowAnalysis<'_> {
         }
     }
 
+    /// Operators along dimensions whose operands may hold rows beside each other.
+    fn beside(&self, step: &Step, x: ValueId) -> Option<RowState> {
+        let rows = self.rows_of(x);
+        let kept = match &step.op {
+            Op::CumSum { .. } | Op::CumProd { .. } => {
+                let axis = self.numbers(input(step, 1)?)?;
+                let [axis] = axis[..] else { return None };
+                self.axis(x, axis)? != rows?
+            }
+            Op::Trilu { .. } => self.others_free(step, 1) && rows? + 2 < self.rank(x)?,
+            Op::Tile => self.numbers(input(step, 1)?)?.get(rows?) == Some(&1),
+            Op::OneHot { axis } => {
+                let new = if *axis < 0 { axis + self.rank(x)? as i64 + 1 } else { *axis };
+                let after = usize::try_from(new).ok()? <= rows?;
+                return self
+                    .others_free(step, 1)
+                    .then_some(RowState::Rows(rows? + usize::from(after)));
+            }
+            Op::GatherElements { axis } => {
+                let indices = input(step, 1)?;
+                self.axis(x, *axis)? != rows? && self.aligned(x, indices, rows?)
+            }
+            Op::GatherNd { batch_dims } => {
+                let indices = input(step, 1)?;
+                rows? < *batch_dims && self.aligned(x, indices, rows?)
+            }
+            Op::ReverseSequence { batch_axis, time_axis } => {
+                let lengths = self.state(input(step, 1)?);
+                let own = rows? == *batch_axis && lengths == RowState::Rows(0);
+                own && rows? != *time_axis
+            }
+            _ => false,
+        };
+        kept.then(|| self.state(x))
+    }
+
+    /// Whether `other` has the rows of `x` at the same places along dimension `rows`.
+    fn aligned(&self, x: ValueId, other: ValueId, rows: usize) -> bool {
+        let size = |id: ValueId| self.dims(id).and_then(|dims| dims.get(rows)).map(SymDim::from);
+        let same = size(x).zip(size(other)).is_some_and(|(a, b)| a.is_same(&b));
+        same && self.rows_of(x) == Some(rows) && self.rows_of(other) == Some(rows)
+    }
+
+    /// Operators on records, texts and signals, which process each row separately.
+    fn of_records(&self, step: &Step, x: ValueId) -> Option<RowState> {
+        let first = self.state(x) == RowState::Rows(0) && self.others_free(step, 1);
+        let table = first && self.rank(x)? == 2;
+        let kept = match &step.op {
+            Op::Ml(Ml::MapLabels | Ml::OneHotLabels { .. }) => {
+                return self.others_free(step, 1).then(|| self.state(x));
+            }
+            Op::Ml(_) => table,
+            Op::Text(Text::Join) => return self.broadcast(step),
+            Op::Text(Text::Match { .. }) => return Some(self.state(x)),
+            Op::Text(Text::Normalize { stopwords, .. }) if stopwords.is_empty() => {
+                return Some(self.state(x));
+            }
+            Op::Text(Text::TfIdf(_)) => table,
+            // Parts and tokens are padded to the longest of all rows.
+            Op::Text(_) => false,
+            Op::Signal(Signal::Dft { axis, .. }) => {
+                let along = match input(step, 2) {
+                    Some(axis) => self.numbers(axis)?.first().copied(),
+                    None => Some(*axis),
+                };
+                let last = self.rank(x)?.checked_sub(1)?;
+                first && self.axis(x, along?)? != 0 && last != 0
+            }
+            Op::Signal(Signal::Stft { .. }) => first && self.rank(x)? >= 2,
+            _ => false,
+        };
+        kept.then_some(RowState::Rows(0))
+    }
+
     /// Operators that move dimensions.
     fn rearranged(&self, step: &Step, x: ValueId) -> Option<RowState> {
         match &step.op {
@@ -388,9 +488,10 @@ impl RowAnalysis<'_> {
                 self.others_free(step, 1).then_some(RowState::Rows(at))
             }
             Op::Reshape { .. } => {
-                let at = self.row_axis(first_output(step)?)??;
+                let output = first_output(step)?;
+                let at = self.row_axis(output)??;
                 let kept = self.state(x) == RowState::Rows(0) && at == 0 && self.no_rows(step, 1);
-                kept.then_some(RowState::Rows(0))
+                self.each_row(output, 0).filter(|_| kept).map(|_| RowState::Rows(0))
             }
             Op::Expand => {
                 let output = first_output(step)?;
@@ -558,272 +659,4 @@ fn first_output(step: &Step) -> Option<ValueId> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::dim::SymDim;
-    use crate::op::{
-        Activation, Binary, Conv, MatMul, Padding, Reduce, ReduceKind, Softmax, SoftmaxKind, Unary,
-        Window,
-    };
-    use crate::{DataType, Tensor, ValueInfo};
-
-    /// Dimensions as text: `n,3,?`.
-    fn shape(text: &str) -> Option<Vec<Dim>> {
-        let dim = |text: &str| Dim::from(&SymDim::parse(text).unwrap());
-        Some(text.split(',').map(dim).collect())
-    }
-
-    #[derive(Default)]
-    struct PlanBuilder(LaunchPlan);
-
-    impl PlanBuilder {
-        fn value(&mut self, dims: &str) -> ValueId {
-            let (name, dtype) = (format!("v{}", self.0.values.len()), DataType::F32);
-            self.0.values.push(ValueInfo { name, dtype, shape: shape(dims) });
-            ValueId(self.0.values.len() as u32 - 1)
-        }
-
-        fn input(&mut self, dims: &str) -> ValueId {
-            let id = self.value(dims);
-            self.0.inputs.push(id);
-            id
-        }
-
-        fn constant(&mut self, dims: &str, numbers: Vec<i64>) -> ValueId {
-            let id = self.value(dims);
-            let tensor = Tensor::from_vec(vec![numbers.len()], numbers).expect("a vector");
-            self.0.constants.push((id, tensor));
-            id
-        }
-
-        fn step(&mut self, op: Op, inputs: &[ValueId], dims: &str) -> ValueId {
-            let output = self.value(dims);
-            let inputs = inputs.iter().copied().map(Some).collect();
-            let name = op.name().to_lowercase();
-            self.0.steps.push(Step {
-                name,
-                op,
-                inputs,
-                outputs: vec![Some(output)],
-                last_uses: vec![],
-            });
-            output
-        }
-
-        /// The step that mixes rows, by its name.
-        fn mixes(mut self, output: ValueId) -> Option<String> {
-            self.0.outputs = vec![output];
-            mixing_step(&self.0, "n").map(|step| step.name.clone())
-        }
-    }
-
-    fn after(op: Op, dims: &str, out: &str) -> Option<String> {
-        let mut maker = PlanBuilder::default();
-        let x = maker.input(dims);
-        let y = maker.step(op, &[x], out);
-        maker.mixes(y)
-    }
-
-    fn softmax(axis: i64) -> Op {
-        Op::Softmax(Softmax { kind: SoftmaxKind::Softmax, axis, flatten: false })
-    }
-
-    #[test]
-    fn batch_symbol_is_the_first_dimension_everywhere_and_no_other() {
-        let symbol = |input: &str, output: &str| {
-            let mut maker = PlanBuilder::default();
-            let x = maker.input(input);
-            let y = maker.step(Op::Unary(Unary::Abs), &[x], output);
-            maker.0.outputs = vec![y];
-            batch_symbol(&maker.0).map(str::to_string)
-        };
-        assert_eq!(symbol("n,3", "n,3"), Some("n".to_string()));
-        assert_eq!(symbol("n,3", "m,3"), None);
-        assert_eq!(symbol("n,3", "3,n"), None);
-        assert_eq!(symbol("n,n", "n"), None);
-        assert_eq!(symbol("n,3", "n,2*n"), None);
-        assert_eq!(symbol("1,3", "1,3"), None);
-    }
-
-    /// The size of dimension `axis` of `x`, as a list of one.
-    fn size_of(maker: &mut PlanBuilder, x: ValueId, axis: i64, rank: usize) -> ValueId {
-        let all = maker.step(Op::Shape { start: 0, end: None }, &[x], &rank.to_string());
-        let at = maker.constant("1", vec![axis]);
-        maker.step(Op::Gather { axis: 0 }, &[all, at], "1")
-    }
-
-    #[test]
-    fn positions_up_to_the_length_keep_rows_independent() {
-        for (axis, mixed) in [(1, None), (0, Some("slice"))] {
-            let mut maker = PlanBuilder::default();
-            let x = maker.input("n,t,8");
-            let length = size_of(&mut maker, x, axis, 3);
-            let table = maker.constant("1,512,8", vec![0]);
-            let (start, along) = (maker.constant("1", vec![0]), maker.constant("1", vec![1]));
-            let rows = maker.step(Op::Slice, &[table, start, length, along], "1,t,8");
-            let y = maker.step(Op::Binary(Binary::Add), &[x, rows], "n,t,8");
-            // Positions up to the number of rows depend on it.
-            let got = maker.mixes(y);
-            assert_eq!(got.is_none(), mixed.is_none(), "{got:?}");
-        }
-    }
-
-    #[test]
-    fn ranges_over_the_length_are_free() {
-        let mut maker = PlanBuilder::default();
-        let x = maker.input("n,t");
-        let length = size_of(&mut maker, x, 1, 2);
-        let (zero, one) = (maker.constant("1", vec![0]), maker.constant("1", vec![1]));
-        let range = maker.step(Op::Range, &[zero, length, one], "t");
-        let y = maker.step(Op::Binary(Binary::Add), &[x, range], "n,t");
-        assert_eq!(maker.mixes(y), None);
-    }
-
-    #[test]
-    fn images_resized_to_other_images_keep_rows_independent() {
-        use crate::op::{AspectPolicy, CoordinateMode, NearestMode, Resize, ResizeMode};
-        let resize = Op::Resize(Resize {
-            mode: ResizeMode::Linear,
-            coordinates: CoordinateMode::HalfPixel,
-            nearest: NearestMode::Floor,
-            cubic_coefficient: -0.75,
-            exclude_outside: false,
-            extrapolation_value: 0.0,
-            antialias: false,
-            axes: None,
-            keep_aspect: AspectPolicy::Stretch,
-        });
-        for (from, mixed) in [(2, false), (0, true)] {
-            let mut maker = PlanBuilder::default();
-            let x = maker.input("n,3,h,w");
-            let all = maker.step(Op::Shape { start: 0, end: None }, &[x], "4");
-            let (zero, two) = (maker.constant("1", vec![0]), maker.constant("1", vec![2]));
-            let head = maker.step(Op::Slice, &[all, zero, two, zero], "2");
-            let (start, end) =
-                (maker.constant("1", vec![from]), maker.constant("1", vec![from + 2]));
-            let tail = maker.step(Op::Slice, &[all, start, end, zero], "2");
-            let sizes = maker.step(Op::Concat { axis: 0 }, &[head, tail], "4");
-            let none = maker.constant("0", vec![]);
-            let y = maker.step(resize.clone(), &[x, none, none, sizes], "n,3,?,?");
-            assert_eq!(maker.mixes(y).is_some(), mixed);
-        }
-    }
-
-    #[test]
-    fn recurrent_layers_keep_rows_beside_each_other() {
-        use crate::op::{Rnn, RnnCell, RnnDirection};
-        let layer = |maker: &mut PlanBuilder, x: ValueId, state: Option<ValueId>, out: &str| {
-            let (w, r) = (maker.constant("1,16,8", vec![0]), maker.constant("1,16,4", vec![0]));
-            let y = maker.step(
-                Op::Rnn(Rnn {
-                    cell: RnnCell::Lstm { input_forget: false },
-                    direction: RnnDirection::Forward,
-                    hidden_size: 4,
-                    batch_first: false,
-                    clip: None,
-                    activations: vec![],
-                }),
-                &[x, w, r],
-                out,
-            );
-            let step = maker.0.steps.last_mut().expect("a step");
-            step.inputs.extend([None, None, state]);
-            y
-        };
-        let mut maker = PlanBuilder::default();
-        let x = maker.input("n,t,8");
-        let turned = maker.step(Op::Transpose { perm: Some(vec![1, 0, 2]) }, &[x], "t,n,8");
-        let y = layer(&mut maker, turned, None, "t,1,n,4");
-        let y = maker.step(Op::Transpose { perm: Some(vec![2, 0, 1, 3]) }, &[y], "n,t,1,4");
-        assert_eq!(maker.mixes(y), None);
-        // Time along the rows mixes them.
-        let mut maker = PlanBuilder::default();
-        let x = maker.input("n,t,8");
-        let y = layer(&mut maker, x, None, "n,1,t,4");
-        assert_eq!(maker.mixes(y), Some("lstm".to_string()));
-        // One state for all rows has no row of its own.
-        let mut maker = PlanBuilder::default();
-        let x = maker.input("n,t,8");
-        let turned = maker.step(Op::Transpose { perm: Some(vec![1, 0, 2]) }, &[x], "t,n,8");
-        let state = maker.constant("1,1,4", vec![0]);
-        let y = layer(&mut maker, turned, Some(state), "t,1,n,4");
-        assert_eq!(maker.mixes(y), Some("lstm".to_string()));
-    }
-
-    #[test]
-    fn convolutional_networks_keep_rows_independent() {
-        let mut maker = PlanBuilder::default();
-        let x = maker.input("n,3,8,8");
-        let weight = maker.constant("4,3,3,3", vec![0]);
-        let window = Window {
-            kernel: vec![3; 2],
-            strides: vec![1; 2],
-            dilations: vec![],
-            padding: Padding::Explicit(vec![1; 4]),
-        };
-        let conv = Conv { window, groups: 1, activation: Activation::None };
-        let y = maker.step(Op::Conv(conv), &[x, weight], "n,4,8,8");
-        let y = maker.step(Op::Flatten { axis: 1 }, &[y], "n,256");
-        let weight = maker.constant("256,10", vec![0]);
-        let y = maker.step(Op::MatMul(MatMul::default()), &[y, weight], "n,10");
-        let bias = maker.constant("10", vec![0]);
-        let y = maker.step(Op::Binary(Binary::Add), &[y, bias], "n,10");
-        let y = maker.step(softmax(-1), &[y], "n,10");
-        assert_eq!(maker.mixes(y), None);
-    }
-
-    #[test]
-    fn rows_may_be_merged_with_tokens_temporarily() {
-        let mut maker = PlanBuilder::default();
-        let ids = maker.input("n,tokens");
-        let table = maker.constant("100,8", vec![0]);
-        let x = maker.step(Op::Gather { axis: 0 }, &[table, ids], "n,tokens,8");
-        let whole = maker.step(Op::Shape { start: 0, end: None }, &[x], "3");
-        let flat = maker.constant("2", vec![-1, 8]);
-        let y = maker.step(Op::Reshape { allow_zero: false }, &[x, flat], "n*tokens,8");
-        let weight = maker.constant("8,8", vec![0]);
-        let y = maker.step(Op::MatMul(MatMul::default()), &[y, weight], "n*tokens,8");
-        let y = maker.step(Op::Reshape { allow_zero: false }, &[y, whole], "n,tokens,8");
-        let y = maker.step(Op::Transpose { perm: Some(vec![0, 2, 1]) }, &[y], "n,8,tokens");
-        assert_eq!(maker.mixes(y), None);
-    }
-
-    #[test]
-    fn steps_that_mix_rows_are_found() {
-        assert_eq!(after(softmax(1), "n,5", "n,5"), None);
-        assert_eq!(after(softmax(0), "n,5", "n,5").as_deref(), Some("softmax"));
-        let perm = Op::Transpose { perm: Some(vec![1, 0]) };
-        assert_eq!(
-            after(perm, "n,5", "5,n").as_deref(),
-            Some("transpose"),
-            "rows must come out first"
-        );
-        assert_eq!(after(Op::NonZero, "n,5", "2,?").as_deref(), Some("nonzero"));
-        assert!(after(Op::DynamicQuantizeLinear, "n,5", "n,5").is_some());
-        let reduce = |axes: Vec<i64>| {
-            let mut maker = PlanBuilder::default();
-            let x = maker.input("n,5,7");
-            let axes = maker.constant("1", axes);
-            let op =
-                Reduce { kind: ReduceKind::Mean, keep_dims: false, noop_with_empty_axes: false };
-            let mean = maker.step(Op::Reduce(op), &[x, axes], "n,5");
-            maker.mixes(mean)
-        };
-        assert_eq!(reduce(vec![-1]), None);
-        assert_eq!(reduce(vec![0]).as_deref(), Some("reducemean"));
-    }
-
-    #[test]
-    fn steps_that_depend_on_the_number_of_rows_are_found() {
-        let mut maker = PlanBuilder::default();
-        let x = maker.input("n,5");
-        let count = maker.step(Op::Size, &[x], "1");
-        let y = maker.step(Op::Binary(Binary::Div), &[x, count], "n,5");
-        assert_eq!(maker.mixes(y).as_deref(), Some("div"));
-        let mut maker = PlanBuilder::default();
-        let x = maker.input("n,5");
-        let weight = maker.constant("5,n", vec![0]);
-        let product = maker.step(Op::MatMul(MatMul::default()), &[weight, x], "5,5");
-        assert_eq!(maker.mixes(product).as_deref(), Some("matmul"));
-    }
-}
+mod tests;

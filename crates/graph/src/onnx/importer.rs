@@ -12,14 +12,16 @@ use super::proto::{GraphProto, ModelProto, NodeProto, OperatorSet, TypeProto, Va
 use super::tensor::{data_type, data_type_name, held_type, narrow_type, to_tensor};
 use super::{ImportError, Limits, MAX_OPSET, UnsupportedNode};
 use super::{
-    elementwise, function, index, layout, loss, matrix, microsoft, ml, nn, norm, order, quant,
-    random, recurrent, reduce, signal, spatial, text, training, window,
+    brevitas, elementwise, function, index, layout, loss, matrix, microsoft, ml, nn, norm, order,
+    quant, random, recurrent, reduce, signal, spatial, text, training, window,
 };
 use crate::infer::{Fact, describe};
 use crate::ir::Graph;
 use model::dim::SymDim;
 
 mod control;
+mod names;
+mod sequence;
 mod structure;
 
 use control::ControlError;
@@ -78,11 +80,14 @@ fn is_name(param: &str) -> bool {
 struct Importer<'a> {
     graph: Graph,
     names: HashMap<String, ValueId>,
+    /// Names that stand for sequences and optionals.
+    members: HashMap<String, sequence::Members>,
     /// Values that depend on a node that could not be mapped: their errors are not reported again.
     poisoned: HashSet<ValueId>,
     unsupported: Vec<UnsupportedNode>,
     declared: HashMap<String, TypeProto>,
     symbols: HashMap<String, String>,
+    separate: names::SeparateNames,
     taken: HashSet<String>,
     fresh: usize,
     external: &'a ExternalData,
@@ -93,10 +98,34 @@ struct Importer<'a> {
     written: control::Written,
 }
 
+/// Imports a model. Names of dimensions that inputs share without need are taken apart.
 pub(crate) fn run(
     model: ModelProto,
     external: &ExternalData,
     limits: &Limits,
+) -> Result<Graph, ImportError> {
+    let shared = model.graph.as_ref().map(names::shared).unwrap_or_default();
+    let mut separate = names::SeparateNames::default();
+    if shared.is_empty() {
+        return run_with(model, external, limits, separate);
+    }
+    let mut best = run_with(model.clone(), external, limits, separate.clone())?;
+    for name in shared {
+        let Some(source) = &model.graph else { break };
+        let trial = separate.with(source, &name);
+        let Ok(other) = run_with(model.clone(), external, limits, trial.clone()) else { continue };
+        if names::unknown_dims(&other) <= names::unknown_dims(&best) {
+            (best, separate) = (other, trial);
+        }
+    }
+    Ok(best)
+}
+
+fn run_with(
+    model: ModelProto,
+    external: &ExternalData,
+    limits: &Limits,
+    separate: names::SeparateNames,
 ) -> Result<Graph, ImportError> {
     let opsets = Arc::new(Opsets::new(&model.opsets));
     if opsets.version("") > MAX_OPSET {
@@ -115,10 +144,12 @@ pub(crate) fn run(
     let mut importer = Importer {
         graph: Graph { name: source.name.clone(), ..Graph::default() },
         names: HashMap::new(),
+        members: HashMap::new(),
         poisoned: HashSet::new(),
         unsupported: Vec::new(),
         declared: HashMap::new(),
         symbols: HashMap::new(),
+        separate,
         taken: HashSet::from(["min".to_string(), "max".to_string()]),
         fresh: 0,
         external,
@@ -191,10 +222,14 @@ impl Importer<'_> {
         let fact = |shape| Fact { narrow, ..Fact::new(dtype, shape) };
         let Some(shape) = &tensor.shape else { return Ok((fact(None), false)) };
         let mut dims = Vec::with_capacity(shape.dims.len());
-        for dim in &shape.dims {
+        for (axis, dim) in shape.dims.iter().enumerate() {
             dims.push(match dim.value {
                 Some(value) if value >= 0 => SymDim::Fixed(value),
                 _ if !is_name(&dim.param) => self.fresh_symbol(),
+                _ if axis > 0 => {
+                    let own = self.separate.of(&info.name, &dim.param).to_string();
+                    SymDim::symbol(&self.symbol(&own))
+                }
                 _ => SymDim::symbol(&self.symbol(&dim.param)),
             });
         }
@@ -279,6 +314,15 @@ impl Importer<'_> {
         let read = |name: &String| self.names.get(name).copied();
         let all = inputs.iter().flatten().copied().chain(node.captures.iter().filter_map(read));
         let tainted = all.into_iter().any(|id| self.poisoned.contains(&id));
+        let identity = node.proto.op_type == "Identity" && self.reads_members(node);
+        if (sequence::is_sequence(&node.proto) || identity) && !tainted {
+            return self.map_sequence(node, &inputs);
+        }
+        if self.reads_members(node) {
+            self.refuse(node, &inputs, Some("an operand is a sequence".to_string()));
+            self.poison_outputs(node);
+            return Ok(());
+        }
         if control::is_control(&node.proto) {
             return self.map_control(node, &inputs, tainted);
         }
@@ -362,14 +406,7 @@ impl Importer<'_> {
             }
         };
         if !tainted {
-            self.unsupported.push(UnsupportedNode {
-                node: node.label.clone(),
-                op_type: node.proto.op_type.clone(),
-                domain: canonical_domain(&node.proto.domain).to_string(),
-                opset: node.opsets.version(&node.proto.domain),
-                inputs: describe(&self.graph, inputs),
-                reason,
-            });
+            self.refuse(node, inputs, reason);
         }
         self.graph.nodes.truncate(before);
         self.poison_outputs(node);
@@ -384,6 +421,7 @@ impl Importer<'_> {
     ) -> Result<(), ImportError> {
         for (name, id) in node.proto.outputs.iter().zip(results) {
             if let Some(id) = id {
+                self.members.remove(name);
                 self.names.insert(name.clone(), id);
                 if tainted {
                     self.poisoned.insert(id);
@@ -427,6 +465,10 @@ impl Importer<'_> {
             return Err(ImportError::Unsupported(self.unsupported));
         }
         for info in outputs {
+            if self.members.contains_key(&info.name) {
+                let reason = "an output that is a sequence of other values than maps";
+                return Err(ImportError::Model(format!("'{}': {reason}", info.name)));
+            }
             let Some(id) = self.names.get(&info.name) else {
                 let node = "outputs".to_string();
                 return Err(ImportError::Missing { node, name: info.name.clone() });
@@ -476,6 +518,7 @@ fn map(context: &mut Context) -> Result<(), MapError> {
         "com.microsoft" => microsoft::map(context, op)?,
         "ai.onnx.ml" => ml::map(context, op)?,
         "ai.onnx.preview.training" => training::map(context, op)?,
+        "onnx.brevitas" | "qonnx.custom_op.general" => brevitas::map(context, op)?,
         _ => false,
     };
     if !known {

@@ -8,7 +8,7 @@ use crate::models::{
     D, attention, convolutional, float, floats, info, int, ints, longs, model, node, old, output,
     picture, shapes, with,
 };
-use rten_onnx::onnx::GraphProto;
+use rten_onnx::onnx::{GraphProto, NodeProto};
 
 fn imported(bytes: &[u8]) -> Graph {
     match import(bytes, &ExternalData::none()) {
@@ -164,6 +164,37 @@ fn unnamed_dimensions_get_names_of_their_own() {
 }
 
 #[test]
+fn a_name_that_inputs_share_without_need_stands_for_several_sizes() {
+    let frame = [D::S("batch"), D::N(3), D::S("height"), D::S("width")];
+    let state = [D::S("batch"), D::N(1), D::S("height"), D::S("width")];
+    let graph_of = |nodes: Vec<NodeProto>, outputs: &[&str]| {
+        let bytes = model(
+            17,
+            GraphProto {
+                node: nodes,
+                input: vec![
+                    info("x", DataType::FLOAT, &frame),
+                    info("s", DataType::FLOAT, &state),
+                    info("t", DataType::FLOAT, &state),
+                ],
+                output: outputs.iter().map(|name| output(name)).collect(),
+                ..GraphProto::default()
+            },
+        );
+        imported(&bytes)
+    };
+    let sum = node("Add", &["s", "t"], &["z"]);
+    let apart = graph_of(vec![node("Relu", &["x"], &["y"]), sum.clone()], &["y", "z"]);
+    assert_eq!(shape(&apart, "x"), "FP32[batch,3,height,width]");
+    assert_eq!(shape(&apart, "s"), "FP32[batch,1,height_s,width_s]");
+    assert_eq!(shape(&apart, "t"), shape(&apart, "s"), "inputs of one shape stay together");
+    // A sum of frame and state needs one height for both.
+    let joined = graph_of(vec![node("Add", &["x", "s"], &["y"]), sum], &["y", "z"]);
+    assert_eq!(shape(&joined, "s"), "FP32[batch,1,height,width]");
+    assert_eq!(shape(&joined, "y"), "FP32[batch,3,height,width]");
+}
+
+#[test]
 fn placeholders_are_not_dimension_names() {
     let bytes = model(
         17,
@@ -175,4 +206,74 @@ fn placeholders_are_not_dimension_names() {
         },
     );
     assert_eq!(shape(&imported(&bytes), "x"), "FP32[dim0,dim1,dim2]");
+}
+
+/// A model that makes parts of `x: FP32[5,2]`, moves them and joins two of them.
+fn sequence_model(sizes: &[i64], position: &[i64]) -> Vec<u8> {
+    let nodes = vec![
+        node("SplitToSequence", &["x", "sizes"], &["parts"]),
+        node("SequenceErase", &["parts", "zero"], &["shorter"]),
+        node("SequenceAt", &["parts", "last"], &["part"]),
+        node("SequenceEmpty", &[], &["none"]),
+        node("SequenceInsert", &["none", "part"], &["one"]),
+        node("Identity", &["one"], &["same"]),
+        node("SequenceInsert", &["same", "x", "zero"], &["two"]),
+        with("ConcatFromSequence", &["two"], &["y"], vec![int("axis", 0)]),
+        node("SequenceLength", &["shorter"], &["length"]),
+    ];
+    model(
+        17,
+        GraphProto {
+            node: nodes,
+            initializer: vec![longs("sizes", sizes), longs("zero", &[0]), longs("last", position)],
+            input: vec![info("x", DataType::FLOAT, &[D::N(5), D::N(2)])],
+            output: vec![output("y"), output("length")],
+            ..GraphProto::default()
+        },
+    )
+}
+
+#[test]
+fn sequences_of_known_members_are_written_out() {
+    let graph = imported(&sequence_model(&[1, 1, 3], &[-1]));
+    assert_eq!(shape(&graph, "y"), "FP32[8,2]");
+    let length = graph.outputs[1];
+    assert_eq!(graph.constant_ints(length), Some(vec![2]));
+    let ops: Vec<String> = graph.nodes.iter().map(|node| node.op.name()).collect();
+    assert!(ops.iter().all(|op| ["Split", "Identity", "Concat"].contains(&&**op)), "{ops:?}");
+}
+
+#[test]
+fn a_position_outside_of_a_sequence_is_refused() {
+    let error = import(&sequence_model(&[2, 3], &[2]), &ExternalData::none()).unwrap_err();
+    assert!(error.to_string().contains("position 2 of a sequence of 2"), "{error}");
+}
+
+#[test]
+fn operators_on_sequences_as_a_whole_are_refused_by_name() {
+    let nodes = vec![node("SequenceConstruct", &["x", "x"], &["s"]), node("Relu", &["s"], &["y"])];
+    let message = refused(&picture(17, nodes, vec![]));
+    assert!(message.contains("Relu") && message.contains("is a sequence"), "{message}");
+}
+
+#[test]
+fn numbers_of_few_bits_are_rounded_to_steps() {
+    let quant = |bits: f32| {
+        let domain = Some("onnx.brevitas".to_string());
+        let attributes = vec![int("signed", 1), int("narrow", 1)];
+        let node = with("Quant", &["x", "scale", "zero", "bits"], &["y"], attributes);
+        let constants = vec![
+            floats("scale", &[], &[0.5]),
+            floats("zero", &[], &[0.0]),
+            floats("bits", &[], &[bits]),
+        ];
+        picture(17, vec![NodeProto { domain, ..node }], constants)
+    };
+    let graph = imported(&quant(4.0));
+    assert_eq!(names(&graph), ["Div", "Add", "Clip", "Round", "Sub", "Mul"]);
+    let limits: Vec<Option<f32>> =
+        graph.nodes[2].inputs[1..].iter().map(|id| graph.constant_float(id.unwrap())).collect();
+    assert_eq!(limits, [Some(-7.0), Some(7.0)]);
+    assert_eq!(shape(&graph, "y"), "FP32[batch,3,8,8]");
+    assert!(refused(&quant(0.0)).contains("0 bits"));
 }

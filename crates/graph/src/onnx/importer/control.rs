@@ -260,7 +260,7 @@ impl Importer<'_> {
     }
 
     /// Adds a node with one output.
-    fn add(&mut self, label: &str, op: Op, inputs: &[ValueId]) -> Controlled<ValueId> {
+    pub(super) fn add(&mut self, label: &str, op: Op, inputs: &[ValueId]) -> Controlled<ValueId> {
         let inputs: Vec<Option<ValueId>> = inputs.iter().map(|id| Some(*id)).collect();
         let facts = self.graph.infer(&op, &inputs, 1).map_err(MapError::from)?;
         let Some(fact) = facts.into_iter().next() else { return invalid("no result") };
@@ -270,19 +270,24 @@ impl Importer<'_> {
         Ok(output)
     }
 
-    fn constant(&mut self, label: &str, tensor: Option<Tensor>) -> Controlled<ValueId> {
+    pub(super) fn constant(&mut self, label: &str, tensor: Option<Tensor>) -> Controlled<ValueId> {
         match tensor {
             Some(tensor) => Ok(self.graph.add_constant(label, tensor)),
             None => invalid("a number that no tensor holds"),
         }
     }
 
-    fn number(&mut self, label: &str, dtype: DataType, value: i64) -> Controlled<ValueId> {
+    pub(super) fn number(
+        &mut self,
+        label: &str,
+        dtype: DataType,
+        value: i64,
+    ) -> Controlled<ValueId> {
         self.constant(label, content::scalar(dtype, value as f64))
     }
 
     /// The single number of `id`, when it is known.
-    fn known(&self, id: ValueId) -> Option<i64> {
+    pub(super) fn known(&self, id: ValueId) -> Option<i64> {
         let known = self.graph.value(id).content.as_deref();
         if let Some([dim]) = known {
             return dim.fixed();
@@ -405,7 +410,12 @@ impl Importer<'_> {
     }
 
     /// `values` along a new dimension.
-    fn stacked(&mut self, label: &str, values: &[ValueId], axis: i64) -> Controlled<ValueId> {
+    pub(super) fn stacked(
+        &mut self,
+        label: &str,
+        values: &[ValueId],
+        axis: i64,
+    ) -> Controlled<ValueId> {
         if values.is_empty() {
             return unsupported("a loop that collects values in no round");
         }

@@ -1,0 +1,1 @@
+"""Parts of scripts/corpus.py: collects, makes, compares and times ONNX files."""

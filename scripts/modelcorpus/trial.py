@@ -1,0 +1,244 @@
+"""Tries one file: check, run beside ONNX Runtime, compare, batch, time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from modelcorpus import feeds
+from modelcorpus.peer import ROWS, close, load, rows
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+# Relative error of an output by what its file computes with. Rounding of a quantised value may fall
+# on either side; that is a flip, which later layers spread.
+TOLERANCE = {"float32": 1e-3, "float64": 1e-4, "float16": 2e-2, "quantised": 5e-2}
+# Labels and indices may differ where two scores are equal within rounding.
+INTEGER_FLIPS = 1e-3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one file may take."""
+
+    seconds: int
+    memory_mib: int
+    threads: int
+
+
+class Ended(Exception):
+    """A process failed, ran too long or was killed."""
+
+
+def call(command: list[str], limits: Limits, **kwargs) -> subprocess.CompletedProcess:
+    def limit() -> None:
+        size = limits.memory_mib << 20
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=limits.seconds,
+            preexec_fn=limit,
+            **kwargs,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Ended(f"longer than {limits.seconds} s") from error
+
+
+def peer(arguments: list[str], limits: Limits) -> dict:
+    environment = os.environ | {"PYTHONPATH": str(SCRIPTS)}
+    command = [sys.executable, "-m", "modelcorpus.peer", *arguments]
+    done = call(command, limits, env=environment)
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        return {"error": f"exit {done.returncode}: {done.stderr.strip()[-200:]}"}
+
+
+def check(binary: Path, path: Path, limits: Limits) -> dict:
+    """`atoll check`: whether it runs, why not, and whether it batches."""
+    done = call([str(binary), "check", str(path), "--json"], limits)
+    try:
+        report = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        message = done.stderr.strip().splitlines()[-1:] or [f"exit {done.returncode}"]
+        return {"runs": False, "unsupported": message}
+    keep = ("runs", "unsupported", "batching", "activation_bytes")
+    return {key: report.get(key) for key in keep}
+
+
+def run(binary: Path, path: Path, names: list[str], folder: Path, limits: Limits, repeat: int = 1):
+    """`atoll run` with the arrays of `folder`: its outputs by file name, and its report."""
+    with tempfile.TemporaryDirectory(prefix="atoll-corpus-") as out:
+        command = [str(binary), "run", str(path), "--save", out, "--json"]
+        command += ["--repeat", str(repeat), "--warmup", "0" if repeat == 1 else "2"]
+        command += ["--threads", str(limits.threads)]
+        for at, name in enumerate(names):
+            command += ["--input", f"{name}={folder / f'{at}.npy'}"]
+        done = call(command, limits)
+        if done.returncode != 0:
+            message = (done.stderr or done.stdout).strip().splitlines()[-1:]
+            raise Ended(f"exit {done.returncode}: {' '.join(message)}"[:400])
+        arrays = {file.stem: np.load(file) for file in Path(out).glob("*.npy")}
+        return arrays, json.loads(done.stdout)
+
+
+def file_name(output: str) -> str:
+    return re.sub(r"[/\\]", "_", output)
+
+
+def compare(ours: np.ndarray, theirs: np.ndarray, quantised: bool) -> tuple[str | None, float, int]:
+    """Why an output is wrong, its relative error, and how many elements differ by rounding."""
+    if ours.shape != theirs.shape:
+        return f"shape {list(ours.shape)} instead of {list(theirs.shape)}", np.inf, 0
+    if theirs.dtype.kind in "UO":
+        bad = int((ours.astype(str) != theirs.astype(str)).sum())
+        return (f"{bad} strings differ" if bad else None), float(bad), 0
+    if ours.dtype != theirs.dtype:
+        return f"{ours.dtype} instead of {theirs.dtype}", np.inf, 0
+    if theirs.dtype.kind != "f":
+        return _compare_integers(ours, theirs, quantised)
+    a, b = ours.astype(np.float64), theirs.astype(np.float64)
+    if not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        return "not finite at other places", np.inf, 0
+    finite = np.isfinite(b)
+    a, b = a[finite], b[finite]
+    error = float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-12)) if a.size else 0.0
+    if a.size and np.abs(a - b).max() < 1e-6:
+        error = 0.0
+    limit = TOLERANCE["quantised" if quantised else str(theirs.dtype)]
+    flips = 0
+    if quantised and a.size:
+        flips = int((np.abs(a - b) > 1e-3 * max(np.abs(b).max(), 1e-12)).sum())
+    return (None if error <= limit else f"relative error {error:.2g}"), error, flips
+
+
+def _compare_integers(ours, theirs, quantised: bool) -> tuple[str | None, float, int]:
+    a, b = ours.astype(np.int64), theirs.astype(np.int64)
+    differ = int((a != b).sum())
+    step = int(np.abs(a - b).max()) if a.size else 0
+    if quantised and theirs.dtype.itemsize == 1 and step <= 1:
+        return None, 0.0, differ
+    allowed = int(INTEGER_FLIPS * a.size)
+    return (None if differ <= allowed else f"{differ} of {a.size} differ"), float(differ), differ
+
+
+def compare_all(names, ours: dict, theirs: dict, facts: feeds.FileFacts) -> dict:
+    """The worst of all outputs."""
+    verdict = {"wrong": None, "error": 0.0, "flips": 0}
+    for name in names:
+        if file_name(name) not in ours:
+            verdict["wrong"] = f"output {name} is missing"
+            continue
+        if facts.draws:
+            same = ours[file_name(name)].dtype == theirs[name].dtype
+            verdict["wrong"] = verdict["wrong"] or (None if same else f"type of {name}")
+            continue
+        wrong, error, flips = compare(ours[file_name(name)], theirs[name], facts.quantised)
+        if wrong:
+            verdict["wrong"] = f"{name}: {wrong}"
+        verdict["error"] = max(verdict["error"], error if np.isfinite(error) else 1e9)
+        verdict["flips"] += flips
+    return verdict
+
+
+def own_difference(folder: Path, reply: dict, facts: feeds.FileFacts) -> float:
+    """How far ONNX Runtime with optimisation is from itself without it."""
+    plain, other = (load(folder / part, reply["outputs"]) for part in ("out", "optimised"))
+    return max((compare(other[n], plain[n], facts.quantised)[1] for n in plain), default=0.0)
+
+
+def rows_alone(
+    binary: Path, path: Path, names: list[str], folder: Path, limits: Limits
+) -> str | None:
+    """Why two rows in one run are not the rows alone."""
+    whole, _ = run(binary, path, names, folder / "batch", limits)
+    arrays = load(folder / "batch", names)
+    for row in range(ROWS):
+        single = folder / f"row{row}"
+        single.mkdir(exist_ok=True)
+        for at, value in enumerate(rows(arrays, row).values()):
+            np.save(single / f"{at}.npy", value.astype(str) if value.dtype == object else value)
+        alone, _ = run(binary, path, names, single, limits)
+        for name, value in alone.items():
+            if not close(whole[name][row : row + 1], value):
+                return f"row {row} of {name} differs from the row alone"
+    return None
+
+
+def time_both(binary: Path, path: Path, names: list[str], folder: Path, limits: Limits) -> dict:
+    """Both in turns, three times; the median of the medians."""
+    (folder / "names.json").write_text(json.dumps(names))
+    ours, theirs = [], []
+    for _ in range(3):
+        arguments = ["time", str(path), str(folder), str(limits.threads), "0.4"]
+        reply = peer(arguments, limits)
+        if "error" in reply:
+            return {"error": reply["error"]}
+        theirs.append(reply["us"])
+        repeat = max(3, min(200, reply["runs"]))
+        ours.append(run(binary, path, names, folder / "in", limits, repeat)[1]["latency_us"]["p50"])
+    us, ort_us = statistics.median(ours), statistics.median(theirs)
+    return {"us": round(us, 2), "ort_us": round(ort_us, 2), "ratio": round(us / ort_us, 3)}
+
+
+def try_file(binary: Path, path: Path, rules: dict, limits: Limits, timed: bool) -> dict:
+    """Everything about one file. `status` is accepted, refused, failed, wrong or skipped."""
+    result: dict = {}
+    try:
+        facts = feeds.facts_of(path)
+    except Exception as error:
+        return {"status": "skipped", "reason": f"no ONNX file: {error}"[:200]}
+    result |= {"quantised": facts.quantised, "symbolic_batch": facts.symbolic_batch}
+    result |= {"opset": facts.opset}
+    with tempfile.TemporaryDirectory(prefix="atoll-corpus-") as name:
+        folder = Path(name)
+        try:
+            reply = peer(["outputs", str(path), str(folder), json.dumps(rules)], limits)
+        except Ended as error:
+            reply = {"error": str(error)}
+        try:
+            result |= {"check": check(binary, path, limits)}
+            if not result["check"]["runs"]:
+                return result | {"status": "refused", "ort": reply.get("error")}
+            if "error" in reply:
+                return result | {"status": "accepted", "compared": False, "ort": reply["error"]}
+            batches = (result["check"].get("batching") or {}).get("possible", False)
+            beside = _beside(binary, path, folder, reply, facts, limits, batches)
+            if timed and beside["status"] == "accepted":
+                beside["time"] = time_both(binary, path, reply["inputs"], folder, limits)
+            return result | beside
+        except (Ended, ValueError, OSError) as error:
+            return result | {"status": "failed", "reason": str(error)}
+
+
+def _beside(binary, path, folder: Path, reply: dict, facts, limits: Limits, batches: bool) -> dict:
+    """Outputs beside ONNX Runtime's and, where requests may be batched, rows beside each alone."""
+    inputs = reply["inputs"]
+    ours, _ = run(binary, path, inputs, folder / "in", limits)
+    verdict = compare_all(reply["outputs"], ours, load(folder / "out", reply["outputs"]), facts)
+    if facts.quantised and verdict["wrong"]:
+        # Where ONNX Runtime's own optimiser moves results as far, rounding is all there is.
+        noise = own_difference(folder, reply, facts)
+        verdict["ort_own_error"] = noise
+        if verdict["error"] <= 2 * noise and verdict["error"] < 1e9:
+            verdict["wrong"] = None
+    result = {"status": "wrong" if verdict["wrong"] else "accepted", "compared": True}
+    independent = (reply["batch"] or {}).get("independent")
+    result |= {"verdict": verdict, "sizes": reply["sizes"], "ort_independent": independent}
+    if batches and (folder / "batch").exists() and not facts.draws:
+        result["rows_alone"] = rows_alone(binary, path, inputs, folder, limits) or "equal"
+    return result
