@@ -218,8 +218,8 @@ fn scaled_sums(scope: &Scope, index: usize) -> Option<Found> {
         None => Some(0),
         Some(id) => match scope.constant(id) {
             Some(tensor) => Some(*scope::integers(tensor)?.first().filter(|_| tensor.len() == 1)?),
-            // What surrounds an image must be known.
-            None if matches!(layout, ByteLayout::Matrix { .. }) => None,
+            // What surrounds an image must be known, and rows may have zero points of their own.
+            None if matches!(layout, ByteLayout::Matrix { .. }) && scope.is_single(id) => None,
             None => return None,
         },
     };
@@ -227,6 +227,10 @@ fn scaled_sums(scope: &Scope, index: usize) -> Option<Found> {
         None => vec![0],
         Some(id) => scope::integers(scope.constant(id)?)?,
     };
+    let fits = weight_zeros.len() == 1 || weight_zeros.len() == channels;
+    if !fits || !bytes::supports(&layout, weight.shape()) {
+        return None;
+    }
     let cast = scope.only_reader(step)?;
     let Op::Cast(to) = &scope.plan.steps[cast].op else { return None };
     if to.to != DataType::F32 {

@@ -6,8 +6,8 @@ use model::op::{Binary, Op};
 use model::plan::Dim;
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId};
 
-use crate::kernel::bytes::ByteLayout;
 use crate::kernel::bytes::elementwise::Quantum;
+use crate::kernel::bytes::{self as byte_kernels, ByteLayout};
 
 /// A plan with its producers and readers.
 pub(super) struct Scope<'a> {
@@ -95,7 +95,10 @@ impl<'a> Scope<'a> {
         let [scale] = self.scales(self.input(step, 1)?)?[..] else { return None };
         let zero = match self.input(step, 2) {
             None => 0,
-            Some(id) => *integers(self.constant(id)?)?.first()?,
+            Some(zero) => {
+                let same = self.is_signed(zero)? == self.is_signed(id)?;
+                *integers(self.constant(zero)?)?.first().filter(|_| same)?
+            }
         };
         Some(Quantum { scale, zero, signed: self.is_signed(id)? })
     }
@@ -127,8 +130,9 @@ impl<'a> Scope<'a> {
             let filters = conv.groups > 1 && tensor.shape().get(1) == Some(&1);
             let channels = *tensor.shape().first().filter(|_| filters)?;
             let is_number = tensor.dtype() == DataType::F32;
+            let supported = is_number && byte_kernels::supports(layout, tensor.shape());
             let (scales, zeros) = (vec![1.0], vec![0]);
-            return is_number.then_some(Weight { tensor, scales, zeros, channels });
+            return supported.then_some(Weight { tensor, scales, zeros, channels });
         }
         let producer = &self.plan.steps[self.producers[id.index()]?];
         let Op::DequantizeLinear { axis } = producer.op else { return None };
@@ -145,12 +149,18 @@ impl<'a> Scope<'a> {
         let scales = self.scales(self.input(producer, 1)?)?;
         let zeros = match self.input(producer, 2) {
             None => vec![0],
-            Some(id) => integers(self.constant(id)?)?,
+            Some(id) => {
+                let same = self.is_signed(id)? == self.is_signed(bytes)?;
+                integers(self.constant(id)?).filter(|_| same)?
+            }
         };
         let axis = if axis < 0 { axis + rank as i64 } else { axis };
         let several = scales.len() > 1 || zeros.len() > 1;
         let fits = |count: usize| count == 1 || count == channels;
-        let fitting = fits(scales.len()) && fits(zeros.len()) && (!several || axis == own as i64);
+        let fitting = byte_kernels::supports(layout, tensor.shape())
+            && fits(scales.len())
+            && fits(zeros.len())
+            && (!several || axis == own as i64);
         fitting.then_some(Weight { tensor, scales, zeros, channels })
     }
 
@@ -169,6 +179,11 @@ impl<'a> Scope<'a> {
         }
         let size = |dim: &Dim| if let Dim::Fixed(size) = dim { Some(*size) } else { None };
         self.plan.value(id).shape.as_ref()?.iter().map(size).collect()
+    }
+
+    /// Whether `id` is known to have one element.
+    pub(super) fn is_single(&self, id: ValueId) -> bool {
+        self.fixed_shape(id).is_some_and(|shape| shape.iter().all(|size| *size == 1))
     }
 
     /// Whether `id` has one scale, or one for each channel of a product.

@@ -138,7 +138,7 @@ impl ByteKernel {
         let shift = if signed { 0 } else { 128 };
         let (channels, depth) = extents(&spec.layout, &shape)?;
         let zeros: Buffer<i32> = spread(&spec.weight_zeros, channels, "zero points")?;
-        let zeros = Buffer::collect(zeros.iter().map(|zero| zero - shift))?;
+        let zeros = Buffer::collect(zeros.iter().map(|zero| zero.wrapping_sub(shift)))?;
         let (form, weight_sums) = match &spec.layout {
             ByteLayout::Convolution(conv) if conv.groups > 1 && shape[1] == 1 => {
                 let taps = data.iter().enumerate();
@@ -321,6 +321,11 @@ impl ByteKernel {
             _ => 0,
         }
     }
+}
+
+/// Whether a weight of `shape` has a kernel.
+pub(crate) fn supports(layout: &ByteLayout, shape: &[usize]) -> bool {
+    extents(layout, shape).is_ok()
 }
 
 /// Channels and the depth of each.

@@ -59,6 +59,12 @@ fn constant_scales(facts: &StepFacts, index: usize) -> Option<Vec<f32>> {
     }
 }
 
+/// Whether an operand is known to have no dimensions.
+fn is_scalar(facts: &StepFacts, index: usize) -> bool {
+    let id = facts.step.inputs.get(index).copied().flatten();
+    id.is_some_and(|id| facts.plan.value(id).shape.as_ref().is_some_and(Vec::is_empty))
+}
+
 /// What a step with a constant weight computes, and the position of the weight.
 fn spec_of(facts: &StepFacts) -> Option<(ByteSpec, usize)> {
     let (layout, quantised) = match facts.step.op.clone() {
@@ -76,8 +82,8 @@ fn spec_of(facts: &StepFacts) -> Option<(ByteSpec, usize)> {
             let [zero] = zeros[..] else { return None };
             Some(zero)
         }
-        // What surrounds an image must be known.
-        None if is_matrix && !quantised => None,
+        // What surrounds an image must be known, and rows may have zero points of their own.
+        None if is_matrix && !quantised && is_scalar(facts, zero) => None,
         None => return None,
     };
     let mut spec = ByteSpec {

@@ -37,6 +37,8 @@ pub(crate) fn run(
             TestOperand::Constant(tensor) => (tensor, true),
         };
         let id = add_value(&mut plan, tensor.dtype());
+        // The shape of scalars is always known.
+        plan.values[id.index()].shape = tensor.shape().is_empty().then(Vec::new);
         step_inputs.push(Some(id));
         if constant {
             plan.constants.push((id, tensor.clone()));
