@@ -43,6 +43,11 @@ const SAMPLE_MIN: usize = 80;
 /// how far prices follow the balance of slice kinds. The first one is for many services.
 const STARTS: [(f64, f64); 7] =
     [(1.05, 0.35), (1.0, 0.1), (1.02, 0.6), (1.0, 0.6), (1.02, 0.1), (1.1, 0.0), (1.2, 0.3)];
+/// Attempts that learn from the one before: so many services in all are placed in them, at most so
+/// often, and they end when so many in a row are no better.
+const LEARNING_SERVICES: usize = 12_000;
+const LEARNING_ROUNDS_MAX: usize = 12;
+const LEARNING_FAILURES_MAX: usize = 3;
 /// Patterns are filled only if the bound is at most this share of the GPUs.
 const FILL_BOUND_MAX: f64 = 0.95;
 
@@ -244,7 +249,7 @@ impl<'a> Solver<'a> {
             {
                 break;
             }
-            let builder = SharedSliceBuilder::new(
+            let mut builder = SharedSliceBuilder::new(
                 self.problem,
                 &sharing,
                 &self.demands,
@@ -252,21 +257,46 @@ impl<'a> Solver<'a> {
                 &bound,
                 balance,
             );
-            let gpus = best.gpus();
-            let Some(slices) =
-                builder.slices(strain, || control.should_continue("sharing", Some(gpus), value))
-            else {
+            if !self.attempts(&mut builder, strain, &mut best, control) {
                 break;
-            };
-            let mut counts = [0; KINDS_MAX];
-            slices.iter().for_each(|slice| counts[slice.kind] += 1);
-            let packed = self.packer.pack(&counts);
-            if (packed.iter().sum::<u32>() as usize) < best.gpus() {
-                (best.packed, best.units) = (packed, Some(slices));
             }
         }
         self.fill_patterns(&sharing, &mut best, control);
         best
+    }
+
+    /// Builds shared slices several times, each time with what the last attempt taught, and keeps
+    /// the best plan; `false` if the caller stops.
+    fn attempts(
+        &self,
+        builder: &mut SharedSliceBuilder<'_>,
+        strain: f64,
+        best: &mut CertifiedOutcome,
+        control: &mut SearchControl<'_>,
+    ) -> bool {
+        let rounds = (LEARNING_SERVICES / self.demands.len()).min(LEARNING_ROUNDS_MAX);
+        let (mut least, mut failures) = (f64::INFINITY, 0);
+        for round in 0..=rounds {
+            let (gpus, bound) = (best.gpus(), best.bound);
+            let should_continue = || control.should_continue("sharing", Some(gpus), bound);
+            let Some(slices) = builder.slices(strain, should_continue) else { return false };
+            let mut counts = [0; KINDS_MAX];
+            slices.iter().for_each(|slice| counts[slice.kind] += 1);
+            let packed = self.packer.pack(&counts);
+            let (relaxed, _) = self.packer.relax(&counts);
+            failures = if relaxed < least { 0 } else { failures + 1 };
+            least = least.min(relaxed);
+            if round < rounds {
+                builder.learn(&slices);
+            }
+            if (packed.iter().sum::<u32>() as usize) < gpus {
+                (best.packed, best.units) = (packed, Some(slices));
+            }
+            if best.gpus() <= whole_gpus(bound) || failures >= LEARNING_FAILURES_MAX {
+                break;
+            }
+        }
+        true
     }
 
     /// With few GPUs, filling given patterns can save one more.

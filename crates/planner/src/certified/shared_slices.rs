@@ -40,6 +40,12 @@ const GAP_MIN: f64 = 0.02;
 const START_MIN: f64 = 0.8;
 /// Maximum relative change of a price by balancing.
 const BALANCED_WITHIN: f64 = 0.1;
+/// How far the worth of a service follows what its slices cost, and the limits of one such cost
+/// relative to the worth.
+const LEARNING_RATE: f64 = 0.3;
+const LEARNED_WITHIN: (f64, f64) = (0.5, 3.0);
+/// A slice that its service uses at least so much is one of its own, not a part.
+const OWN_SLICE: f64 = 0.999;
 
 /// Builds slices with duty cycles.
 pub(crate) struct SharedSliceBuilder<'a> {
@@ -52,6 +58,10 @@ pub(crate) struct SharedSliceBuilder<'a> {
     packer: &'a PatternPacker,
     /// How far prices follow the balance of slice kinds, from 0 to 1.
     balance: f64,
+    /// What the parts of each service are worth, relative to their minimum cost.
+    factors: Vec<f64>,
+    /// Shares of time and memory in the price of each kind.
+    weights: [(f64, f64); KINDS_MAX],
 }
 
 /// A slice kind with a cycle, and the parts that could share it; the first one is certain.
@@ -83,10 +93,14 @@ struct CandidatePart<'w> {
     at: usize,
     option: &'w TurnOption,
     worth: f64,
+    /// Share of the slice, time and memory by their prices.
+    takes: f64,
 }
 
 /// Search for the parts that fill a slice best.
 struct CoLocationSearch<'w, 'f> {
+    /// Shares of the slice that a millisecond and a MiB take, by their prices.
+    weights: (f64, f64),
     candidates: &'f [CandidatePart<'w>],
     chosen: Vec<usize>,
     best: Vec<usize>,
@@ -105,8 +119,14 @@ impl<'a> SharedSliceBuilder<'a> {
     ) -> SharedSliceBuilder<'a> {
         let prices = slice_prices(&bound.prices).map(|price| price.max(1e-3));
         let part_prices = PartPrices::new(&bound.prices);
+        let weights = std::array::from_fn(|kind| {
+            let memory = (bound.prices[KINDS_MAX + kind] / prices[kind]).min(1.0);
+            (1.0 - memory, memory)
+        });
         SharedSliceBuilder {
             problem,
+            factors: vec![1.0; demands.len()],
+            weights,
             sharing,
             demands,
             part_prices,
@@ -155,6 +175,36 @@ impl<'a> SharedSliceBuilder<'a> {
         Some(filled)
     }
 
+    /// Moves the worth of services towards what the slices of an attempt cost: parts that are hard
+    /// to co-locate are then placed while there is a choice.
+    pub(crate) fn learn(&mut self, slices: &[SliceContents]) {
+        let mut sums = vec![(0.0, 0.0); self.demands.len()];
+        for slice in slices {
+            let worth = |share: &ServiceShare| {
+                let part_options = self.sharing.part_options(share.service);
+                self.factors[share.service] * self.part_prices.worth(part_options, share.rate)
+            };
+            let own = |share: &ServiceShare| {
+                share.rate >= OWN_SLICE * self.sharing.alone(share.service, slice.kind)
+            };
+            if slice.cycle_ms.is_none() && slice.shares.iter().all(own) {
+                continue;
+            }
+            let total: f64 = slice.shares.iter().map(worth).sum();
+            let cost = (self.prices[slice.kind] / total).clamp(LEARNED_WITHIN.0, LEARNED_WITHIN.1);
+            for share in &slice.shares {
+                let (sum, weight) = &mut sums[share.service];
+                *sum += worth(share) * cost;
+                *weight += worth(share);
+            }
+        }
+        for (factor, (sum, weight)) in self.factors.iter_mut().zip(sums) {
+            if weight > 0.0 {
+                *factor *= (sum / weight).powf(LEARNING_RATE);
+            }
+        }
+    }
+
     /// Gives a service whole slices and adds the remaining rate to the unplaced parts.
     fn split(
         &self,
@@ -183,7 +233,8 @@ impl<'a> SharedSliceBuilder<'a> {
         let part_options = self.sharing.part_options(service);
         let (worth, small) =
             (self.part_prices.worth(part_options, rate), self.part_prices.worth(part_options, 0.0));
-        UnplacedPart { service, rate, worth, small }
+        let factor = self.factors[service];
+        UnplacedPart { service, rate, worth: worth * factor, small: small * factor }
     }
 
     fn alone(&self, service: usize, kind: usize, rate: f64) -> SliceContents {
@@ -328,6 +379,7 @@ impl<'a> SharedSliceBuilder<'a> {
         let mut time = cycle * (1.0 + SLACK) - option.turn_ms;
         let candidates = self.candidates(setting, time, memory);
         let mut co_located = CoLocationSearch {
+            weights: self.weights_at(kind, cycle),
             candidates: &candidates,
             chosen: Vec::new(),
             best: Vec::new(),
@@ -353,7 +405,13 @@ impl<'a> SharedSliceBuilder<'a> {
         (members, worth)
     }
 
-    /// Parts that fit beside the first one, highest value per millisecond first.
+    /// Shares of a slice's price that a millisecond of its cycle and a MiB take.
+    fn weights_at(&self, kind: usize, cycle: f64) -> (f64, f64) {
+        let (of_time, of_memory) = self.weights[kind];
+        (of_time / cycle, of_memory / self.problem.gpu.slices[kind].memory_mib() as f64)
+    }
+
+    /// Parts that fit beside the first one, highest value for what they take first.
     fn candidates(
         &self,
         setting: &SliceSetting<'_>,
@@ -361,6 +419,7 @@ impl<'a> SharedSliceBuilder<'a> {
         memory: u64,
     ) -> Vec<CandidatePart<'_>> {
         let SliceSetting { parts, kind, cycle } = *setting;
+        let (of_ms, of_mib) = self.weights_at(kind, cycle);
         let mut candidates = Vec::new();
         for (at, part) in parts.iter().enumerate().skip(1) {
             if part.service == parts[0].service {
@@ -373,10 +432,11 @@ impl<'a> SharedSliceBuilder<'a> {
                 .take_while(|option| option.turn_ms <= available)
                 .find(|option| option.requests >= needed && option.memory_mib <= memory);
             if let Some(option) = found {
-                candidates.push(CandidatePart { at, option, worth: part.worth });
+                let takes = of_ms * option.turn_ms + of_mib * option.memory_mib as f64;
+                candidates.push(CandidatePart { at, option, worth: part.worth, takes });
             }
         }
-        let density = |one: &CandidatePart<'_>| one.worth / one.option.turn_ms;
+        let density = |one: &CandidatePart<'_>| one.worth / one.takes;
         candidates.sort_by(|a, b| density(b).total_cmp(&density(a)));
         candidates
     }
@@ -453,11 +513,10 @@ impl CoLocationSearch<'_, '_> {
         if self.chosen.len() + 2 >= PARTS_MAX {
             return;
         }
+        let room = time * self.weights.0 + memory as f64 * self.weights.1;
         for at in from..self.candidates.len() {
             let one = &self.candidates[at];
-            if self.steps > STEPS_MAX
-                || worth + time * one.worth / one.option.turn_ms <= self.best_worth
-            {
+            if self.steps > STEPS_MAX || worth + room * one.worth / one.takes <= self.best_worth {
                 return;
             }
             let service = parts[one.at].service;
