@@ -113,27 +113,21 @@ def collect(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def make_one(kind: str, source: str, args: argparse.Namespace, rules: dict) -> Path | None:
-    """Makes a variant in a process of its own; its file is kept under its hash."""
-    scratch = args.cache / "made.onnx"
-    scratch.unlink(missing_ok=True)
+def tool(arguments: list[str], seconds: int) -> str | None:
+    """Runs modelcorpus.variants in a process of its own; returns why it failed."""
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "scripts")}
-    command = [sys.executable, "-W", "ignore", "-m", "modelcorpus.variants", kind, source]
-    command += [str(scratch), hashlib.sha256(source.encode()).hexdigest(), json.dumps(rules)]
+    command = [sys.executable, "-W", "ignore", "-m", "modelcorpus.variants", *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=MAKE_SECONDS, env=environment
+            command, capture_output=True, text=True, timeout=seconds, env=environment
         )
     except subprocess.TimeoutExpired:
-        say(f"  {kind}: longer than {MAKE_SECONDS} s")
-        return None
-    if done.returncode != 0 or not scratch.exists():
-        say(f"  {kind}: {(done.stderr.strip().splitlines() or ['ended'])[-1][:200]}")
-        return None
-    return scratch
+        return f"longer than {seconds} s"
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["ended"])[-1]
 
 
 def keep(scratch: Path, kind: str, version: str, source: str, cache: Path) -> File:
+    """Moves a made file to the folder of its hash."""
     digest, size = variants.digest_of(scratch), scratch.stat().st_size
     folder = cache / "files" / digest
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,25 +136,48 @@ def keep(scratch: Path, kind: str, version: str, source: str, cache: Path) -> Fi
 
 
 def make(args: argparse.Namespace) -> int:
-    files = [file for file in read_files() if file.registry != "made"]
-    made, version = [], f"onnxruntime {onnxruntime.__version__}"
-    rules = read_rules()
+    """Makes variants that the list does not have yet."""
+    listed = read_files()
+    files = [file for file in listed if file.registry != "made"]
+    made = [file for file in listed if file.registry == "made"]
+    known, rules = {(file.package, file.path) for file in made}, read_rules()
     for number, file in enumerate(files, 1):
         path = args.cache / "files" / file.sha256 / "model.onnx"
         if not path.exists() or not variants.wanted(path):
             continue
         say(f"[{number}/{len(files)}] {file.label}")
         for kind in variants.kinds_of(file.sha256, VARIANTS_PER_FILE):
-            scratch = make_one(kind, str(path), args, rules_of(file, rules))
-            if scratch:
-                made.append(keep(scratch, kind, version, file.sha256, args.cache))
-    names = variants.pipelines()
-    for name in names:
-        scratch = make_one("sklearn", name, args, {})
-        if scratch:
-            made.append(keep(scratch, "scikit-learn", sklearn_versions(), name, args.cache))
+            if (kind, file.sha256) not in known:
+                made += make_one(kind, file, path, args.cache, rules_of(file, rules))
+                write_files(files + made)
+    made += make_pipelines(known, args.cache)
     write_files(files + made)
     return 0
+
+
+def make_one(kind: str, file: File, path: Path, cache: Path, rules: dict) -> list[File]:
+    scratch = cache / "made.onnx"
+    scratch.unlink(missing_ok=True)
+    arguments = [kind, str(path), str(scratch), file.sha256, json.dumps(rules)]
+    failure = tool(arguments, MAKE_SECONDS)
+    if failure or not scratch.exists():
+        say(f"  {kind}: {(failure or 'no file')[:200]}")
+        return []
+    version = f"onnxruntime {onnxruntime.__version__}"
+    return [keep(scratch, kind, version, file.sha256, cache)]
+
+
+def make_pipelines(known: set, cache: Path) -> list[File]:
+    """Pipelines of scikit-learn, all of them in one process."""
+    folder = cache / "pipelines"
+    folder.mkdir(exist_ok=True)
+    failure = tool(["scikit-learn", "-", str(folder), "-", "{}"], 10 * MAKE_SECONDS)
+    if failure:
+        say(f"scikit-learn: {failure[:200]}")
+        return []
+    made = sorted(folder.glob("*.onnx"))
+    new = [path for path in made if ("scikit-learn", path.stem) not in known]
+    return [keep(path, "scikit-learn", sklearn_versions(), path.stem, cache) for path in new]
 
 
 def sklearn_versions() -> str:

@@ -109,12 +109,21 @@ def pipelines() -> dict[str, Callable]:
     return sklearn_pipelines.ALL
 
 
+def write_pipelines(folder: Path) -> None:
+    """Writes NAME.onnx for each pipeline that can be exported."""
+    for name, build in pipelines().items():
+        try:
+            onnx.save(build(), folder / f"{name}.onnx")
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+
+
 def main() -> int:
-    """One variant in a process of its own: KIND SOURCE TARGET SEED RULES."""
+    """One variant, or all pipelines, in a process of its own: KIND SOURCE TARGET SEED RULES."""
     kind, source, target, seed, rules = sys.argv[1:]
     try:
-        if kind == "sklearn":
-            onnx.save(pipelines()[source](), target)
+        if kind == "scikit-learn":
+            write_pipelines(Path(target))
         else:
             make(kind, Path(source), Path(target), seed, json.loads(rules))
     except Exception as error:

@@ -25,6 +25,7 @@ mod matrix;
 mod microsoft;
 mod ml;
 mod narrow;
+mod nchwc;
 mod nn;
 mod norm;
 mod order;

@@ -52,6 +52,8 @@ pub(crate) struct Context<'a> {
     /// The value of each of the node's outputs, once mapped.
     pub results: Vec<Option<ValueId>>,
     pub parts: usize,
+    /// Channels of a block where weights are in blocks.
+    pub block: usize,
 }
 
 impl Context<'_> {

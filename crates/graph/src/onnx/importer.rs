@@ -12,8 +12,8 @@ use super::proto::{GraphProto, ModelProto, NodeProto, OperatorSet, TypeProto, Va
 use super::tensor::{data_type, data_type_name, held_type, narrow_type, to_tensor};
 use super::{ImportError, Limits, MAX_OPSET, UnsupportedNode};
 use super::{
-    brevitas, elementwise, function, index, layout, loss, matrix, microsoft, ml, nn, norm, order,
-    quant, random, recurrent, reduce, signal, spatial, text, training, window,
+    brevitas, elementwise, function, index, layout, loss, matrix, microsoft, ml, nchwc, nn, norm,
+    order, quant, random, recurrent, reduce, signal, spatial, text, training, window,
 };
 use crate::infer::{Fact, describe};
 use crate::ir::Graph;
@@ -91,6 +91,8 @@ struct Importer<'a> {
     taken: HashSet<String>,
     fresh: usize,
     external: &'a ExternalData,
+    /// Channels of a block where weights are in blocks.
+    block: usize,
     /// The maximum number of nodes.
     limit: usize,
     /// Bodies around the node that is mapped.
@@ -139,6 +141,7 @@ fn run_with(
     if source.sparse_initializers > 0 {
         return Err(ImportError::Model("sparse initializers are not supported".to_string()));
     }
+    let block = nchwc::block_size(&source);
     let protos = std::mem::take(&mut source.nodes);
     let nodes = function::expand(protos, model.functions, opsets, limits.nodes)?;
     let mut importer = Importer {
@@ -153,6 +156,7 @@ fn run_with(
         taken: HashSet::from(["min".to_string(), "max".to_string()]),
         fresh: 0,
         external,
+        block,
         limit: limits.nodes,
         depth: 0,
         written: control::Written::default(),
@@ -338,6 +342,7 @@ impl Importer<'_> {
             read_names,
             results: vec![None; node.proto.outputs.len()],
             parts: 0,
+            block: self.block,
         };
         let outcome = map(&mut context);
         let (inputs, opset) = (std::mem::take(&mut context.inputs), context.opset);
@@ -518,6 +523,7 @@ fn map(context: &mut Context) -> Result<(), MapError> {
         "com.microsoft" => microsoft::map(context, op)?,
         "ai.onnx.ml" => ml::map(context, op)?,
         "ai.onnx.preview.training" => training::map(context, op)?,
+        nchwc::DOMAIN => nchwc::map(context, op)?,
         "onnx.brevitas" | "qonnx.custom_op.general" => brevitas::map(context, op)?,
         _ => false,
     };

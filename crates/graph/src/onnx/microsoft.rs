@@ -7,6 +7,7 @@ mod quantized;
 use model::op::{Activation, Binary, MatMul, Op, Unary};
 
 use super::context::{Context, Mapped, invalid};
+pub(crate) use fused::conv as fused_conv;
 
 pub(crate) fn map(cx: &mut Context, op: &str) -> Mapped {
     match op {

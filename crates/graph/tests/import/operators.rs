@@ -277,3 +277,25 @@ fn numbers_of_few_bits_are_rounded_to_steps() {
     assert_eq!(shape(&graph, "y"), "FP32[batch,3,8,8]");
     assert!(refused(&quant(0.0)).contains("0 bits"));
 }
+
+#[test]
+fn operators_in_blocks_of_channels_are_turned_back() {
+    let blocked = |op: &str, inputs: &[&str], output: &str, attributes| NodeProto {
+        domain: Some("com.microsoft.nchwc".to_string()),
+        ..with(op, inputs, &[output], attributes)
+    };
+    // 24 channels are whole blocks of eight, not of sixteen.
+    let nodes = vec![
+        blocked("Conv", &["x", "w"], "a", vec![int("group", 1)]),
+        blocked("MaxPool", &["a"], "b", vec![ints("kernel_shape", &[2, 2])]),
+        blocked("ReorderOutput", &["b"], "y", vec![int("channels", 20)]),
+    ];
+    let weights: Vec<f32> = (0..24 * 3).map(|index| index as f32).collect();
+    let graph = imported(&picture(17, nodes, vec![floats("w", &[24, 3, 1, 1], &weights)]));
+    assert_eq!(shape(&graph, "b"), "FP32[batch,24,7,7]");
+    assert_eq!(shape(&graph, "y"), "FP32[batch,20,7,7]");
+    let plain = graph.constant(graph.nodes[0].inputs[1].unwrap()).unwrap();
+    // Output 9 is the second of the second block; its inputs lie eight apart.
+    let row = &plain.to_vec::<f32>().unwrap()[9 * 3..10 * 3];
+    assert_eq!(row, [25.0, 33.0, 41.0]);
+}

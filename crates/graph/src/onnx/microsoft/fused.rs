@@ -8,7 +8,7 @@ use super::super::nn::range;
 use super::super::{matrix, window};
 
 /// A convolution with a residual and an activation.
-pub(super) fn conv(cx: &mut Context) -> Mapped {
+pub(crate) fn conv(cx: &mut Context) -> Mapped {
     cx.at_most(4)?;
     let conv = window::conv(cx)?;
     let parameters = cx.attributes.floats("activation_params").unwrap_or_default().to_vec();
@@ -58,6 +58,7 @@ fn activated(
         "Sigmoid" => Unary::Sigmoid,
         "LeakyRelu" => Unary::LeakyRelu { alpha: parameter(0, 0.01) },
         "HardSigmoid" => Unary::HardSigmoid { alpha: parameter(0, 0.2), beta: parameter(1, 0.5) },
+        "HardSwish" => Unary::HardSwish,
         "Clip" => {
             let dtype = cx.dtype(x);
             let low = cx.scalar(dtype, f64::from(parameter(0, f32::MIN)))?;
