@@ -10,7 +10,7 @@
 
 No file of a model is part of the repository: scripts/modelcorpus/packages.tsv names packages and
 versions, evidence/corpus_files.tsv the files in them by hash. A third of the files, drawn by hash,
-is unseen: whoever changes atoll looks at their counts only. No code of a package runs.
+is unseen: who changes atoll looks at their counts only. No code of a package runs.
 
 Needs numpy, onnx and onnxruntime; scikit-learn and skl2onnx for its pipelines; npm for packages
 of npm. Progress goes to standard error.

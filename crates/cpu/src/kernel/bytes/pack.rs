@@ -184,19 +184,20 @@ impl SimdOp for PackWindows<'_> {
                     }
                 }
                 (pieces, true) => {
-                    let mut masks = [0u128; LANES];
+                    let mut masks = [[0u8; LANES]; LANES];
                     for (mask, piece) in masks.iter_mut().zip(pieces) {
-                        let bits = 8 * piece.count as u32;
-                        *mask = (u128::MAX >> (128 - bits)) << (8 * piece.before);
+                        mask[piece.before..piece.before + piece.count].fill(u8::MAX);
                     }
                     for (slot, taps) in slots {
                         let rows = taps.map(|tap| {
-                            let mut row = 0;
+                            let mut row = [0; LANES];
                             for (piece, mask) in pieces.iter().zip(&masks) {
-                                let at = tap + piece.offset - piece.before;
-                                row |= u128::from_le_bytes(load(data, at)) & mask;
+                                let source = load(data, tap + piece.offset - piece.before);
+                                for lane in 0..LANES {
+                                    row[lane] |= source[lane] & mask[lane];
+                                }
                             }
-                            row.to_le_bytes()
+                            row
                         });
                         slot.copy_from_slice(&interleave(rows, self.image.flip));
                     }
