@@ -3,7 +3,7 @@
 
     python scripts/corpus.py collect                # download packages, unpack their models
     python scripts/corpus.py make                   # quantised and optimised variants, scikit-learn
-    python scripts/corpus.py run --no-time          # check, compare, batch; resumes where it stopped
+    python scripts/corpus.py run --no-time          # check, compare, batch; resumes
     python scripts/corpus.py run                    # and time both, in turns
     python scripts/corpus.py run --only silero --show
     python scripts/corpus.py report                 # evidence/corpus.json and the book's table
@@ -282,7 +282,7 @@ def parse_args() -> argparse.Namespace:
         help="the binary (default: $ATOLL_BIN or target/release/atoll)",
     )
     parser.add_argument("--part", choices=["seen", "unseen", "all"], default="all")
-    parser.add_argument("--only", metavar="TEXT", help="files whose origin contains this, or a hash")
+    parser.add_argument("--only", metavar="TEXT", help="files whose origin has this, or a hash")
     parser.add_argument("--show", action="store_true", help="say why unseen files fail, too")
     parser.add_argument("--again", action="store_true", help="try again what is in the cache")
     parser.add_argument("--no-time", action="store_true", help="compare only")

@@ -121,7 +121,7 @@ def bindings(facts: FileFacts, trial: dict[str, int], batch: int) -> dict[str, i
 def feed(
     facts: FileFacts, sizes: dict[str, int], seed: str, fixed: dict | None = None
 ) -> dict[str, np.ndarray]:
-    """One random array for each input. `fixed` has shapes and values of inputs that a file needs."""
+    """One random array for each input. `fixed` has shapes and values that a file needs."""
     digest = hashlib.sha256(seed.encode()).digest()
     rng = np.random.default_rng(np.frombuffer(digest, np.uint32))
     arrays = {}

@@ -128,7 +128,10 @@ fn batching(plan: &LaunchPlan) -> BatchingReport {
     };
     let reason = mixing_step(plan, symbol).map(|step| {
         let (name, op) = (&step.name, step.op.name());
-        format!("rows may depend on each other after '{name}' ({op}); if they do not, set batching.policy")
+        format!(
+            "rows may depend on each other after '{name}' ({op}); if they do not, set \
+             batching.policy"
+        )
     });
     BatchingReport { possible: reason.is_none(), symbol: Some(symbol.to_string()), reason }
 }

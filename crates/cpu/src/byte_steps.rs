@@ -12,6 +12,7 @@ use std::sync::Arc;
 use model::op::{Activation, Binary, Op, Unary};
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId};
 
+use crate::dequantized_weights::empty;
 use crate::kernel::bytes::elementwise::{self, ByteBinary, ByteZip};
 use crate::kernel::bytes::{self, ByteLayout, ByteOutput, ByteSpec};
 use crate::kernel::{Kernel, KernelError};
@@ -45,7 +46,7 @@ impl ByteStep {
 struct Found {
     byte_step: ByteStep,
     inputs: Vec<Option<ValueId>>,
-    /// Indices of steps; the last one's place and result become the new step's.
+    /// Indices of steps; the last one's result becomes the new step's.
     replaced: Vec<usize>,
 }
 
@@ -97,30 +98,32 @@ fn find(plan: &LaunchPlan) -> Vec<Found> {
     all
 }
 
-/// The plan with the steps `all` instead of those they replace, and without what nothing reads.
+/// The plan with the steps `all` instead of those they replace, and with nothing to do for steps
+/// whose results nothing reads.
 fn rewritten(mut plan: LaunchPlan, all: Vec<Found>) -> (Arc<LaunchPlan>, ByteSteps) {
+    let producers = Scope::new(&plan).into_producers();
     let mut byte_steps = ByteSteps::new();
-    let mut removed = vec![false; plan.steps.len()];
     for Found { byte_step, inputs, replaced } in all {
         let (Some(first), Some(last)) = (replaced.first(), replaced.last()) else { continue };
-        replaced.iter().filter(|at| *at != last).for_each(|at| removed[*at] = true);
-        // The first operator does most of the work, and names the step.
-        let (name, op) = (plan.steps[*first].name.clone(), plan.steps[*first].op.clone());
-        let step = &mut plan.steps[*last];
-        (step.name, step.op, step.inputs) = (name, op, inputs);
-        byte_steps.extend(step.outputs.first().copied().flatten().map(|id| (id, byte_step)));
+        let outputs = plan.steps[*last].outputs.clone();
+        byte_steps.extend(outputs.first().copied().flatten().map(|id| (id, byte_step)));
+        // The first operator does most of the work. Operands may come later than it.
+        let is_there = |id: &ValueId| producers[id.index()].is_none_or(|at| at < *first);
+        let place = if inputs.iter().flatten().all(is_there) { *first } else { *last };
+        let op = plan.steps[*first].op.clone();
+        replaced.iter().for_each(|at| empty(&mut plan.steps[*at]));
+        let step = &mut plan.steps[place];
+        (step.op, step.inputs, step.outputs) = (op, inputs, outputs);
     }
     let mut read = vec![false; plan.values.len()];
     plan.outputs.iter().for_each(|id| read[id.index()] = true);
-    for (index, step) in plan.steps.iter().enumerate().rev() {
-        let is_read = step.outputs.iter().flatten().any(|id| read[id.index()]);
-        removed[index] |= !is_read;
-        if !removed[index] {
+    for step in plan.steps.iter_mut().rev() {
+        if step.outputs.iter().flatten().any(|id| read[id.index()]) {
             step.inputs.iter().flatten().for_each(|id| read[id.index()] = true);
+        } else {
+            empty(step);
         }
     }
-    let mut removed = removed.into_iter();
-    plan.steps.retain(|_| removed.next() == Some(false));
     plan.constants.retain(|(id, _)| read[id.index()]);
     plan.plan_lifetimes();
     (Arc::new(plan), byte_steps)

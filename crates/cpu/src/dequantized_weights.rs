@@ -4,9 +4,23 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use model::op::Op;
-use model::{LaunchPlan, Tensor, ValueId};
+use model::{LaunchPlan, Step, Tensor, ValueId};
 
-/// `plan` without the steps that dequantize constants; their results are constants instead.
+/// Makes a step do nothing. It keeps its place, so that the plan has the steps of its source.
+pub(crate) fn empty(step: &mut Step) {
+    step.op = Op::Identity;
+    step.inputs.clear();
+    step.outputs.clear();
+    step.last_uses.clear();
+}
+
+/// Whether a step does nothing.
+pub(crate) fn is_empty(step: &Step) -> bool {
+    step.inputs.is_empty() && step.outputs.is_empty()
+}
+
+/// `plan` with nothing to do for the steps that dequantize constants; their results are constants
+/// instead.
 pub(crate) fn weights_as_numbers(plan: Arc<LaunchPlan>) -> Arc<LaunchPlan> {
     if !plan.steps.iter().any(|step| matches!(step.op, Op::DequantizeLinear { .. })) {
         return plan;
@@ -38,7 +52,11 @@ pub(crate) fn weights_as_numbers(plan: Arc<LaunchPlan>) -> Arc<LaunchPlan> {
     }
     let mut plan = (*plan).clone();
     let known: HashSet<ValueId> = numbers.iter().map(|(id, _)| *id).collect();
-    plan.steps.retain(|step| !step.outputs.iter().flatten().any(|id| known.contains(id)));
+    for step in &mut plan.steps {
+        if step.outputs.iter().flatten().any(|id| known.contains(id)) {
+            empty(step);
+        }
+    }
     plan.constants.extend(numbers);
     let mut read: HashSet<ValueId> = plan.outputs.iter().copied().collect();
     read.extend(plan.steps.iter().flat_map(|step| step.inputs.iter().flatten()));
@@ -50,7 +68,7 @@ pub(crate) fn weights_as_numbers(plan: Arc<LaunchPlan>) -> Arc<LaunchPlan> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use model::{DataType, Step, ValueInfo};
+    use model::{DataType, ValueInfo};
 
     #[test]
     fn constants_are_dequantized_once_and_their_bytes_dropped() {
@@ -83,7 +101,7 @@ mod tests {
         };
         plan.plan_lifetimes();
         let folded = weights_as_numbers(Arc::new(plan));
-        assert_eq!(folded.steps.len(), 1);
+        assert_eq!(folded.steps.iter().map(is_empty).collect::<Vec<bool>>(), [true, false]);
         assert_eq!(folded.check(), Ok(()));
         let [(id, numbers)] = &folded.constants[..] else { panic!("{:?}", folded.constants) };
         assert_eq!((id.0, numbers.to_vec::<f32>()), (3, Some(vec![-2.0, 3.0])));

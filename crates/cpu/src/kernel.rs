@@ -50,6 +50,7 @@ mod text;
 mod unary;
 mod wide;
 
+pub(crate) use cast::convert;
 use model::op::Op;
 use model::{DataType, LaunchPlan, MemoryError, Step};
 use smallvec::SmallVec;

@@ -6,16 +6,16 @@ use std::sync::Arc;
 use base::{Bytes, Nanos};
 use device::{DeviceError, Program, Task, check_inputs};
 use model::plan::PeakMemory;
-use model::{HostMemory, LaunchPlan, MemoryError, Step, Tensor};
+use model::{DataType, HostMemory, LaunchPlan, MemoryError, Step, Tensor};
 
 use crate::buffer;
 use crate::buffer_pool::BufferPool;
 use crate::byte_steps::with_byte_steps;
-use crate::dequantized_weights::weights_as_numbers;
-use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, StepFacts};
+use crate::dequantized_weights::{is_empty, weights_as_numbers};
+use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, Outputs, StepFacts};
 use crate::suspended_task::SuspendedTask;
 use crate::value::Value;
-use crate::wide_numbers::in_single_precision;
+use crate::wide_numbers::{in_single_precision, is_half};
 
 /// A loaded plan as a [`Program`].
 pub(crate) struct CpuProgram {
@@ -24,7 +24,10 @@ pub(crate) struct CpuProgram {
 
 /// A plan with its constants, and with every step bound to a kernel.
 struct LoadedPlan {
-    plan: Arc<LaunchPlan>,
+    /// As it was given: what others read.
+    source: Arc<LaunchPlan>,
+    /// As it runs: the same values and as many steps, some of which may have nothing to do.
+    plan: LaunchPlan,
     constants: Vec<Option<Value>>,
     kernels: Vec<Kernel>,
     resident: Bytes,
@@ -76,6 +79,7 @@ impl CpuProgram {
         plan: Arc<LaunchPlan>,
         memory: &'static HostMemory,
     ) -> Result<CpuProgram, DeviceError> {
+        let source = plan.clone();
         let (plan, byte_steps) = with_byte_steps(in_single_precision(plan));
         let plan = weights_as_numbers(plan);
         let mut constants = constants_of(&plan)?;
@@ -85,6 +89,7 @@ impl CpuProgram {
             let output = step.outputs.first().copied().flatten();
             let kernel = match output.and_then(|id| byte_steps.get(&id)) {
                 Some(byte_step) => byte_step.build(),
+                None if is_empty(step) => Ok(Kernel::new(|_, _| Ok(Outputs::new()))),
                 None => kernel::build(&facts),
             };
             kernels.push(kernel.map_err(|error| unsupported(step, error))?);
@@ -94,14 +99,17 @@ impl CpuProgram {
         let kernel_bytes: usize = kernels.iter().map(|kernel| kernel.resident_bytes).sum();
         let resident = Bytes((constant_bytes + kernel_bytes) as u64);
         let peak = PeakMemory::default();
-        let loaded = LoadedPlan { plan, constants, kernels, resident, memory, peak };
+        let mut plan = Arc::unwrap_or_clone(plan);
+        // Values and kernels hold them.
+        plan.constants = Vec::new();
+        let loaded = LoadedPlan { source, plan, constants, kernels, resident, memory, peak };
         Ok(CpuProgram { loaded: Arc::new(loaded) })
     }
 }
 
 impl Program for CpuProgram {
     fn plan(&self) -> &Arc<LaunchPlan> {
-        &self.loaded.plan
+        &self.loaded.source
     }
 
     fn resident(&self) -> Bytes {
@@ -110,7 +118,7 @@ impl Program for CpuProgram {
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
         let plan = &self.loaded.plan;
-        check_inputs(plan, &inputs)?;
+        check_inputs(&self.loaded.source, &inputs)?;
         let memory = self.loaded.memory;
         // What cannot fit is refused before anything is allocated for it.
         let bytes = self.loaded.peak.of(plan, &inputs);
@@ -118,7 +126,11 @@ impl Program for CpuProgram {
         let mut slots: Vec<Option<Value>> = Vec::new();
         slots.resize_with(plan.values.len(), || None);
         for (id, tensor) in plan.inputs.iter().zip(&inputs) {
-            let value = buffer::with_memory(memory, || Value::from_host(tensor));
+            let wide = is_half(tensor.dtype()) && plan.value(*id).dtype == DataType::F32;
+            let value = buffer::with_memory(memory, || {
+                let value = Value::from_host(tensor)?;
+                if wide { kernel::convert(&value, DataType::F32) } else { Ok(value) }
+            });
             slots[id.index()] = Some(value.map_err(|err| match err {
                 KernelError::Invalid(reason) => DeviceError::BadInput(reason),
                 KernelError::Memory(err) => DeviceError::HostMemory(err),
@@ -273,10 +285,14 @@ impl TaskValues {
 /// A copy of an output that is needed again, or that is a constant.
 fn copy_of(value: Option<&Value>, id: model::ValueId) -> Result<Value, DeviceError> {
     let missing = || DeviceError::BadPlan(format!("output {} is missing", id.0));
-    value.ok_or_else(missing)?.try_clone().map_err(|err| match err {
+    value.ok_or_else(missing)?.try_clone().map_err(output_error)
+}
+
+fn output_error(error: KernelError) -> DeviceError {
+    match error {
         KernelError::Invalid(reason) => DeviceError::BadPlan(reason),
         KernelError::Memory(err) => DeviceError::HostMemory(err),
-    })
+    }
 }
 
 impl Task for CpuTask {
@@ -327,6 +343,13 @@ impl CpuTask {
             let value = match owned {
                 Some(value) => value,
                 None => copy_of(slot.as_ref().or(program.constants[id.index()].as_ref()), *id)?,
+            };
+            let dtype = program.source.value(*id).dtype;
+            let value = match &value {
+                Value::F32(_) if is_half(dtype) => {
+                    kernel::convert(&value, dtype).map_err(output_error)?
+                }
+                _ => value,
             };
             outputs.push(value.into_host().map_err(DeviceError::BadPlan)?);
         }

@@ -1,17 +1,17 @@
 //! Plans of half precision in single precision: the processor has no arithmetic for halves, so that
 //! every step would convert its operands and its result.
 //!
-//! Weights are converted once, when a plan is loaded, inputs when they arrive and outputs when they
-//! leave. Results are at least as exact as with a rounding after every step.
+//! Weights are converted once, when a plan is loaded; inputs when they arrive and outputs when they
+//! leave, by the task. Results are at least as exact as with a rounding after every step.
 
 use std::sync::Arc;
 
 use model::op::{Cast, Op};
-use model::{DataType, LaunchPlan, Step, ValueId, ValueInfo};
+use model::{DataType, LaunchPlan, Step, ValueId};
 
 use crate::evaluate::evaluate;
 
-fn is_half(dtype: DataType) -> bool {
+pub(crate) fn is_half(dtype: DataType) -> bool {
     matches!(dtype, DataType::F16 | DataType::BF16)
 }
 
@@ -42,81 +42,41 @@ fn follows_operands(plan: &LaunchPlan, step: &Step) -> bool {
     }
 }
 
-fn cast(name: &str, from: ValueId, to: ValueId, dtype: DataType) -> Step {
-    Step {
-        name: format!("{name}/{dtype}"),
-        op: Op::Cast(Cast { to: dtype }),
-        inputs: vec![Some(from)],
-        outputs: vec![Some(to)],
-        last_uses: Vec::new(),
-    }
-}
-
 fn rewritten(plan: &LaunchPlan) -> Option<LaunchPlan> {
     if !plan.steps.iter().all(|step| follows_operands(plan, step)) {
         return None;
     }
     let mut wide = plan.clone();
-    // What a step reads or writes instead of a value of the interface.
-    let mut inside: Vec<ValueId> = (0..plan.values.len() as u32).map(ValueId).collect();
-    let (mut first, mut last) = (Vec::new(), Vec::new());
-    let written: Vec<bool> = {
-        let mut written = vec![false; plan.values.len()];
-        let outputs = plan.steps.iter().flat_map(|step| step.outputs.iter().flatten());
-        outputs.for_each(|id| written[id.index()] = true);
-        written
-    };
-    for index in 0..plan.values.len() {
-        let (id, value) = (ValueId(index as u32), &plan.values[index]);
-        if !is_half(value.dtype) {
-            continue;
-        }
-        let is_input = plan.inputs.contains(&id);
-        let is_output = plan.outputs.contains(&id);
-        let is_result = is_output && written[index];
-        if !(is_input || is_result) {
-            // A constant that is a result stays what it is.
-            if !is_output {
-                wide.values[index].dtype = DataType::F32;
-            }
-            continue;
-        }
-        let new = ValueId(wide.values.len() as u32);
-        wide.values.push(ValueInfo { dtype: DataType::F32, ..value.clone() });
-        inside[index] = new;
-        if is_input {
-            first.push(cast(&value.name, id, new, DataType::F32));
-        } else {
-            last.push(cast(&value.name, new, id, value.dtype));
+    for value in &mut wide.values {
+        if is_half(value.dtype) {
+            value.dtype = DataType::F32;
         }
     }
-    for (id, tensor) in &mut wide.constants {
-        if is_half(tensor.dtype()) && wide.values[id.index()].dtype == DataType::F32 {
+    for (_, tensor) in &mut wide.constants {
+        if is_half(tensor.dtype()) {
             let op = Op::Cast(Cast { to: DataType::F32 });
             *tensor = evaluate(&op, &[Some(tensor.clone())], 1)?.into_iter().next()?;
         }
     }
     for step in &mut wide.steps {
-        let values = step.inputs.iter_mut().chain(&mut step.outputs).flatten();
-        values.for_each(|id| *id = inside[id.index()]);
         if let Op::Cast(to) = &mut step.op
             && is_half(to.to)
         {
             to.to = DataType::F32;
         }
     }
-    wide.steps.splice(0..0, first);
-    wide.steps.extend(last);
-    wide.plan_lifetimes();
-    wide.check().is_ok().then_some(wide)
+    Some(wide)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::buffer_pool::BufferPool;
+    use crate::program::{CpuProgram, CpuTask};
+    use device::Program;
     use half::f16;
-    use model::Tensor;
     use model::op::{Binary, MatMul, Unary};
+    use model::{Tensor, ValueInfo};
 
     fn halves(values: &[f32], shape: &[usize]) -> Tensor {
         let values: Vec<f16> = values.iter().map(|x| f16::from_f32(*x)).collect();
@@ -149,23 +109,23 @@ mod tests {
     }
 
     #[test]
-    fn only_inputs_and_outputs_stay_halves() {
-        let plan = draft();
-        assert_eq!(plan.check(), Ok(()));
-        let wide = in_single_precision(Arc::new(plan.clone()));
+    fn steps_compute_in_single_precision_and_tensors_stay_halves() {
+        let plan = Arc::new(draft());
+        let wide = in_single_precision(plan.clone());
         assert_eq!(wide.check(), Ok(()));
-        assert_eq!((&wide.inputs, &wide.outputs), (&plan.inputs, &plan.outputs));
-        for id in wide.inputs.iter().chain(&wide.outputs) {
-            assert_eq!(wide.value(*id).dtype, DataType::F16);
-        }
+        assert!(wide.values.iter().all(|value| value.dtype == DataType::F32));
         assert_eq!(wide.constants[0].1.dtype(), DataType::F32);
-        let inner = |step: &&Step| !matches!(step.op, Op::Cast(_));
-        for step in wide.steps.iter().filter(inner) {
-            for id in step.inputs.iter().chain(&step.outputs).flatten() {
-                assert_eq!(wide.value(*id).dtype, DataType::F32, "{}", step.name);
-            }
-        }
-        assert_eq!(wide.steps.len(), plan.steps.len() + 3);
+        assert_eq!(wide.steps.len(), plan.steps.len());
+        let program = CpuProgram::load(plan.clone(), crate::buffer::memory()).unwrap();
+        assert!(Arc::ptr_eq(program.plan(), &plan));
+        let mut task = program.prepare(vec![halves(&[1.0, 0.5], &[1, 2])]).unwrap();
+        let pool = BufferPool::new();
+        let own = task.as_any_mut().downcast_mut::<CpuTask>().unwrap();
+        (0..plan.steps.len()).for_each(|_| own.run_step(&pool).unwrap());
+        let outputs = task.into_outputs().unwrap();
+        let wanted = [halves(&[3.5, 4.5], &[1, 2]), halves(&[2.5, 4.0], &[1, 2])];
+        assert_eq!(outputs[..2], wanted);
+        assert_eq!(outputs[2], halves(&[1.0, 0.5], &[1, 2]));
     }
 
     #[test]

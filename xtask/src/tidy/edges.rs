@@ -11,6 +11,9 @@ use super::UNSAFE_CRATE;
 /// `fuzz` has lints of its own.
 const TOOLS: [&str; 2] = ["fuzz", "xtask"];
 
+/// Crates with `unsafe` code, which the lints of the workspace forbid.
+const OWN_LINTS: [&str; 2] = [UNSAFE_CRATE, "int8"];
+
 /// Crate to the crates it may use.
 type Table = BTreeMap<String, BTreeSet<String>>;
 
@@ -82,7 +85,7 @@ fn check_edges(metadata: &Metadata, table: &Table) -> Vec<String> {
             }
         }
         let manifest = std::fs::read_to_string(&package.manifest_path).unwrap_or_default();
-        if name != UNSAFE_CRATE && !manifest.contains("[lints]\nworkspace = true") {
+        if !OWN_LINTS.contains(&name) && !manifest.contains("[lints]\nworkspace = true") {
             problems.push(format!("crate {name} does not take the workspace's lints"));
         }
     }

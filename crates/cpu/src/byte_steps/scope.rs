@@ -60,6 +60,11 @@ impl<'a> Scope<'a> {
         Scope { plan, constants, producers, readers }
     }
 
+    /// The step that writes each value.
+    pub(super) fn into_producers(self) -> Vec<Option<usize>> {
+        self.producers
+    }
+
     pub(super) fn input(&self, step: &Step, index: usize) -> Option<ValueId> {
         step.inputs.get(index).copied().flatten()
     }
