@@ -114,7 +114,10 @@ impl Draft {
         let plan = Arc::new(self.plan);
         let (rewritten, byte_steps) = with_byte_steps(plan.clone());
         assert_eq!(rewritten.check(), Ok(()));
-        let program = CpuProgram::load(plan, crate::buffer::memory()).unwrap();
+        assert_eq!(rewritten.steps.len(), plan.steps.len(), "steps keep their places");
+        let program = CpuProgram::load(plan.clone(), crate::buffer::memory()).unwrap();
+        // Others read the plan of a program: it must be a valid one.
+        assert!(Arc::ptr_eq(program.plan(), &plan));
         let mut task = program.prepare(self.given).unwrap();
         let pool = BufferPool::new();
         let own = task.as_any_mut().downcast_mut::<CpuTask>().unwrap();
