@@ -41,8 +41,8 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, before[1]))
     try:
         flags = ["--memory-limit-mib", str(LIMIT_MIB), "--data-dir", str(folder / "data")]
-        # What folds without end is ended sooner than by default. Checks have the lowest priority, so
-        # that one of two seconds may take half a minute beside other tests.
+        # What folds without end is ended sooner than by default. Checks have the lowest priority:
+        # one of two seconds may take half a minute beside other tests.
         flags += ["--model-check-secs", "60"]
         running = serve(folder / "models", folder / "server.log", *flags, "--device", "cpu")
     finally:
