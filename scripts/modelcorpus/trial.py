@@ -58,14 +58,23 @@ def call(command: list[str], limits: Limits, **kwargs) -> subprocess.CompletedPr
         raise Ended(f"longer than {limits.seconds} s") from error
 
 
+def without_folder(text: str, path: Path) -> str:
+    """A message without the folder of the file, which differs from machine to machine."""
+    return text.replace(str(path), path.name)
+
+
 def peer(arguments: list[str], limits: Limits) -> dict:
+    """What ONNX Runtime says of the file that is the second argument."""
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS)}
     command = [sys.executable, "-m", "modelcorpus.peer", *arguments]
     done = call(command, limits, env=environment)
     try:
-        return json.loads(done.stdout.splitlines()[-1])
+        reply = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
-        return {"error": f"exit {done.returncode}: {done.stderr.strip()[-200:]}"}
+        reply = {"error": f"exit {done.returncode}: {done.stderr.strip()[-200:]}"}
+    if "error" in reply:
+        reply["error"] = without_folder(reply["error"], Path(arguments[1]))
+    return reply
 
 
 def check(binary: Path, path: Path, limits: Limits) -> dict:
@@ -75,7 +84,7 @@ def check(binary: Path, path: Path, limits: Limits) -> dict:
         report = json.loads(done.stdout)
     except json.JSONDecodeError:
         message = done.stderr.strip().splitlines()[-1:] or [f"exit {done.returncode}"]
-        return {"runs": False, "unsupported": message}
+        return {"runs": False, "unsupported": [without_folder(line, path) for line in message]}
     keep = ("runs", "unsupported", "batching", "activation_bytes")
     return {key: report.get(key) for key in keep}
 
@@ -91,7 +100,8 @@ def run(binary: Path, path: Path, names: list[str], folder: Path, limits: Limits
         done = call(command, limits)
         if done.returncode != 0:
             message = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            raise Ended(f"exit {done.returncode}: {' '.join(message)}"[:400])
+            text = without_folder(" ".join(message), path)
+            raise Ended(f"exit {done.returncode}: {text}"[:400])
         arrays = {file.stem: np.load(file) for file in Path(out).glob("*.npy")}
         return arrays, json.loads(done.stdout)
 

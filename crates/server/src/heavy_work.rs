@@ -89,7 +89,7 @@ pub(crate) async fn heavy<T: Send + 'static>(
 }
 
 /// Runs `work` that takes long whatever the size of its input, such as a load, on a thread of its
-/// own with the lower priority. `None` if it panics.
+/// own with the lower priority. `None` if it panics, or if no thread can be started.
 pub(crate) async fn in_background<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Option<T> {

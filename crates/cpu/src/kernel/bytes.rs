@@ -11,8 +11,8 @@ use int8::{Unsigned, WORD_DEPTH};
 use model::op::{Activation, Conv};
 use rayon::prelude::*;
 
-pub(super) use self::finish::clamped;
 use self::finish::{Channels, Finish, Target};
+pub(super) use self::finish::{clamped, rounded};
 use self::pack::{ByteImage, FLIP};
 use self::product::{ByteProduct, Right};
 use super::conv::{Border, ConvShapes};

@@ -5,7 +5,7 @@ use model::op::Op;
 use rayon::prelude::*;
 use rten_simd::{Isa, SimdOp};
 
-use super::bytes::clamped;
+use super::bytes::{clamped, rounded};
 use super::cast::convert;
 use super::elementwise;
 use super::operand::{Element, around, dtype_of, elements, narrowed, one, resolve_axis, widened};
@@ -77,9 +77,6 @@ trait Quantized: Element + Copy {
     }
 }
 
-/// Adding it to a number below 2^22 leaves the nearest integer, halves to even, in the low bits.
-const ROUND: f32 = 12_582_912.0;
-
 macro_rules! quantized {
     ($($rust:ty),+) => {
         $(impl Quantized for $rust {
@@ -91,8 +88,7 @@ macro_rules! quantized {
             fn quantize(x: f32, zero: f32) -> Self {
                 // Vectors have instructions for all of this, but none for casts that saturate.
                 let (least, most) = (<$rust>::MIN as f32 - zero, <$rust>::MAX as f32 - zero);
-                let rounded = (clamped(x, least, most) + ROUND).to_bits() as i32;
-                rounded.wrapping_add(zero as i32) as $rust
+                rounded(clamped(x, least, most), zero as i32) as $rust
             }
         })+
     };

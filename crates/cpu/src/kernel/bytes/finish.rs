@@ -36,9 +36,10 @@ impl Target for f32 {
     }
 }
 
-/// Rounds a number whose sum with `zero` is a byte.
+/// The nearest integer to a number below 2^22, halves to even, plus `zero`. Vectors have
+/// instructions for all of this.
 #[inline(always)]
-pub(super) fn rounded(value: f32, zero: i32) -> i32 {
+pub(crate) fn rounded(value: f32, zero: i32) -> i32 {
     ((value + ROUND).to_bits() as i32).wrapping_add(zero)
 }
 

@@ -25,7 +25,8 @@ fn scales(random: &mut Random, count: usize) -> Host {
     Host::from_vec(shape, values).unwrap()
 }
 
-/// Runs `op` with operand `weight` as a constant, with those in `fixed` too, and with none.
+/// Compares `op` without a constant with `op` whose operands are constant, but for the first and
+/// those in `dynamic`.
 fn compare(op: Op, operands: &[Host], weight: usize, dynamic: &[usize], to: DataType, what: &str) {
     let plain: Vec<TestOperand> = operands.iter().cloned().map(TestOperand::Input).collect();
     let wanted = run(op.clone(), &plain, &[to]).unwrap();
