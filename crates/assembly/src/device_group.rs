@@ -146,8 +146,10 @@ fn open_gpu(
     ordinal: usize,
     parts: usize,
 ) -> Result<Vec<OpenDevice>, Failure> {
-    let gpus =
-        devices::open_gpu_parts(args, ordinal, parts, |options| options.weights_on_demand = true)?;
+    let gpus = devices::open_gpu_parts(args, ordinal, parts, |options| {
+        options.weights_on_demand = true;
+        options.sizes_ahead = true;
+    })?;
     let opened = |gpu: cuda::CudaDevice| {
         let budget = weight_budget(memory, gpu.info().memory)?;
         Ok(OpenDevice { budget, device: Arc::new(devices::with_host(Arc::new(gpu), args)) })

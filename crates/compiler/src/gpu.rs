@@ -41,14 +41,14 @@ mod general;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use device::{DeviceError, KernelCompiler};
+use device::{DeviceError, KernelCompiler, LaunchChoices};
 use graph::infer::Fact;
 use graph::{Evaluator, Graph, GraphNode, SymDim};
 use model::gpu::{
     GpuPlan, GpuStep, GpuTarget, IoTensor, Kernel, Launch, MemoryLocation, MemoryRange, Patch,
     TensorMap, TilePreemption,
 };
-use model::{Dim, LaunchPlan, ValueId};
+use model::{Dim, LaunchPlan, Tensor, ValueId};
 
 use args::Address;
 use draft::LaunchDraft;
@@ -102,11 +102,12 @@ impl GpuCompiler {
 }
 
 impl KernelCompiler for GpuCompiler {
-    fn lower(
+    fn lower_with(
         &self,
         plan: &LaunchPlan,
         sizes: &[(String, usize)],
         target: &GpuTarget,
+        choices: LaunchChoices,
     ) -> Result<GpuPlan, Vec<DeviceError>> {
         let broken = |why: String| vec![DeviceError::BadPlan(why)];
         let graph = graph_of(plan).map_err(broken)?;
@@ -115,7 +116,7 @@ impl KernelCompiler for GpuCompiler {
         let mut graph = graph::bind(&graph, &bindings).map_err(|err| broken(err.to_string()))?;
         let evaluator = self.evaluator.as_deref().map(|evaluator| evaluator as &dyn Evaluator);
         graph::optimize(&mut graph, evaluator);
-        lower(&graph, target, &identities(plan))
+        lower(&graph, target, &PlanConstants::of(plan), choices)
     }
 
     fn headers(&self) -> &'static [(&'static str, &'static str)] {
@@ -123,12 +124,32 @@ impl KernelCompiler for GpuCompiler {
     }
 }
 
-/// The constants of `plan` by the address of their bytes.
-fn identities(plan: &LaunchPlan) -> HashMap<usize, ValueId> {
-    let address = |(id, tensor): &(ValueId, model::Tensor)| {
-        tensor.raw().map(|raw| (raw.as_ptr() as usize, *id))
-    };
-    plan.constants.iter().filter_map(address).collect()
+/// The constants of a launch plan, found by the address of their bytes.
+#[derive(Default)]
+pub struct PlanConstants<'a> {
+    /// First address, number and content, by address.
+    all: Vec<(usize, ValueId, &'a Tensor)>,
+}
+
+impl<'a> PlanConstants<'a> {
+    /// Those of `plan`.
+    pub fn of(plan: &'a LaunchPlan) -> PlanConstants<'a> {
+        let address = |(id, tensor): &'a (ValueId, Tensor)| {
+            tensor.raw().map(|raw| (raw.as_ptr() as usize, *id, tensor))
+        };
+        let mut all: Vec<_> = plan.constants.iter().filter_map(address).collect();
+        all.sort_by_key(|(start, ..)| *start);
+        PlanConstants { all }
+    }
+
+    /// The constant whose bytes include all of `raw`, and where in them `raw` begins.
+    fn containing(&self, raw: &[u8]) -> Option<(ValueId, &'a Tensor, usize)> {
+        let start = raw.as_ptr() as usize;
+        let at = self.all.partition_point(|(first, ..)| *first <= start).checked_sub(1)?;
+        let (first, id, tensor) = self.all[at];
+        let inside = !raw.is_empty() && start - first + raw.len() <= tensor.raw()?.len();
+        inside.then_some((id, tensor, start - first))
+    }
 }
 
 /// The graph that a launch plan was lowered from.
@@ -165,11 +186,12 @@ fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
 pub fn lower(
     graph: &Graph,
     target: &GpuTarget,
-    identities: &HashMap<usize, ValueId>,
+    constants: &PlanConstants<'_>,
+    choices: LaunchChoices,
 ) -> Result<GpuPlan, Vec<DeviceError>> {
     let folded = bytes::folded(graph);
     let graph = folded.as_ref().unwrap_or(graph);
-    let mut lowering = Lowering::new(graph, *target, identities);
+    let mut lowering = Lowering::new(graph, (*target, choices), constants);
     let boundary = |reason: String| {
         let (step, op) = ("the model".to_string(), "inputs and outputs".to_string());
         vec![DeviceError::Unsupported { step, op, reason }]

@@ -118,7 +118,7 @@ impl CudaDevice {
             (Arc::<RtActivity>::default(), Arc::<DriverBackoff>::default());
         let weights =
             Arc::new(WeightLoader::start(&memory_stream, &rt_activity, &driver_backoff, &options)?);
-        let kernels = KernelCache::new(context.clone(), nvrtc, cache);
+        let kernels = KernelCache::new(context.clone(), nvrtc, cache, rt_activity.clone());
         let copier = InputCopier::new(&kernels, weights.loads(), options.weights_on_demand);
         let copier = Arc::new(copier.map_err(|err| OpenError::NoCompiler(err.to_string()))?);
         let high = || Stream::new(&context, Priority::High).map(Arc::new);

@@ -24,6 +24,8 @@ pub struct CudaOptions {
     pub max_specializations: usize,
     /// Sizes to specialize for when a model is loaded, by symbol; other symbols are guessed.
     pub sizes: Vec<(String, usize)>,
+    /// Kernels for other sizes are compiled in the background once a model is loaded.
+    pub sizes_ahead: bool,
     /// Freed device memory that is kept for the next allocation.
     pub spare_bytes: u64,
     /// Weights are loaded and evicted on request ([`device::residency`]). Otherwise they are
@@ -45,8 +47,9 @@ impl Default for CudaOptions {
             toolkit: None,
             queues: 6,
             chain_length: 16,
-            max_specializations: 32,
+            max_specializations: 512,
             sizes: Vec::new(),
+            sizes_ahead: false,
             spare_bytes: 1 << 30,
             weights_on_demand: false,
             weights_chunk_bytes: 2 << 20,

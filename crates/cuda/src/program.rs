@@ -6,32 +6,42 @@ pub(crate) mod graph_recorder;
 pub(crate) mod instance;
 pub(crate) mod layout;
 pub(crate) mod lowering;
+mod sizes_ahead;
 pub(crate) mod specialization;
 pub(crate) mod task;
 
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::Bytes;
 use device::residency::Residency;
-use device::{DeviceError, Program, StagedInputs, Task, check_inputs};
+use device::{DeviceError, LaunchChoices, Program, StagedInputs, Task, check_inputs};
 use model::config::CopyTime;
 use model::gpu::GpuPlan;
 use model::{LaunchPlan, Tensor};
 
-use crate::compile::kernel_cache::CompileProgress;
+use crate::compile::kernel_cache::{CompileProgress, LoadedKernel};
 use crate::driver::Priority;
+use crate::memory::SpareOwner;
 use crate::memory::weights::{ProgramResidency, ProgramWeights};
 use crate::program::batch_inputs::InputPools;
-use crate::program::batches::GatheredBatch;
+use crate::program::batches::{GatheredBatch, leading_symbol};
 use crate::program::lowering::{
     Sizes, example, first_of, lower, raw_bytes, sizes_of, sizes_of_shapes,
 };
-use crate::program::specialization::Specialization;
+use crate::program::sizes_ahead::SizesAhead;
+use crate::program::specialization::{Specialization, prefer_loaded, requests_of};
 use crate::program::task::CudaTask;
 use crate::services::DeviceServices;
 
+/// Memory that specializations of sizes which requests brought keep for their next runs.
+const MAX_SPARE_BYTES: u64 = 256 << 20;
+
 /// A loaded model.
 pub(crate) struct CudaProgram {
+    /// First, so that its thread ends before the program's memory is freed.
+    _sizes_ahead: Option<SizesAhead>,
     shared: Arc<ProgramState>,
 }
 
@@ -41,6 +51,11 @@ pub(crate) struct ProgramState {
     pub(crate) plan: Arc<LaunchPlan>,
     /// Most recently used last.
     plans: Mutex<Vec<(Sizes, Arc<Specialization>)>>,
+    /// Every kernel that a specialization used, by its address: loading one takes longer than
+    /// preparing a size.
+    kernels: Mutex<HashMap<usize, Arc<LoadedKernel>>>,
+    /// Requests are staged for batches: a specialization of more rows serves them too.
+    staged: AtomicBool,
     /// Where inputs wait for their batch.
     pub(crate) pools: Mutex<InputPools>,
     /// After specializations and pools, so that it is dropped last: dropping weights trims the
@@ -77,6 +92,8 @@ impl CudaProgram {
             services,
             plan,
             plans: Mutex::default(),
+            kernels: Mutex::default(),
+            staged: AtomicBool::new(false),
             compiling: Mutex::default(),
             pools: Mutex::default(),
         });
@@ -87,7 +104,9 @@ impl CudaProgram {
             }
             None => tracing::warn!("no sizes known for the model, compiled with its first request"),
         }
-        Ok(CudaProgram { shared })
+        let ahead = shared.services.device.options().sizes_ahead;
+        let sizes_ahead = ahead.then(|| SizesAhead::start(&shared)).flatten();
+        Ok(CudaProgram { _sizes_ahead: sizes_ahead, shared })
     }
 }
 
@@ -98,7 +117,7 @@ impl ProgramState {
 
     fn known(&self, sizes: &Sizes) -> Option<Arc<Specialization>> {
         let mut plans = self.plans();
-        let at = plans.iter().position(|(known, _)| known == sizes)?;
+        let at = plans.iter().rposition(|(known, _)| known == sizes)?;
         let entry = plans.remove(at);
         let specialization = entry.1.clone();
         plans.push(entry);
@@ -118,8 +137,36 @@ impl ProgramState {
         if let Some(specialization) = self.known(&sizes) {
             return Ok(specialization);
         }
-        let gpu = lower(&self.services, &self.plan, &sizes).map_err(first_of)?;
-        self.prepare_batches(sizes, gpu, progress)
+        let specialization = self.specialize_now(&sizes, progress)?;
+        // The first run finds memory. Its graphs are recorded when there is a second one.
+        let instance = specialization.take_instance(Priority::Low)?;
+        specialization.return_instance(instance, Priority::Low);
+        self.keep(sizes, specialization.clone());
+        Ok(specialization)
+    }
+
+    /// The variants estimated to be the fastest, unless others are tuned or their kernels are not
+    /// loaded.
+    fn specialize_now(
+        &self,
+        sizes: &Sizes,
+        progress: CompileProgress<'_>,
+    ) -> Result<Arc<Specialization>, DeviceError> {
+        let (services, plan) = (&self.services, &self.plan);
+        let fastest = lower(services, plan, sizes, LaunchChoices::Fastest).map_err(first_of)?;
+        let tuned = services.compile.tuning().knows_any(&fastest);
+        let loaded = |gpu: &GpuPlan| services.compile.kernels.are_loaded(&requests_of(gpu));
+        let gpu = if !tuned && loaded(&fastest) {
+            fastest
+        } else {
+            let mut all = lower(services, plan, sizes, LaunchChoices::All).map_err(first_of)?;
+            services.compile.tuning().apply(&mut all);
+            if !loaded(&all) {
+                prefer_loaded(&mut all, |request| services.compile.kernels.is_loaded(request));
+            }
+            all
+        };
+        Specialization::selected(services, gpu, &self.weights, progress).map(Arc::new)
     }
 
     /// Keeps `gpu` as the specialization for `sizes`, with the memory and graph of one run.
@@ -131,8 +178,6 @@ impl ProgramState {
     ) -> Result<Arc<Specialization>, DeviceError> {
         let services = &self.services;
         let specialization = Arc::new(Specialization::new(services, gpu, &self.weights, progress)?);
-        let owner: std::sync::Weak<Specialization> = Arc::downgrade(&specialization);
-        services.memory.spares.register(owner);
         // The first request finds memory and graph ready.
         let mut instance = specialization.take_instance(Priority::High)?;
         instance.prepare_graph(&specialization).map_err(|err| services.device.error(err))?;
@@ -140,11 +185,53 @@ impl ProgramState {
             instance.prepare_parts(&specialization).map_err(|err| services.device.error(err))?;
         }
         specialization.return_instance(instance, Priority::High);
-        let mut plans = self.plans();
-        plans.push((sizes, specialization.clone()));
-        let over = plans.len().saturating_sub(services.device.options().max_specializations.max(1));
-        plans.drain(..over);
+        self.keep(sizes, specialization.clone());
         Ok(specialization)
+    }
+
+    /// Keeps `specialization` for later requests. Those that were not used for long are dropped,
+    /// and before them the memory that they keep.
+    fn keep(&self, sizes: Sizes, specialization: Arc<Specialization>) {
+        let services = &self.services;
+        let owner: std::sync::Weak<Specialization> = Arc::downgrade(&specialization);
+        services.memory.spares.register(owner);
+        let used = specialization.kernels.iter();
+        self.keep_kernels(
+            used.flat_map(|step| [step.real_time.kernel.clone(), step.best_effort.kernel.clone()]),
+        );
+        let mut plans = self.plans();
+        plans.push((sizes, specialization));
+        let over = plans.len().saturating_sub(services.device.options().max_specializations.max(1));
+        let dropped: Vec<_> = plans.drain(..over).collect();
+        let mut kept: u64 = 0;
+        for (_, specialization) in plans.iter().rev().filter(|(_, plan)| !plan.is_reserved()) {
+            kept += specialization.spare_bytes();
+            if kept > MAX_SPARE_BYTES {
+                specialization.drop_spares();
+            }
+        }
+        drop(plans);
+        drop(dropped);
+    }
+
+    pub(crate) fn keep_kernels(&self, used: impl Iterator<Item = Arc<LoadedKernel>>) {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        kernels.extend(used.map(|kernel| (Arc::as_ptr(&kernel) as usize, kernel)));
+    }
+
+    /// Whether a request of these sizes finds its specialization.
+    fn is_prepared(&self, sizes: &Sizes) -> bool {
+        if self.plans().iter().rev().any(|(known, _)| known == sizes) {
+            return true;
+        }
+        let Some(batch) =
+            leading_symbol(&self.plan).filter(|_| self.staged.load(Ordering::Relaxed))
+        else {
+            return false;
+        };
+        let rows = sizes.iter().find(|(name, _)| name == batch).map_or(0, |(_, rows)| *rows);
+        let others: Sizes = sizes.iter().filter(|(name, _)| name != batch).cloned().collect();
+        self.prepared_batches(&others).last().is_some_and(|largest| *largest >= rows)
     }
 }
 
@@ -181,6 +268,13 @@ impl Program for CudaProgram {
         let specialization = shared.specialization(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
         Ok(Box::new(CudaTask::new(specialization, &raw, notify)?))
+    }
+
+    fn is_prepared(&self, inputs: &[Tensor]) -> bool {
+        let shared = &self.shared;
+        // What is refused needs no preparation.
+        check_inputs(&shared.plan, inputs).is_err()
+            || shared.is_prepared(&sizes_of(&shared.plan, inputs))
     }
 
     fn specialize(&self, shapes: &[Vec<usize>]) -> Result<(), DeviceError> {

@@ -253,17 +253,38 @@ pub struct HostStep {
     pub reason: String,
 }
 
+/// The variants of its launch that a step of a GPU plan gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LaunchChoices {
+    /// All that are worth measuring.
+    All,
+    /// Those estimated to be the fastest, for real time and for best effort: several times less
+    /// work for sizes that a request brings.
+    Fastest,
+}
+
 /// Lowers launch plans to kernels. A GPU device calls it once for every set of sizes that requests
 /// have.
 pub trait KernelCompiler: Send + Sync {
     /// `plan` as kernels for these sizes of its symbolic dimensions; or every step that has no
     /// kernel, with the reason.
+    fn lower_with(
+        &self,
+        plan: &LaunchPlan,
+        sizes: &[(String, usize)],
+        target: &GpuTarget,
+        choices: LaunchChoices,
+    ) -> Result<GpuPlan, Vec<DeviceError>>;
+
+    /// [`KernelCompiler::lower_with`] all variants.
     fn lower(
         &self,
         plan: &LaunchPlan,
         sizes: &[(String, usize)],
         target: &GpuTarget,
-    ) -> Result<GpuPlan, Vec<DeviceError>>;
+    ) -> Result<GpuPlan, Vec<DeviceError>> {
+        self.lower_with(plan, sizes, target, LaunchChoices::All)
+    }
 
     /// The files that the module of a kernel includes: names and contents.
     fn headers(&self) -> &'static [(&'static str, &'static str)];
@@ -292,6 +313,12 @@ pub trait Program: Send + Sync {
         let task = self.prepare(inputs)?;
         notify();
         Ok(task)
+    }
+
+    /// Whether [`Program::prepare`] and [`Program::stage`] of such inputs take no longer than a copy.
+    /// Otherwise [`Program::specialize`] is called first, where nothing else waits for it.
+    fn is_prepared(&self, _inputs: &[Tensor]) -> bool {
+        true
     }
 
     /// Makes the program ready for inputs of these shapes, one per plan input, so that

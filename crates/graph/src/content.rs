@@ -38,6 +38,22 @@ pub fn floats(tensor: &Tensor) -> Option<Vec<f32>> {
     })
 }
 
+/// The number that all elements of a floating-point tensor are. Weights are large and differ in
+/// their first elements: nothing is copied before one differs.
+pub fn uniform_float(tensor: &Tensor) -> Option<f32> {
+    let (raw, size) = (tensor.raw()?, tensor.dtype().size_bytes()?);
+    let mut elements = raw.chunks_exact(size.max(1));
+    let first = elements.next()?;
+    if elements.all(|element| element == first) {
+        let one = Tensor::from_raw(tensor.dtype(), vec![1], raw.slice(..size)).ok()?;
+        return floats(&one)?.first().copied();
+    }
+    // Zeros of both signs are equal.
+    let all = (tensor.len() <= MAX_CONTENT).then(|| floats(tensor))??;
+    let number = *all.first()?;
+    all.iter().all(|other| *other == number).then_some(number)
+}
+
 /// The elements as tracked values, when they are few and integers.
 pub fn of_tensor(tensor: &Tensor) -> Option<Vec<SymDim>> {
     if tensor.len() > MAX_CONTENT || tensor.dtype() == DataType::String {

@@ -21,6 +21,7 @@ mod completion;
 mod layout;
 mod lock;
 mod preemptions;
+mod preparation;
 mod profiling;
 mod request;
 mod submission;
@@ -33,6 +34,7 @@ pub use self::lock::LockContention;
 use self::lock::LockWaits;
 pub use self::preemptions::{PREEMPTION_BOUNDS_US, Preemption, PreemptionLog, PreemptionStats};
 use self::preemptions::{PreemptionRecord, QueueJob};
+use self::preparation::{PreparationThreads, PreparingRequest};
 pub use self::profiling::BatchTime;
 pub use self::request::{ModelStats, Rejection, Reply, ReplyResult, Request, Timing};
 pub(crate) use self::submission::refuse_at_once;
@@ -131,9 +133,9 @@ pub struct RequestHandle {
 }
 
 /// Where a request is pending.
-#[derive(Clone, Copy)]
 enum RequestLocation {
     Ended,
+    Preparing(Arc<PreparingRequest>),
     Core(RequestId),
     Batcher(ModelKey, MemberId),
 }
@@ -143,10 +145,11 @@ impl RequestHandle {
     /// once.
     pub fn cancel(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
-        match self.location {
+        match &self.location {
             RequestLocation::Ended => {}
-            RequestLocation::Core(request) => shared.handle(Event::Cancel { request }),
-            RequestLocation::Batcher(model, member) => shared.cancel_member(model, member),
+            RequestLocation::Preparing(preparing) => preparing.cancel(&shared),
+            RequestLocation::Core(request) => shared.handle(Event::Cancel { request: *request }),
+            RequestLocation::Batcher(model, member) => shared.cancel_member(*model, *member),
         }
     }
 }
@@ -169,13 +172,14 @@ struct Shared {
     announces_arrivals: bool,
     queues: OnceLock<Vec<Box<dyn Queue>>>,
     preparer: OnceLock<Preparer>,
+    preparation: OnceLock<PreparationThreads>,
     state: Mutex<State>,
     lock_waits: LockWaits,
     /// The next timer is earlier than before, or the node stops.
     timer_changed: Condvar,
     /// The last pending request ended, or its reply was sent.
     idle: Condvar,
-    /// Replies that are due and not sent.
+    /// Replies that are due and not sent, and requests whose sizes are not prepared.
     unsent: AtomicUsize,
     /// A thread waits until all replies are sent.
     drain_waits: AtomicBool,
@@ -335,6 +339,7 @@ impl Node {
             announces_arrivals: layout::announces_arrivals(&rules, queues),
             queues: OnceLock::new(),
             preparer: OnceLock::new(),
+            preparation: OnceLock::new(),
             state: Mutex::new(state),
             lock_waits: LockWaits::default(),
             timer_changed: Condvar::new(),
@@ -350,6 +355,8 @@ impl Node {
         let _ = shared.queues.set(queues);
         let preparer = Preparer::start(Arc::downgrade(&shared));
         let _ = shared.preparer.set(preparer.map_err(|err| no_thread(&*shared.device, err))?);
+        let threads = PreparationThreads::start(&Arc::downgrade(&shared));
+        let _ = shared.preparation.set(threads.map_err(|err| no_thread(&*shared.device, err))?);
         let timed = shared.clone();
         let timer = std::thread::Builder::new()
             .name("node-timer".to_string())

@@ -5,6 +5,7 @@ pub mod hopper;
 
 use std::sync::Arc;
 
+use device::LaunchChoices;
 use graph::ir::GraphNode;
 use model::gpu::{GpuTarget, Packer, WeightKey};
 use model::op::{self, Activation, Padding, Window};
@@ -228,25 +229,12 @@ impl Product {
         args
     }
 
-    fn work(self, target: &GpuTarget) -> Result<StepDraft, UnsupportedReason> {
-        let problem = self.problem(target);
-        let draft = |variant: Variant| {
-            let kernel = variant.tile.kernel(problem.access, problem.normalizes);
-            let mut draft =
-                LaunchDraft::plain(kernel, variant.tiles(&problem), self.args(&variant));
-            draft.variant = variant.name();
-            draft.cluster =
-                if variant.reduction == SplitReduction::Cluster { variant.splits } else { 1 };
-            draft.arrivals = variant.arrivals(&problem);
-            draft.workspace_bytes = variant.workspace_bytes(&problem);
-            draft
-        };
-        let variants = problem.variants().into_iter();
-        let mut drafts: Vec<(f64, LaunchDraft)> =
-            variants.map(|variant| (problem.estimate_us(&variant), draft(variant))).collect();
-        drafts.extend(hopper::drafts(&self, target));
-        drafts.sort_by(|(a, _), (b, _)| a.total_cmp(b));
-        let drafts = drafts.into_iter().map(|(_, draft)| draft).collect();
+    fn work(
+        self,
+        target: &GpuTarget,
+        choices: LaunchChoices,
+    ) -> Result<StepDraft, UnsupportedReason> {
+        let drafts = self.drafts(target, choices);
         if self.input.extent().end.max(self.output.extent().end) > i32::MAX as usize {
             return Err("larger than the kernels' index range".to_string());
         }
@@ -264,6 +252,67 @@ impl Product {
             weight_bytes: self.weight_bytes as u64,
             finish_tiles: None,
         })
+    }
+}
+
+/// A variant of a product before its launch is written.
+enum Candidate<'a> {
+    Tile(Variant),
+    Hopper(hopper::Candidate<'a>),
+}
+
+impl Candidate<'_> {
+    fn suits_best_effort(&self) -> bool {
+        match self {
+            Candidate::Tile(variant) => variant.reduction != SplitReduction::Cluster,
+            Candidate::Hopper(candidate) => !candidate.overlaps(),
+        }
+    }
+
+    fn shared_bytes(&self, normalizes: bool) -> usize {
+        match self {
+            Candidate::Tile(variant) => variant.tile.shared_bytes(normalizes),
+            Candidate::Hopper(candidate) => candidate.shared_bytes(),
+        }
+    }
+}
+
+impl Product {
+    /// The launches of `choices`, the fastest by estimate first.
+    fn drafts(&self, target: &GpuTarget, choices: LaunchChoices) -> Vec<LaunchDraft> {
+        let problem = self.problem(target);
+        let tiles = problem.estimated_variants().into_iter();
+        let mut candidates: Vec<(f64, Candidate)> =
+            tiles.map(|(estimate, variant)| (estimate, Candidate::Tile(variant))).collect();
+        let hopper = hopper::candidates(self, target).into_iter();
+        candidates.extend(hopper.map(|(estimate, each)| (estimate, Candidate::Hopper(each))));
+        candidates.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+        let draft = |(_, candidate): &(f64, Candidate)| match candidate {
+            Candidate::Tile(variant) => self.tile_draft(&problem, variant),
+            Candidate::Hopper(candidate) => candidate.draft(self),
+        };
+        if choices == LaunchChoices::All {
+            return candidates.iter().map(draft).collect();
+        }
+        let most = target.block_shared_bytes() as usize;
+        let fits = |candidate: &Candidate| candidate.shared_bytes(problem.normalizes) <= most;
+        if candidates.iter().any(|(_, candidate)| fits(candidate)) {
+            candidates.retain(|(_, candidate)| fits(candidate));
+        }
+        let best_effort = candidates.iter().position(|(_, each)| each.suits_best_effort());
+        let kept = [Some(0), best_effort.filter(|index| *index > 0)];
+        kept.into_iter().flatten().filter_map(|index| candidates.get(index)).map(draft).collect()
+    }
+
+    fn tile_draft(&self, problem: &Problem, variant: &Variant) -> LaunchDraft {
+        let kernel = variant.tile.kernel(problem.access, problem.normalizes);
+        let mut draft = LaunchDraft::plain(kernel, variant.tiles(problem), self.args(variant));
+        draft.variant = variant.name();
+        draft.cluster =
+            if variant.reduction == SplitReduction::Cluster { variant.splits } else { 1 };
+        draft.arrivals = variant.arrivals(problem);
+        draft.workspace_bytes = variant.workspace_bytes(problem);
+        draft
     }
 }
 
@@ -459,7 +508,7 @@ impl Lowering<'_> {
             act,
             vec,
         };
-        let work = product.work(&self.target)?;
+        let work = product.work(&self.target, self.choices)?;
         self.push(work);
         self.define_product(output_id, result, rest);
         Ok(())
@@ -598,7 +647,7 @@ impl Lowering<'_> {
             act,
             vec: 8,
         };
-        let work = product.work(&self.target)?;
+        let work = product.work(&self.target, self.choices)?;
         self.push(work);
         Ok(flat)
     }

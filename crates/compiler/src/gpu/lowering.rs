@@ -8,6 +8,9 @@ use graph::ir::GraphNode;
 use model::gpu::{GpuTarget, IoTensor, MemoryLocation, Packer, Precision, Weight, WeightKey};
 use model::{Tensor, ValueId};
 
+use device::LaunchChoices;
+
+use super::PlanConstants;
 use super::args::Address;
 use super::bytes::ByteClaims;
 use super::draft::StepDraft;
@@ -54,6 +57,8 @@ pub struct Lowering<'a> {
     pub graph: &'a Graph,
     /// The device.
     pub target: GpuTarget,
+    /// The variants that steps get.
+    pub choices: LaunchChoices,
     /// Buffers by [`BufferId`].
     pub buffers: Vec<Buffer>,
     /// Steps so far.
@@ -74,7 +79,7 @@ pub struct Lowering<'a> {
     /// The node that writes each value.
     producers: Vec<Option<usize>>,
     weight_numbers: HashMap<WeightKey, u32>,
-    identities: &'a HashMap<usize, ValueId>,
+    constants: &'a PlanConstants<'a>,
     node: String,
 }
 
@@ -118,16 +123,17 @@ impl DeferredValue {
 }
 
 impl<'a> Lowering<'a> {
-    /// A lowering of `graph`. `identities` gives, by address, the constants of the launch plan:
-    /// they are the same in every lowering of it.
+    /// A lowering of `graph`. `constants` are those of the launch plan, the same in every lowering
+    /// of it.
     pub fn new(
         graph: &'a Graph,
-        target: GpuTarget,
-        identities: &'a HashMap<usize, ValueId>,
+        (target, choices): (GpuTarget, LaunchChoices),
+        constants: &'a PlanConstants<'a>,
     ) -> Lowering<'a> {
         Lowering {
             graph,
             target,
+            choices,
             buffers: Vec::new(),
             steps: Vec::new(),
             weights: Vec::new(),
@@ -140,7 +146,7 @@ impl<'a> Lowering<'a> {
             bytes: ByteClaims::of(graph),
             producers: graph.producers(),
             weight_numbers: HashMap::new(),
-            identities,
+            constants,
             node: String::new(),
         }
     }
@@ -445,9 +451,10 @@ impl<'a> Lowering<'a> {
     /// A name for the elements of `tensor` that is the same in every lowering of one launch plan.
     pub fn identity(&self, tensor: &Tensor) -> String {
         let raw = tensor.raw().map(|raw| raw.as_ref()).unwrap_or_default();
-        match self.identities.get(&(raw.as_ptr() as usize)) {
-            Some(id) if !raw.is_empty() => format!("v{}", id.0),
-            _ => super::packing::content_name(tensor),
+        match self.constants.containing(raw) {
+            Some((id, whole, 0)) if whole.size_bytes() == raw.len() => format!("v{}", id.0),
+            Some((id, _, offset)) => format!("v{}+{offset}:{}", id.0, raw.len()),
+            None => super::packing::content_name(tensor),
         }
     }
 
@@ -463,8 +470,6 @@ impl<'a> Lowering<'a> {
         tensor: &Tensor,
         element: Element,
     ) -> Result<View, UnsupportedReason> {
-        let shape = tensor.shape().to_vec();
-        let bytes = tensor.len() * element.size();
         let how = format!("{element:?}");
         if !super::packing::converts(tensor, element) {
             let name = &self.graph.value(id).name;
@@ -472,10 +477,34 @@ impl<'a> Lowering<'a> {
         }
         let pack =
             move |tensor: &Tensor| super::packing::convert(tensor, element).unwrap_or_default();
-        let number = self.weight(tensor, &how, bytes, pack);
+        let (whole, offset) = self.whole_constant(tensor, element);
+        let bytes = whole.len() * element.size();
+        let number = self.weight(whole, &how, bytes, pack);
         let buffer = self.buffer(bytes, BufferLocation::Fixed(MemoryLocation::Weight(number, 0)));
+        let shape = tensor.shape().to_vec();
         let strides = packed_strides(&shape);
-        Ok(View { buffer, offset: 0, shape, strides, element, slack: 0 })
+        Ok(View { buffer, offset, shape, strides, element, slack: 0 })
+    }
+
+    /// The constant that `tensor` is a part of, and the first element of it: parts of one table
+    /// that differ from length to length are one weight. Alone where its first element would not
+    /// be aligned for vector loads.
+    fn whole_constant<'t>(&self, tensor: &'t Tensor, element: Element) -> (&'t Tensor, usize)
+    where
+        'a: 't,
+    {
+        let raw = tensor.raw().map(|raw| raw.as_ref()).unwrap_or_default();
+        let size = tensor.dtype().size_bytes().unwrap_or(1).max(1);
+        match self.constants.containing(raw) {
+            Some((_, whole, at))
+                if whole.dtype() == tensor.dtype()
+                    && at % size == 0
+                    && (at / size * element.size()) % ALIGNMENT == 0 =>
+            {
+                (whole, at / size)
+            }
+            _ => (tensor, 0),
+        }
     }
 
     /// The model's inputs as views of the request's bytes.

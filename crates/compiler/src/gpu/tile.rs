@@ -247,9 +247,15 @@ impl Tile {
 impl Problem {
     /// Every variant worth measuring, the one with the lowest estimate first.
     pub fn variants(&self) -> Vec<Variant> {
-        let mut all: Vec<Variant> =
-            self.tiles().iter().flat_map(|tile| self.splits_of(*tile)).collect();
-        all.sort_by(|a, b| self.estimate_us(a).total_cmp(&self.estimate_us(b)));
+        self.estimated_variants().into_iter().map(|(_, variant)| variant).collect()
+    }
+
+    /// The same with their estimates in microseconds.
+    pub fn estimated_variants(&self) -> Vec<(f64, Variant)> {
+        let all = self.tiles().into_iter().flat_map(|tile| self.splits_of(tile));
+        let mut all: Vec<(f64, Variant)> =
+            all.map(|variant| (self.estimate_us(&variant), variant)).collect();
+        all.sort_by(|(a, _), (b, _)| a.total_cmp(b));
         all
     }
 

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 use device::DeviceError;
 use model::gpu::Kernel;
@@ -12,9 +13,13 @@ use crate::compile::kernel_text::{KernelClass, module_text};
 use crate::compile::nvrtc::Nvrtc;
 use crate::driver::{Context, Function, Module};
 use crate::error::CudaError;
+use crate::preempt::rt_activity::RtActivity;
 
 /// Compilations at the same time, at most; each takes a few hundred megabytes.
 const MAX_COMPILERS: usize = 16;
+
+/// How long the loading of a module waits for a gap in RT activity.
+const GAP_WAIT: Duration = Duration::from_millis(20);
 
 /// A kernel on the device.
 pub(crate) struct LoadedKernel {
@@ -43,20 +48,40 @@ pub(crate) struct KernelCache {
     identity: Vec<Vec<u8>>,
     cache: CubinCache,
     threads: usize,
+    rt_activity: Arc<RtActivity>,
     /// Kernels on the device, as long as a specialization uses them.
     loaded: Mutex<HashMap<KernelRequest, Weak<LoadedKernel>>>,
 }
 
 impl KernelCache {
-    pub(crate) fn new(context: Arc<Context>, nvrtc: Nvrtc, cache: CubinCache) -> KernelCache {
+    pub(crate) fn new(
+        context: Arc<Context>,
+        nvrtc: Nvrtc,
+        cache: CubinCache,
+        rt_activity: Arc<RtActivity>,
+    ) -> KernelCache {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let identity = nvrtc.identity();
         let loaded = Mutex::new(HashMap::new());
-        KernelCache { context, nvrtc, identity, cache, threads: threads.min(MAX_COMPILERS), loaded }
+        let threads = threads.min(MAX_COMPILERS);
+        KernelCache { context, nvrtc, identity, cache, threads, rt_activity, loaded }
     }
 
     pub(crate) fn compiler_version(&self) -> (i32, i32) {
         self.nvrtc.version()
+    }
+
+    /// Whether the kernel is on the device.
+    pub(crate) fn is_loaded(&self, request: &KernelRequest) -> bool {
+        self.are_loaded(std::slice::from_ref(request))
+    }
+
+    /// Whether all of these kernels are on the device.
+    pub(crate) fn are_loaded(&self, requests: &[KernelRequest]) -> bool {
+        let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_loaded =
+            |request| loaded.get(request).is_some_and(|kernel| kernel.strong_count() > 0);
+        requests.iter().all(is_loaded)
     }
 
     /// All kernels of `requests`, compiled on several threads where needed.
@@ -153,6 +178,8 @@ impl KernelCache {
         kernel: &Kernel,
         class: KernelClass,
     ) -> Result<LoadedKernel, CudaError> {
+        // Loading a module blocks other calls of the driver.
+        self.rt_activity.wait_for_gap(GAP_WAIT);
         let module = Module::load(&self.context, cubin)?;
         let function = module.function(class.entry(), kernel.threads, kernel.shared_bytes)?;
         Ok(LoadedKernel { _module: module, function })

@@ -68,6 +68,11 @@ impl Tuning {
         self.apart.extend(other.apart);
     }
 
+    /// Whether a variant is tuned for a step of `plan`.
+    pub(crate) fn knows_any(&self, plan: &GpuPlan) -> bool {
+        plan.steps.iter().any(|step| self.choices.contains_key(&step.signature))
+    }
+
     /// Selects the tuned variants of `plan`. Unknown variants are ignored: the compiler may have
     /// changed.
     pub(crate) fn apply(&self, plan: &mut GpuPlan) {

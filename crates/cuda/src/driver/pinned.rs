@@ -23,27 +23,21 @@ fn allocate(context: &Context, bytes: usize) -> Result<*mut u8, CudaError> {
 /// Memory for the pool of `context`.
 fn allocate_slab(context: &Context, bytes: usize) -> Result<(*mut u8, CountedResource), CudaError> {
     let slab = allocate(context, bytes)?;
+    // SAFETY: just allocated with this size.
+    unsafe { slab.write_bytes(0, bytes) };
     let counted = context.resource_counts().count(ResourceKind::PinnedSlab, bytes as u64);
     Ok((slab, counted))
-}
-
-/// Where a buffer's memory comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Origin {
-    /// The pool of the context.
-    Pool,
-    /// An allocation of its own.
-    Driver,
 }
 
 /// Pinned host memory.
 pub(crate) struct PinnedBuffer {
     address: *mut u8,
     bytes: usize,
-    origin: Origin,
+    /// Bytes of the allocation or piece.
+    size: usize,
     context: Arc<Context>,
-    /// Present where the memory is not part of a counted slab.
-    _counted: Option<CountedResource>,
+    /// Present where it is an allocation of its own.
+    counted: Option<CountedResource>,
 }
 
 // SAFETY: plain memory with one owner.
@@ -54,18 +48,35 @@ unsafe impl Sync for PinnedBuffer {}
 impl PinnedBuffer {
     /// `bytes` of memory, all zero.
     pub(crate) fn zeroed(context: &Arc<Context>, bytes: usize) -> Result<PinnedBuffer, CudaError> {
-        let (address, origin) = match bytes > MAX_PIECE {
-            true => (allocate(context, bytes)?, Origin::Driver),
-            false => (
-                context.pinned().take(piece_size(bytes), |bytes| allocate_slab(context, bytes))?,
-                Origin::Pool,
-            ),
+        let mut buffer = PinnedBuffer::recycled(context, bytes)?;
+        buffer.as_mut_slice().fill(0);
+        Ok(buffer)
+    }
+
+    /// `bytes` of memory, with whatever its last user left there.
+    pub(crate) fn recycled(
+        context: &Arc<Context>,
+        bytes: usize,
+    ) -> Result<PinnedBuffer, CudaError> {
+        let size = piece_size(bytes);
+        let (address, size, counted) = match bytes > MAX_PIECE {
+            false => {
+                let slab = |bytes| allocate_slab(context, bytes);
+                (context.pinned().take(size, slab)?, size, None)
+            }
+            true => match context.pinned().take_large(size) {
+                Some((address, size, counted)) => (address, size, Some(counted)),
+                None => {
+                    let address = allocate(context, size)?;
+                    // SAFETY: just allocated with this size.
+                    unsafe { address.write_bytes(0, size) };
+                    let counted =
+                        context.resource_counts().count(ResourceKind::Pinned, size as u64);
+                    (address, size, Some(counted))
+                }
+            },
         };
-        // SAFETY: just handed out with at least this size.
-        unsafe { address.write_bytes(0, bytes) };
-        let counted = (bytes > MAX_PIECE)
-            .then(|| context.resource_counts().count(ResourceKind::Pinned, bytes as u64));
-        Ok(PinnedBuffer { address, bytes, origin, context: context.clone(), _counted: counted })
+        Ok(PinnedBuffer { address, bytes, size, context: context.clone(), counted })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -93,11 +104,14 @@ impl PinnedBuffer {
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        match self.origin {
-            Origin::Pool => self.context.pinned().give(self.address, piece_size(self.bytes)),
-            Origin::Driver if self.context.enter().is_ok() => free(self.address),
-            // The device may still write to memory of a lost context.
-            Origin::Driver => {}
+        let Some(counted) = self.counted.take() else {
+            return self.context.pinned().give(self.address, self.size);
+        };
+        // The device may still write to memory of a lost context.
+        if self.context.enter().is_ok()
+            && self.context.pinned().give_large(self.address, self.size, counted).is_err()
+        {
+            free(self.address);
         }
     }
 }

@@ -15,8 +15,11 @@ use crate::error::CudaError;
 /// Bytes of one allocation.
 const SLAB_BYTES: usize = 16 << 20;
 
-/// Larger buffers are allocated separately.
+/// Larger buffers are allocations of their own.
 pub(super) const MAX_PIECE: usize = 4 << 20;
+
+/// Such allocations that are kept for the next buffer, in bytes.
+const MAX_SPARE_BYTES: usize = 1 << 30;
 
 /// The smallest piece, so that no two share a cache line.
 const MIN_PIECE: usize = 256;
@@ -34,6 +37,9 @@ struct PoolState {
     left: usize,
     /// Free pieces, by size.
     free: BTreeMap<usize, Vec<Address>>,
+    /// Free allocations that are larger than a piece, by size.
+    large: BTreeMap<usize, Vec<(Address, CountedResource)>>,
+    large_bytes: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -76,10 +82,37 @@ impl PinnedPool {
         self.lock().free.entry(size).or_default().push(Address(piece));
     }
 
+    /// A free allocation of at least `bytes` that is not much larger, and its size.
+    pub(super) fn take_large(&self, bytes: usize) -> Option<(*mut u8, usize, CountedResource)> {
+        let mut state = self.lock();
+        let mut sizes = state.large.range_mut(bytes..=bytes.saturating_mul(2));
+        let (size, (address, counted)) =
+            sizes.find_map(|(size, spare)| Some((*size, spare.pop()?)))?;
+        state.large_bytes -= size;
+        Some((address.0, size, counted))
+    }
+
+    /// Keeps an allocation for later, or returns it when enough are kept.
+    pub(super) fn give_large(
+        &self,
+        address: *mut u8,
+        size: usize,
+        counted: CountedResource,
+    ) -> Result<(), CountedResource> {
+        let mut state = self.lock();
+        if state.large_bytes + size > MAX_SPARE_BYTES {
+            return Err(counted);
+        }
+        state.large_bytes += size;
+        state.large.entry(size).or_default().push((Address(address), counted));
+        Ok(())
+    }
+
     /// Frees everything; no piece is in use any more.
     pub(super) fn release(&self) {
-        for (slab, _) in std::mem::take(&mut *self.lock()).slabs {
-            free(slab.0);
+        let PoolState { slabs, large, .. } = std::mem::take(&mut *self.lock());
+        for (address, _) in slabs.into_iter().chain(large.into_values().flatten()) {
+            free(address.0);
         }
     }
 }

@@ -177,7 +177,7 @@ impl CudaDevice {
     ) -> Result<PlanProfile, DeviceError> {
         let services = self.services();
         services.device.check_healthy()?;
-        let gpu = lower(services, plan, sizes).map_err(first_of)?;
+        let gpu = lower(services, plan, sizes, device::LaunchChoices::All).map_err(first_of)?;
         Profiler::new(services, gpu, options, progress)?.run(sizes)
     }
 }

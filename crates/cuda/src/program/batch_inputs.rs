@@ -20,6 +20,8 @@ pub(crate) struct CudaStaged {
     pub(crate) sizes: Sizes,
     pub(crate) rows: usize,
     pub(crate) storage: StagedStorage,
+    /// A specialization for at least these rows, and its number of rows.
+    pub(crate) fitting: (Arc<Specialization>, usize),
 }
 
 pub(crate) enum StagedStorage {

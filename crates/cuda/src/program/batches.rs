@@ -1,5 +1,6 @@
 //! Batches of a loaded model: the specialization they run on, and the input pools they wait in.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use device::batch::{HostStagedInputs, join_rows, other_sizes, rows_of};
@@ -21,7 +22,7 @@ use crate::program::task::CudaTask;
 const MAX_POOLS: usize = 8;
 
 /// The symbol that all inputs have as their first dimension.
-fn leading_symbol(plan: &LaunchPlan) -> Option<&str> {
+pub(crate) fn leading_symbol(plan: &LaunchPlan) -> Option<&str> {
     let first = |id: &model::ValueId| plan.value(*id).shape.as_ref()?.first();
     let Some(Dim::Symbol(symbol)) = plan.inputs.first().and_then(first) else { return None };
     let same =
@@ -70,6 +71,18 @@ impl ProgramState {
         rows
     }
 
+    /// The smallest specialization for at least `rows` rows that is ready, and its number of rows.
+    fn ready(
+        &self,
+        batch: &str,
+        rows: usize,
+        others: &[(String, usize)],
+    ) -> Option<(Arc<Specialization>, usize)> {
+        let rows = self.prepared_batches(others).into_iter().find(|ready| *ready >= rows)?;
+        let sizes = sizes_with(&self.plan, batch, rows, others)?;
+        Some((self.known(&sizes)?, rows))
+    }
+
     /// A specialization for at least `rows` rows, and its number of rows: the smallest that is
     /// ready, or one made now.
     fn fitting(
@@ -78,16 +91,24 @@ impl ProgramState {
         rows: usize,
         others: &[(String, usize)],
     ) -> Result<(Arc<Specialization>, usize), DeviceError> {
-        let ready = self.prepared_batches(others);
-        let plan_rows = ready.into_iter().find(|ready| *ready >= rows).unwrap_or(rows);
-        let sizes = sizes_with(&self.plan, batch, plan_rows, others).ok_or_else(|| {
+        if let Some(ready) = self.ready(batch, rows, others) {
+            return Ok(ready);
+        }
+        let sizes = sizes_with(&self.plan, batch, rows, others).ok_or_else(|| {
             DeviceError::BadInput("a symbol of the model has no size".to_string())
         })?;
-        Ok((self.specialization(sizes, &|_, _| {})?, plan_rows))
+        Ok((self.specialization(sizes, &|_, _| {})?, rows))
     }
 
     /// The input pool for rows of these sizes; `None` when there is none.
     fn pool(&self, row_bytes: &[usize]) -> Option<Arc<InputPool>> {
+        let pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        let pool = pools.iter().find(|(bytes, _)| bytes == row_bytes);
+        pool.and_then(|(_, pool)| pool.clone())
+    }
+
+    /// The same, made now if it does not exist: pinned memory takes long to allocate.
+    fn make_pool(&self, row_bytes: &[usize]) -> Option<Arc<InputPool>> {
         let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, pool)) = pools.iter().find(|(bytes, _)| bytes == row_bytes) {
             return pool.clone();
@@ -124,8 +145,9 @@ impl ProgramState {
             return Ok(Box::new(HostStagedInputs::new(inputs)));
         };
         let sizes = other_sizes(&self.plan, batch, &inputs);
-        // Missing kernels are compiled while only this request waits.
-        self.fitting(batch, rows, &sizes)?;
+        self.staged.store(true, Ordering::Relaxed);
+        // Held until the batch is formed, which must not wait for a compiler.
+        let fitting = self.fitting(batch, rows, &sizes)?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
         let row_bytes: Vec<usize> = raw.iter().map(|raw| raw.len() / rows).collect();
         let slot = match self.pool(&row_bytes) {
@@ -139,7 +161,7 @@ impl ProgramState {
             notify();
         }
         let storage = slot.map_or(StagedStorage::Host(inputs), StagedStorage::Pool);
-        Ok(Box::new(CudaStaged { sizes, rows, storage }))
+        Ok(Box::new(CudaStaged { sizes, rows, storage, fitting }))
     }
 
     pub(crate) fn gather(
@@ -163,7 +185,12 @@ impl ProgramState {
             ));
         }
         let rows = own.iter().map(|staged| staged.rows).sum();
-        let (specialization, plan_rows) = self.fitting(batch, rows, &first.sizes)?;
+        let held = own.iter().map(|staged| &staged.fitting).find(|(_, held)| *held >= rows);
+        let (specialization, plan_rows) = match (self.ready(batch, rows, &first.sizes), held) {
+            (Some(ready), _) => ready,
+            (None, Some(held)) => held.clone(),
+            (None, None) => self.fitting(batch, rows, &first.sizes)?,
+        };
         let mut staging = specialization.take_staging()?;
         let batch_inputs = match BatchInputs::new(&specialization, plan_rows, own, &mut staging) {
             Ok(batch_inputs) => batch_inputs,
@@ -189,7 +216,7 @@ impl ProgramState {
             let specialization = self.specialization(sizes, &|_, _| {})?;
             let row_bytes =
                 specialization.gpu.inputs.iter().map(|slot| slot.bytes as usize / rows.max(1));
-            self.pool(&row_bytes.collect::<Vec<_>>());
+            self.make_pool(&row_bytes.collect::<Vec<_>>());
             let count = batches.iter().filter(|other| **other == rows).count();
             self.reserve_runs(&specialization, count)?;
         }
@@ -203,6 +230,7 @@ impl ProgramState {
         count: usize,
     ) -> Result<(), DeviceError> {
         let services = &self.services;
+        specialization.reserve();
         let (mut instances, mut staging) = (Vec::new(), Vec::new());
         for _ in 0..count {
             let mut instance = specialization.take_instance(Priority::High)?;

@@ -44,6 +44,8 @@ pub(crate) struct Instance {
     epoch_counter: Arc<EpochCounter>,
     real_time: Vec<Vec<u8>>,
     best_effort: Vec<Vec<u8>>,
+    /// It has been used by a run that ended.
+    has_run: bool,
     _counted: CountedResource,
 }
 
@@ -121,6 +123,7 @@ impl Instance {
             epoch_counter,
             real_time,
             best_effort,
+            has_run: false,
             _counted: counted,
         })
     }
@@ -340,7 +343,9 @@ impl Instance {
         .then_some(LaunchTarget::Partition);
         for target in [Some(target), partition].into_iter().flatten() {
             let missing = self.chain(steps, target).is_none();
+            // Sizes that come once are not worth a graph.
             if missing
+                && self.has_run
                 && (target == LaunchTarget::High
                     || specialization.preemption.rt_activity.may_record_graph())
             {
@@ -367,6 +372,33 @@ impl Instance {
         })?;
         let targets = self.chains.entry((steps.start, steps.end)).or_default();
         targets[target as usize] = Some(graph);
+        Ok(())
+    }
+
+    /// A run that used it has ended.
+    pub(crate) fn end_run(&mut self) {
+        self.has_run = true;
+    }
+
+    /// Enqueues the whole program as real time. It is one graph, unless the instance has neither
+    /// that nor run before: instantiating one takes longer than to launch its kernels.
+    ///
+    /// # Safety
+    /// As for one step.
+    pub(crate) unsafe fn launch_whole(
+        &mut self,
+        specialization: &Specialization,
+        priority: Priority,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        if self.has_run || self.graphs[priority as usize].is_some() {
+            // SAFETY: the caller is responsible for the memory.
+            return unsafe { self.graph(specialization, priority)?.launch(stream) };
+        }
+        for index in 0..specialization.kernels.len() {
+            // SAFETY: as above.
+            unsafe { self.launch_real_time(specialization, index, index > 0, stream) }?;
+        }
         Ok(())
     }
 

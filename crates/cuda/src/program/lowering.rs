@@ -1,7 +1,7 @@
 //! Launch plans to GPU plans, for sizes that are given or guessed.
 
 use bytes::Bytes;
-use device::{DeviceError, KernelCompiler};
+use device::{DeviceError, KernelCompiler, LaunchChoices};
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{Dim, LaunchPlan, Tensor};
 
@@ -32,9 +32,11 @@ pub(crate) fn lower(
     services: &DeviceServices,
     plan: &LaunchPlan,
     sizes: &[(String, usize)],
+    choices: LaunchChoices,
 ) -> Result<GpuPlan, Vec<DeviceError>> {
     check(plan)?;
-    let gpu = services.compile.compiler.lower(plan, sizes, services.device.target())?;
+    let target = services.device.target();
+    let gpu = services.compile.compiler.lower_with(plan, sizes, target, choices)?;
     check_border(plan, &gpu).map(|()| gpu)
 }
 
@@ -184,11 +186,12 @@ mod tests {
     }
 
     impl KernelCompiler for MinimumSizeCompiler {
-        fn lower(
+        fn lower_with(
             &self,
             plan: &LaunchPlan,
             sizes: &[(String, usize)],
             _: &GpuTarget,
+            _: LaunchChoices,
         ) -> Result<GpuPlan, Vec<DeviceError>> {
             self.tried.lock().expect("no panic before").push(sizes.to_vec());
             if sizes.iter().any(|(name, size)| name == "w" && *size < self.least) {

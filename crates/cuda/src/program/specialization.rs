@@ -1,6 +1,7 @@
 //! A program compiled for one set of sizes: its kernels, and all addresses except those of a run.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::DeviceError;
@@ -70,6 +71,8 @@ pub(crate) struct Specialization {
     /// one.
     instances: Mutex<[Vec<Instance>; 2]>,
     staging: Mutex<Vec<PinnedBuffer>>,
+    /// Its instances were asked for ahead.
+    reserved: AtomicBool,
     pub(crate) recorder: Arc<GraphRecorder>,
     pub(crate) preemption: Arc<PreemptionServices>,
     pub(crate) memory: Arc<MemoryServices>,
@@ -97,8 +100,28 @@ impl Specialization {
         choices: LaunchSet,
         progress: CompileProgress<'_>,
     ) -> Result<Specialization, DeviceError> {
-        check(&gpu).map_err(DeviceError::BadPlan)?;
         services.compile.tuning().apply(&mut gpu);
+        Specialization::assemble(services, gpu, weights, choices, progress)
+    }
+
+    /// As [`Specialization::new`], with the variants that `gpu` has selected.
+    pub(crate) fn selected(
+        services: &DeviceServices,
+        gpu: GpuPlan,
+        weights: &Arc<ProgramWeights>,
+        progress: CompileProgress<'_>,
+    ) -> Result<Specialization, DeviceError> {
+        Specialization::assemble(services, gpu, weights, LaunchSet::Selected, progress)
+    }
+
+    fn assemble(
+        services: &DeviceServices,
+        mut gpu: GpuPlan,
+        weights: &Arc<ProgramWeights>,
+        choices: LaunchSet,
+        progress: CompileProgress<'_>,
+    ) -> Result<Specialization, DeviceError> {
+        check(&gpu).map_err(DeviceError::BadPlan)?;
         let mut kernels = bind(services, &gpu, choices, progress)?;
         for (step, apart) in kernels.iter_mut().zip(services.compile.tuning().apart(&gpu)) {
             step.apart = apart;
@@ -131,6 +154,7 @@ impl Specialization {
             chains,
             instances: Mutex::default(),
             staging: Mutex::new(Vec::new()),
+            reserved: AtomicBool::new(false),
         })
     }
 
@@ -204,20 +228,31 @@ impl Specialization {
     pub(crate) fn take_staging(&self) -> Result<PinnedBuffer, DeviceError> {
         let spare = self.staging().pop();
         let bytes = self.layout.staged_bytes as usize;
-        spare.map_or_else(
-            || {
-                PinnedBuffer::zeroed(self.device.context(), bytes)
-                    .map_err(|err| self.device.error(err))
-            },
-            Ok,
-        )
+        if let Some(spare) = spare {
+            return Ok(spare);
+        }
+        let mut buffer = PinnedBuffer::recycled(self.device.context(), bytes)
+            .map_err(|err| self.device.error(err))?;
+        // Words that are copied to the device with the inputs, and written by nobody.
+        let (from, to) = (self.layout.inputs_end(), self.layout.outputs_at);
+        buffer.as_mut_slice()[from as usize..to as usize].fill(0);
+        Ok(buffer)
     }
 
     pub(crate) fn return_staging(&self, buffer: PinnedBuffer) {
         let mut staging = self.staging();
-        if staging.len() < SPARE_STAGING {
+        if self.is_reserved() && staging.len() < SPARE_STAGING {
             staging.push(buffer);
         }
+    }
+
+    /// Its memory is kept however much others keep.
+    pub(crate) fn reserve(&self) {
+        self.reserved.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_reserved(&self) -> bool {
+        self.reserved.load(Ordering::Relaxed)
     }
 
     /// Bytes of instances kept for later runs.
@@ -276,23 +311,17 @@ fn bind(
     choices: LaunchSet,
     progress: CompileProgress<'_>,
 ) -> Result<Vec<StepKernels>, DeviceError> {
-    let request = |launch: &Launch, class: KernelClass| -> KernelRequest {
-        (gpu.kernels[launch.kernel].clone(), class)
+    let all = match choices {
+        LaunchSet::Selected => requests_of(gpu),
+        LaunchSet::All => gpu.steps.iter().map(|step| real_time_request(gpu, step)).collect(),
     };
-    let mut all: Vec<KernelRequest> = Vec::new();
-    for step in &gpu.steps {
-        all.push(request(&step.choices[step.rt], KernelClass::RealTime));
-        if choices == LaunchSet::Selected {
-            all.push(best_effort_request(gpu, step));
-        }
-    }
     let kernels = services.compile.kernels.get(&all, progress)?;
     Ok(gpu
         .steps
         .iter()
         .map(|step| {
             let rt = &step.choices[step.rt];
-            let rt_kernel = kernels[&request(rt, KernelClass::RealTime)].clone();
+            let rt_kernel = kernels[&real_time_request(gpu, step)].clone();
             let real_time = real_time(gpu, rt, rt_kernel);
             let best_effort = match choices {
                 LaunchSet::Selected => {
@@ -310,6 +339,41 @@ fn bind(
             }
         })
         .collect())
+}
+
+/// The kernels that the selected variants of `gpu` need, for real time and for best effort.
+pub(crate) fn requests_of(gpu: &GpuPlan) -> Vec<KernelRequest> {
+    let of = |step: &GpuStep| [real_time_request(gpu, step), best_effort_request(gpu, step)];
+    gpu.steps.iter().flat_map(of).collect()
+}
+
+/// Selects variants whose kernels are loaded, in the order of their estimates, where the selected
+/// ones are not.
+pub(crate) fn prefer_loaded(gpu: &mut GpuPlan, loaded: impl Fn(&KernelRequest) -> bool) {
+    for index in 0..gpu.steps.len() {
+        let count = gpu.steps[index].choices.len();
+        let ready = |gpu: &GpuPlan| {
+            let step = &gpu.steps[index];
+            loaded(&real_time_request(gpu, step)) && loaded(&best_effort_request(gpu, step))
+        };
+        let selected = (gpu.steps[index].rt, gpu.steps[index].be);
+        if ready(gpu) {
+            continue;
+        }
+        let single = |gpu: &GpuPlan, be: usize| gpu.steps[index].choices[be].cluster <= 1;
+        let pairs = (0..count).flat_map(|rt| (0..count).map(move |be| (rt, be)));
+        let found = pairs.filter(|(_, be)| single(gpu, *be)).collect::<Vec<_>>();
+        let found = found.into_iter().find(|(rt, be)| {
+            (gpu.steps[index].rt, gpu.steps[index].be) = (*rt, *be);
+            ready(gpu)
+        });
+        (gpu.steps[index].rt, gpu.steps[index].be) = found.unwrap_or(selected);
+    }
+}
+
+/// The kernel of `step` as real time.
+fn real_time_request(gpu: &GpuPlan, step: &GpuStep) -> KernelRequest {
+    (gpu.kernels[step.choices[step.rt].kernel].clone(), KernelClass::RealTime)
 }
 
 /// The kernel of `step` in the form that best effort launches.

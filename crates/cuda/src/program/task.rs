@@ -208,8 +208,9 @@ impl CudaTask {
     pub(crate) fn advance_to(&mut self, step: usize) {
         self.next_step = step;
         if step == self.step_count()
-            && let Some(instance) = self.instance.take()
+            && let Some(mut instance) = self.instance.take()
         {
+            instance.end_run();
             self.specialization.return_instance(instance, self.priority);
         }
     }
@@ -293,7 +294,8 @@ impl Drop for CudaTask {
     fn drop(&mut self) {
         // A run that ends early returns its instance too: its completion said that nothing of it is
         // enqueued any more.
-        if let Some(instance) = self.instance.take() {
+        if let Some(mut instance) = self.instance.take() {
+            instance.end_run();
             self.specialization.return_instance(instance, self.priority);
         }
         if let Some(staging) = self.staging.take() {

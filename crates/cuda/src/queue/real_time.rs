@@ -323,7 +323,7 @@ impl RealTimeShared {
             if whole && !steps.is_empty() {
                 let began = self.timeline.stamp(&self.stream)?;
                 match &arrival {
-                    None => instance.graph(&specialization, self.priority)?.launch(&self.stream)?,
+                    None => instance.launch_whole(&specialization, self.priority, &self.stream)?,
                     Some(arrival) => {
                         let (priority, stream) = (self.priority, &self.stream);
                         instance.launch_arriving(&specialization, arrival, priority, stream)?;

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use device::{DeviceError, KernelCompiler};
+use device::{DeviceError, KernelCompiler, LaunchChoices};
 use model::gpu::{
     GpuPlan, GpuStep, GpuTarget, IoTensor, Kernel, Launch, MemoryLocation, MemoryRange, Packer,
     Patch, TilePreemption, Weight, WeightKey,
@@ -101,11 +101,12 @@ impl Chain {
 pub struct ToyCompiler;
 
 impl KernelCompiler for ToyCompiler {
-    fn lower(
+    fn lower_with(
         &self,
         plan: &LaunchPlan,
         sizes: &[(String, usize)],
         _: &GpuTarget,
+        _: LaunchChoices,
     ) -> Result<GpuPlan, Vec<DeviceError>> {
         if let Some((step, reason)) = refusal(plan) {
             let (step, op) = (step.name.clone(), step.op.name());

@@ -92,6 +92,10 @@ impl Program for WholeProgram {
         }
     }
 
+    fn is_prepared(&self, inputs: &[Tensor]) -> bool {
+        self.inner.is_prepared(inputs)
+    }
+
     fn specialize(&self, shapes: &[Vec<usize>]) -> Result<(), DeviceError> {
         match self.inner.specialize(shapes) {
             Err(err) if is_refusal(&err) => self.fallback(&err).map(|_| ()),

@@ -224,9 +224,7 @@ fn uniform(editor: &Editor, id: ValueId) -> Option<f32> {
         return Some(number);
     }
     if let Some(tensor) = editor.graph.constant(id) {
-        let all = content::floats(tensor)?;
-        let number = *all.first()?;
-        return all.iter().all(|other| *other == number).then_some(number);
+        return content::uniform_float(tensor);
     }
     match editor.op(id)? {
         (Op::Expand | Op::Reshape { .. } | Op::Unsqueeze | Op::Identity, inputs) => {

@@ -1,5 +1,6 @@
 //! Computes what depends only on constants.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -157,6 +158,9 @@ fn value_of(
     if expected > budget.largest {
         return None;
     }
+    if let Some(rows) = shared_rows(graph, node) {
+        return checked(graph, node, vec![rows]);
+    }
     // Reshaped constants share their memory.
     budget.take(if node.op.is_reshape() { 0 } else { expected })?;
     let computed = match layout(graph, node).or_else(|| small(graph, node)) {
@@ -236,6 +240,73 @@ fn layout(graph: &Graph, node: &GraphNode) -> Option<Tensor> {
         }
         _ => None,
     }
+}
+
+/// Neighbouring rows of a constant, which share its memory: a table of positions cut to a request's
+/// length is then no new constant for every length.
+fn shared_rows(graph: &Graph, node: &GraphNode) -> Option<Tensor> {
+    let constant = |index: usize| graph.constant(node.inputs.get(index).copied().flatten()?);
+    let table = constant(0)?;
+    let range = match &node.op {
+        Op::Gather { axis } => gathered_rows(table, constant(1)?, *axis)?,
+        Op::Slice => {
+            let ints = |index: usize| content::ints(constant(index)?);
+            let (start, end) = (ints(1)?, ints(2)?);
+            let axes = match node.inputs.get(3) {
+                Some(Some(_)) => ints(3)?,
+                _ => (0..start.len() as i64).collect(),
+            };
+            if matches!(node.inputs.get(4), Some(Some(_))) && ints(4)?.iter().any(|step| *step != 1)
+            {
+                return None;
+            }
+            sliced_rows(table, &start, &end, &axes)?
+        }
+        _ => return None,
+    };
+    let output = node.outputs.first().copied().flatten()?;
+    let shape = content::fixed_shape(graph.shape(output)?)?;
+    let raw = table.raw()?;
+    let range = range.start.checked_mul(table.dtype().size_bytes()?)?
+        ..range.end.checked_mul(table.dtype().size_bytes()?)?;
+    (range.start <= range.end && range.end <= raw.len())
+        .then(|| Tensor::from_raw(table.dtype(), shape, raw.slice(range)).ok())?
+}
+
+/// The elements of consecutive rows.
+fn gathered_rows(table: &Tensor, rows: &Tensor, axis: i64) -> Option<Range<usize>> {
+    let rows = content::ints(rows)?;
+    let first = usize::try_from(*rows.first()?).ok()?;
+    let last = first.checked_add(rows.len())?;
+    let consecutive = rows.iter().zip(first..last).all(|(row, want)| *row == want as i64);
+    let count = *table.shape().first()?;
+    let row: usize = table.shape()[1..].iter().product();
+    (axis == 0 && consecutive && last <= count)
+        .then(|| Some(first.checked_mul(row)?..last.checked_mul(row)?))?
+}
+
+/// The elements of a slice that takes all of every dimension but one, before which there are only
+/// dimensions of size one.
+fn sliced_rows(table: &Tensor, start: &[i64], end: &[i64], axes: &[i64]) -> Option<Range<usize>> {
+    let shape = table.shape();
+    let mut cut: Option<(usize, Range<usize>)> = None;
+    for ((start, end), axis) in start.iter().zip(end).zip(axes) {
+        let axis = if *axis < 0 { axis + shape.len() as i64 } else { *axis };
+        let axis = usize::try_from(axis).ok().filter(|axis| *axis < shape.len())?;
+        let size = shape[axis] as i64;
+        let bound = |at: i64| (if at < 0 { at.saturating_add(size) } else { at }).clamp(0, size);
+        let (first, last) = (bound(*start), bound(*end));
+        if (first, last) == (0, size) {
+            continue;
+        }
+        if cut.is_some() || last <= first || shape[..axis].iter().any(|size| *size != 1) {
+            return None;
+        }
+        cut = Some((axis, first as usize..last as usize));
+    }
+    let (axis, rows) = cut?;
+    let row: usize = shape[axis + 1..].iter().product();
+    Some(rows.start.checked_mul(row)?..rows.end.checked_mul(row)?)
 }
 
 /// The tensor with its dimensions in another order.

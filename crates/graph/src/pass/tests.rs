@@ -1,10 +1,11 @@
 //! Each pass on small graphs: the rewritten structure, and that the results are unchanged.
 
-use model::ValueId;
 use model::op::{
     Activation, Binary, Conv, Gemm, MatMul, Op, PadMode, Padding, Reduce, ReduceKind, Softmax,
     SoftmaxKind, Unary, Window,
 };
+
+use model::{Tensor, ValueId};
 
 use super::testing::{Builder, check, evaluate, names};
 use super::*;
@@ -582,4 +583,72 @@ fn constants_of_unknown_size_fold() {
     let mut graph = b.output(last);
     optimize(&mut graph, Some(&SumsAndPlaces));
     assert!(names(&graph).iter().all(|name| name == "Reshape"), "{:?}", names(&graph));
+}
+
+/// Without an evaluator only rows that share the table's memory fold.
+fn folded_rows(graph: &mut Graph, output: ValueId) -> Option<Tensor> {
+    let mut budget = fold::FoldBudget::new(graph);
+    fold::run(graph, None, &mut budget);
+    graph.constant(output).cloned()
+}
+
+/// Reproducible numbers.
+struct Draws(u64);
+
+impl Draws {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.0 >> 33) % bound
+    }
+}
+
+#[test]
+fn neighbouring_rows_of_a_constant_share_its_memory() {
+    let mut random = Draws(7);
+    let mut shared = 0;
+    for _ in 0..500 {
+        let mut b = Builder::default();
+        let (rows, columns) = (1 + random.below(9) as usize, 1 + random.below(4) as usize);
+        let leading = random.below(2) as usize;
+        let shape: Vec<usize> = [vec![1; leading], vec![rows, columns]].concat();
+        let table = b.weight(&shape);
+        let mut end = || random.below(2 * rows as u64 + 4) as i64 - rows as i64 - 2;
+        let (from, to) = (end(), end());
+        let axis = if random.below(2) == 0 { leading as i64 } else { -2 };
+        let (starts, ends, axes) = (b.ints(&[from]), b.ints(&[to]), b.ints(&[axis]));
+        let y = b.node(Op::Slice, &[table, starts, ends, axes]);
+        let mut graph = b.output(y);
+        let whole = graph.constant(table).cloned().unwrap();
+        let bound = |at: i64| (if at < 0 { at + rows as i64 } else { at }).clamp(0, rows as i64);
+        let wanted = bound(from) as usize..bound(to).max(bound(from)) as usize;
+        let Some(folded) = folded_rows(&mut graph, y) else {
+            assert!(wanted.is_empty() || wanted == (0..rows), "{wanted:?} of {rows} rows");
+            continue;
+        };
+        shared += 1;
+        let all = whole.to_vec::<f32>().unwrap();
+        let part = &all[wanted.start * columns..wanted.end * columns];
+        assert_eq!(folded.to_vec::<f32>().unwrap(), part);
+        let at = folded.raw().unwrap().as_ptr() as usize - whole.raw().unwrap().as_ptr() as usize;
+        assert_eq!(at, wanted.start * columns * 4, "the same memory");
+    }
+    assert!(shared > 100, "{shared} shared");
+}
+
+#[test]
+fn consecutive_rows_are_gathered_without_a_copy_and_others_are_not() {
+    let gathered = |rows: &[i64]| {
+        let mut b = Builder::default();
+        let table = b.weight(&[6, 3]);
+        let rows = b.ints(rows);
+        let y = b.node(Op::Gather { axis: 0 }, &[table, rows]);
+        let mut graph = b.output(y);
+        let whole = graph.constant(table).cloned().unwrap().to_vec::<f32>().unwrap();
+        (folded_rows(&mut graph, y).map(|rows| rows.to_vec::<f32>().unwrap()), whole)
+    };
+    let (rows, whole) = gathered(&[2, 3, 4]);
+    assert_eq!(rows.unwrap(), whole[6..15]);
+    for other in [&[0, 2][..], &[3, 2], &[-1, 0], &[5, 6], &[4, 4]] {
+        assert_eq!(gathered(other).0, None, "{other:?}");
+    }
 }

@@ -165,22 +165,19 @@ impl Shared {
         };
         let (program, preparer) = (&entry.program, self.preparer.get());
         let key = GroupKey { class, priority, sizes: sizes.clone() };
-        let sizes_to_prepare = &staging.batches;
-        let ready = || {
-            let ready = program.prepared_batches(&sizes)?;
-            if let Some(preparer) =
-                preparer.filter(|_| sizes_to_prepare.iter().any(|b| !ready.contains(b)))
-            {
-                let (program, sizes, batches) =
-                    (Arc::downgrade(program), sizes.clone(), sizes_to_prepare.to_vec());
-                preparer.request(Preparation { model, program, sizes, batches });
-            }
-            Some(ready)
-        };
+        let ready = || program.prepared_batches(&sizes);
         let payload = BatchMember { staged: Some(staged), submission };
         let rows = payload.staged.as_ref().map_or(1, |staged| staged.rows());
         match batcher.arrive(arrived, key, (rows, deadline), payload, ready) {
             Ok(id) => {
+                // Batches are prepared for sizes of which several requests wait: most lengths of
+                // sentences come once.
+                if let Some(preparer) = preparer
+                    && batcher.lacks_batches(id, &staging.batches)
+                {
+                    let (program, batches) = (Arc::downgrade(program), staging.batches.to_vec());
+                    preparer.request(Preparation { model, program, sizes, batches });
+                }
                 state.batches.members += 1;
                 state.batches.due.push(ModelId(model.slot));
                 Admission::Member(id)

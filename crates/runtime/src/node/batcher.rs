@@ -96,6 +96,8 @@ struct Group<M> {
     wake: Option<Nanos>,
     /// Batch sizes that the device has prepared; all when absent.
     ready: Option<Vec<usize>>,
+    /// Missing batch sizes have been requested.
+    batches_asked: bool,
     running: usize,
     used: u64,
 }
@@ -280,6 +282,7 @@ impl<M> Batcher<M> {
         let group = Group {
             policy: self.rules.policy(learned.profile()),
             ready: ready(),
+            batches_asked: false,
             key,
             learned,
             members: VecDeque::new(),
@@ -298,6 +301,20 @@ impl<M> Batcher<M> {
         let index = idle.min_by_key(|(_, group)| group.used)?.0;
         self.groups[index] = group;
         Some(index)
+    }
+
+    /// Whether `batches` should be prepared: the last request `id` is not alone in its group, and
+    /// one of them is missing. True once for each group.
+    pub(super) fn lacks_batches(&mut self, id: MemberId, batches: &[usize]) -> bool {
+        let holds = |group: &&mut Group<M>| group.members.iter().any(|member| member.id == id);
+        let Some(group) = self.groups.iter_mut().find(holds) else { return false };
+        let missing = group
+            .ready
+            .as_ref()
+            .is_some_and(|ready| batches.iter().any(|batch| !ready.contains(batch)));
+        let lacks = missing && !group.batches_asked && group.members.len() > 1;
+        group.batches_asked |= lacks;
+        lacks
     }
 
     /// Sets the prepared batch sizes of groups with `sizes`.

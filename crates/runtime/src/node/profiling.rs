@@ -145,7 +145,7 @@ impl Node {
                 let _ = sender.send(reply);
             }),
         };
-        self.submit_alone(submission, Ok(task), None);
+        self.shared.submit_alone(submission, Ok(task), None);
         match receiver.recv() {
             Ok(Reply { result: Ok(_), timing }) => Some(timing.busy),
             Ok(Reply { result: Err(Rejection::Device(why)), .. }) => {

@@ -5,13 +5,15 @@ use std::sync::{Arc, Weak};
 
 use base::Nanos;
 use device::{DeviceError, Program, StagedInputs, Task};
+use model::Tensor;
 use model::config::Class;
 
 use super::announcement::Announcement;
-use super::batch_jobs::Admission;
+use super::batch_jobs::{Admission, BatchStaging};
+use super::preparation::UnpreparedRequest;
 use super::{
     Job, ModelEntry, ModelKey, Node, Rejection, Reply, ReplyFn, ReplyTarget, Request,
-    RequestHandle, RequestLocation, Timing,
+    RequestHandle, RequestLocation, Shared, Timing,
 };
 use crate::core::{Event, ModelId};
 
@@ -26,7 +28,7 @@ pub(super) struct Submission {
 }
 
 impl Submission {
-    fn refuse(self, why: Rejection) -> RequestHandle {
+    pub(super) fn refuse(self, why: Rejection) -> RequestHandle {
         refuse_at_once(self.arrived, self.reply, why)
     }
 }
@@ -67,19 +69,38 @@ impl Node {
         if draining {
             return submission.refuse(Rejection::ShuttingDown);
         }
-        let announced = class == Class::RealTime && shared.announces_arrivals;
-        let mut announcement = Announcement { shared, made: false };
+        let staging = staging.filter(|staging| staging.fits(&inputs));
+        if !program.is_prepared(&inputs) {
+            let request = UnpreparedRequest { submission, inputs, program, staging };
+            return shared.submit_unprepared(request);
+        }
+        shared.submit_prepared(submission, inputs, &program, staging)
+    }
+}
+
+impl Shared {
+    /// Admits a request of sizes that the device is prepared for.
+    pub(super) fn submit_prepared(
+        &self,
+        submission: Submission,
+        inputs: Vec<Tensor>,
+        program: &Arc<dyn Program>,
+        staging: Option<BatchStaging>,
+    ) -> RequestHandle {
+        let model = submission.model;
+        let announced = submission.class == Class::RealTime && self.announces_arrivals;
+        let mut announcement = Announcement { shared: self, made: false };
         let mut notify = || {
             if announced {
                 announcement.make(model);
             }
         };
         // The copy into the device's memory happens on the caller's thread and without the lock.
-        match staging.filter(|staging| staging.fits(&inputs)) {
+        match staging {
             Some(staging) => {
                 let sizes = staging.sizes(program.plan(), &inputs);
                 let handle = match program.stage(inputs, staging.copy, &mut notify) {
-                    Ok(staged) => self.submit_member(&program, submission, sizes, staged),
+                    Ok(staged) => self.submit_member(program, submission, sizes, staged),
                     Err(err) => self.submit_alone(submission, Err(err), None),
                 };
                 // The announcement ends when the job of the batch is in the core.
@@ -105,16 +126,16 @@ impl Node {
         staged: Box<dyn StagedInputs>,
     ) -> RequestHandle {
         let model = submission.model;
-        let mut state = self.shared.lock();
+        let mut state = self.lock();
         if let Some(event) = state.grown(model) {
-            self.shared.step(state, event);
-            state = self.shared.lock();
+            self.step(state, event);
+            state = self.lock();
         }
-        match self.shared.admit(&mut state, submission, sizes, staged) {
+        match self.admit(&mut state, submission, sizes, staged) {
             Admission::Member(member) => {
-                self.shared.run(state, VecDeque::new());
+                self.run(state, VecDeque::new());
                 let location = RequestLocation::Batcher(model, member);
-                RequestHandle { shared: Arc::downgrade(&self.shared), location }
+                RequestHandle { shared: self.own.clone(), location }
             }
             Admission::Refused(submission, why) => {
                 drop(state);
@@ -134,7 +155,7 @@ impl Node {
         task: Result<Box<dyn Task>, DeviceError>,
         withdrawn: Option<Event>,
     ) -> RequestHandle {
-        let shared = &self.shared;
+        let shared = self;
         let key = submission.model;
         let prepared = shared.clock.now();
         // The announcement ends also when the request is refused.
@@ -177,7 +198,7 @@ impl Node {
         state.keep(id, Job::new(model, class, Some(task), ReplyTarget::Request(reply), timing));
         let arrival = Event::Arrival { request: id, model, class, priority, deadline };
         shared.run(state, [Some(arrival), withdrawn].into_iter().flatten().collect());
-        RequestHandle { shared: Arc::downgrade(shared), location: RequestLocation::Core(id) }
+        RequestHandle { shared: self.own.clone(), location: RequestLocation::Core(id) }
     }
 }
 

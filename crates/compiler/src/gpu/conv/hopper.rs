@@ -42,7 +42,7 @@ const fn shape(
     Shape { bm, bn, groups, stages, blocks }
 }
 
-const SHAPES: [Shape; 7] = [
+static SHAPES: [Shape; 7] = [
     shape(256, 128, (2, 1), 4, 1),
     shape(128, 192, (2, 1), 5, 1),
     shape(128, 128, (1, 1), 6, 1),
@@ -131,19 +131,42 @@ impl Shape {
     }
 }
 
+/// A variant for Hopper before its launch is written.
+pub(super) struct Candidate<'a> {
+    shape: &'a Shape,
+    input: InputMap,
+    multiprocessors: usize,
+}
+
+impl Candidate<'_> {
+    /// Whether real-time blocks overlap the end of a tile with the next one.
+    pub(super) fn overlaps(&self) -> bool {
+        self.shape.alternates()
+    }
+
+    pub(super) fn shared_bytes(&self) -> usize {
+        self.shape.shared_bytes()
+    }
+
+    /// Its launch.
+    pub(super) fn draft(&self, product: &Product) -> LaunchDraft {
+        product.hopper_draft(self.shape, &self.input, self.multiprocessors)
+    }
+}
+
 /// The variants for Hopper with their estimates.
-pub(super) fn drafts(product: &Product, target: &GpuTarget) -> Vec<(f64, LaunchDraft)> {
+pub(super) fn candidates(product: &Product, target: &GpuTarget) -> Vec<(f64, Candidate<'static>)> {
     if target.capability != CAPABILITY {
         return Vec::new();
     }
     let Some(input) = InputMap::of(product) else { return Vec::new() };
     let multiprocessors = (target.multiprocessors as usize).max(1);
     let suited = SHAPES.iter().filter(|shape| product.suits(shape, multiprocessors));
-    let draft = |shape: &Shape| {
+    let candidate = |shape: &'static Shape| {
         let estimate = product.estimate_us(shape, multiprocessors);
-        (estimate, product.hopper_draft(shape, &input, multiprocessors))
+        (estimate, Candidate { shape, input, multiprocessors })
     };
-    suited.map(draft).collect()
+    suited.map(candidate).collect()
 }
 
 /// A product of bytes over packed images, or over the rows of a matrix: one pixel each.

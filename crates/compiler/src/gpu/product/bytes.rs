@@ -270,13 +270,13 @@ impl ByteProduct<'_> {
             return Err(format!("a product over {} elements", loops.depth));
         }
         let problem = self.tiles(target, loops);
-        let variants = problem.variants();
-        let most = variants.iter().map(|variant| variant.tiles(&problem)).max().unwrap_or(0);
+        let variants = problem.estimated_variants();
+        let most = variants.iter().map(|(_, each)| each.tiles(&problem)).max().unwrap_or(0);
         if most > MAX_ITEMS {
             return Err(format!("a product of {most} tiles"));
         }
         let estimated =
-            |each: &Variant| (problem.estimate_us(each), self.draft(each, &problem, loops));
+            |(estimate, each): &(f64, Variant)| (*estimate, self.draft(each, &problem, loops));
         let mut drafts: Vec<(f64, LaunchDraft)> = variants.iter().map(estimated).collect();
         if let Some(images) = images {
             let ending = ByteEnding {

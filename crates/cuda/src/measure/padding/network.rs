@@ -46,7 +46,8 @@ impl Network {
         progress: CompileProgress<'_>,
     ) -> Result<Network, DeviceError> {
         check_inputs(plan, inputs)?;
-        let mut gpu = lower(services, plan, &sizes_of(plan, inputs)).map_err(first_of)?;
+        let mut gpu = lower(services, plan, &sizes_of(plan, inputs), device::LaunchChoices::All)
+            .map_err(first_of)?;
         services.compile.tuning().apply(&mut gpu);
         keep_in_use(&mut gpu);
         let profiler = Profiler::new(services, gpu, ProfileOptions::default(), progress)?;

@@ -40,7 +40,7 @@ impl CudaDevice {
     ) -> Result<ClassTiming, DeviceError> {
         let services = self.services();
         services.device.check_healthy()?;
-        let gpu = lower(services, plan, sizes).map_err(first_of)?;
+        let gpu = lower(services, plan, sizes, device::LaunchChoices::All).map_err(first_of)?;
         let weights = ProgramWeights::new(
             &services.device,
             &services.memory,

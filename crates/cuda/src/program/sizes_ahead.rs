@@ -1,0 +1,169 @@
+//! Kernels for sizes that requests have not brought yet.
+//!
+//! Kernels take sizes as arguments, and few are chosen by them. A thread lowers the model for sizes
+//! that are spread over what requests may bring, and compiles what those choose: a request of a
+//! size that was never seen then finds its kernels loaded.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::JoinHandle;
+
+use device::LaunchChoices;
+use model::{Dim, LaunchPlan};
+
+use crate::compile::kernel_cache::KernelRequest;
+use crate::program::ProgramState;
+use crate::program::batches::leading_symbol;
+use crate::program::lowering::{Sizes, lower};
+use crate::program::specialization::requests_of;
+
+/// Sizes of dimensions other than the batch, and of the batch.
+const SPREAD: [usize; 18] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512];
+const BATCHES: [usize; 9] = [1, 2, 3, 4, 6, 8, 12, 16, 32];
+
+/// Other dimensions for batches of more than one.
+const SPREAD_IN_BATCHES: [usize; 9] = [8, 16, 32, 64, 128, 192, 256, 384, 512];
+
+/// Kernels compiled at once. Between two such groups the thread may end.
+const GROUP: usize = 8;
+
+/// How much lower the priority of the thread and of its compilers is, as for `nice`.
+const NICE: i32 = 10;
+
+/// One model at a time: compilers take memory and processors.
+static COMPILING: Mutex<()> = Mutex::new(());
+
+/// The thread of one program; ends with it.
+pub(crate) struct SizesAhead {
+    stopped: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl SizesAhead {
+    /// Starts compiling for `program`; `None` when no size of it is open.
+    pub(crate) fn start(program: &Arc<ProgramState>) -> Option<SizesAhead> {
+        let sizes = spread_sizes(&program.plan);
+        if sizes.is_empty() {
+            return None;
+        }
+        let stopped = Arc::new(AtomicBool::new(false));
+        let (stop, program) = (stopped.clone(), Arc::downgrade(program));
+        let work = move || {
+            // SAFETY: changes the priority of the calling thread only, and no memory.
+            unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+            let _turn = COMPILING.lock().unwrap_or_else(PoisonError::into_inner);
+            compile(&program, &sizes, &stop);
+        };
+        match std::thread::Builder::new().name("cuda-sizes".to_string()).spawn(work) {
+            Ok(thread) => Some(SizesAhead { stopped, thread: Some(thread) }),
+            Err(err) => {
+                tracing::warn!(%err, "no kernels are compiled ahead");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for SizesAhead {
+    fn drop(&mut self) {
+        self.stopped.store(true, Ordering::SeqCst);
+        if let Some(thread) = self.thread.take()
+            // The thread itself may drop the last reference to its program.
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Sizes to lower for: all symbols of the inputs, the batch and the others.
+fn spread_sizes(plan: &LaunchPlan) -> Vec<Sizes> {
+    let batch = leading_symbol(plan);
+    let mut symbols: Vec<&String> = Vec::new();
+    for dim in plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()).flatten() {
+        if let Dim::Symbol(symbol) = dim
+            && !symbols.contains(&symbol)
+        {
+            symbols.push(symbol);
+        }
+    }
+    let is_batch = |symbol: &&&String| batch == Some(symbol.as_str());
+    let (rows, others) =
+        (symbols.iter().any(|s| is_batch(&s)), symbols.iter().any(|s| !is_batch(&s)));
+    let mut pairs: Vec<(usize, usize)> = match (rows, others) {
+        (false, false) => Vec::new(),
+        (true, false) => BATCHES.iter().map(|batch| (*batch, 1)).collect(),
+        (_, true) => SPREAD.iter().map(|other| (1, *other)).collect(),
+    };
+    if rows && others {
+        for batch in &BATCHES[1..] {
+            pairs.extend(SPREAD_IN_BATCHES.iter().map(|other| (*batch, *other)));
+        }
+    }
+    let sizes = |(batch, other): (usize, usize)| -> Sizes {
+        let size = |symbol: &&String| if is_batch(&symbol) { batch } else { other };
+        symbols.iter().map(|symbol| ((*symbol).clone(), size(symbol))).collect()
+    };
+    pairs.into_iter().map(sizes).collect()
+}
+
+fn compile(program: &Weak<ProgramState>, sizes: &[Sizes], stop: &AtomicBool) {
+    let mut requests: Vec<KernelRequest> = Vec::new();
+    let mut accepted = 0;
+    for sizes in sizes {
+        let Some(program) = program.upgrade().filter(|_| !stop.load(Ordering::SeqCst)) else {
+            return;
+        };
+        // Sizes beyond what the model was made for are refused, and so are too small ones.
+        let Ok(mut gpu) = lower(&program.services, &program.plan, sizes, LaunchChoices::Fastest)
+        else {
+            continue;
+        };
+        accepted += 1;
+        program.services.compile.tuning().apply(&mut gpu);
+        for request in requests_of(&gpu) {
+            if !requests.contains(&request) {
+                requests.push(request);
+            }
+        }
+    }
+    for group in requests.chunks(GROUP) {
+        let Some(program) = program.upgrade().filter(|_| !stop.load(Ordering::SeqCst)) else {
+            return;
+        };
+        match program.services.compile.kernels.get(group, &|_, _| {}) {
+            Ok(kernels) => program.keep_kernels(kernels.into_values()),
+            Err(err) => tracing::warn!(%err, "a kernel cannot be compiled ahead"),
+        }
+    }
+    tracing::debug!(sizes = accepted, kernels = requests.len(), "kernels compiled ahead");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use model::{DataType, ValueId, ValueInfo};
+
+    fn plan(shape: &[&str]) -> LaunchPlan {
+        let dim = |word: &&str| match word.parse() {
+            Ok(size) => Dim::Fixed(size),
+            Err(_) => Dim::Symbol((*word).to_string()),
+        };
+        let shape = Some(shape.iter().map(dim).collect());
+        let value = ValueInfo { name: "x".to_string(), dtype: DataType::F32, shape };
+        LaunchPlan { values: vec![value], inputs: vec![ValueId(0)], ..LaunchPlan::default() }
+    }
+
+    #[test]
+    fn sizes_spread_over_what_is_open() {
+        assert!(spread_sizes(&plan(&["1", "3"])).is_empty());
+        let images = spread_sizes(&plan(&["n", "3"]));
+        assert_eq!(images.len(), BATCHES.len());
+        assert!(images.iter().all(|sizes| sizes.len() == 1 && sizes[0].0 == "n"));
+        let tokens = spread_sizes(&plan(&["1", "t"]));
+        assert_eq!(tokens.len(), SPREAD.len());
+        let both = spread_sizes(&plan(&["n", "t"]));
+        assert_eq!(both.len(), SPREAD.len() + (BATCHES.len() - 1) * SPREAD_IN_BATCHES.len());
+        assert!(both.iter().all(|sizes| sizes[0].0 == "n" && sizes[1].0 == "t"));
+    }
+}

@@ -1,0 +1,268 @@
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use base::{Bytes, MonotonicClock, Nanos};
+use device::{
+    Completion, CompletionSink, Device, DeviceError, DeviceInfo, Outcome, PreemptionLevel, Program,
+    Queue, QueueOptions, Segment, Task,
+};
+use model::config::{Class, ModelConfig};
+use model::{LaunchPlan, Tensor};
+
+use super::super::{Node, NodeOptions, Rejection, Reply, Request};
+
+/// Much longer than a request takes, and much shorter than a test may.
+const LONG: Duration = Duration::from_secs(20);
+
+/// A device that runs every segment at once.
+struct Immediate {
+    info: DeviceInfo,
+}
+
+struct ImmediateQueue {
+    id: u32,
+    sink: Arc<dyn CompletionSink>,
+    done: Sender<(Segment, Arc<dyn CompletionSink>, u32)>,
+}
+
+struct ImmediateTask(usize);
+
+impl Task for ImmediateTask {
+    fn step_count(&self) -> usize {
+        1
+    }
+
+    fn next_step(&self) -> usize {
+        self.0
+    }
+
+    fn record_step_times(&mut self) {}
+
+    fn step_times(&self) -> Option<&[Nanos]> {
+        None
+    }
+
+    fn into_outputs(self: Box<Self>) -> Result<Vec<Tensor>, DeviceError> {
+        Ok(Vec::new())
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+impl Device for Immediate {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn unsupported_steps(&self, _: &LaunchPlan) -> Vec<DeviceError> {
+        Vec::new()
+    }
+
+    fn load(&self, _: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
+        Err(DeviceError::BadPlan("programs are made by hand".to_string()))
+    }
+
+    fn open_queue(
+        &self,
+        options: QueueOptions,
+        sink: Arc<dyn CompletionSink>,
+    ) -> Result<Box<dyn Queue>, DeviceError> {
+        let (done, segments) = channel::<(Segment, Arc<dyn CompletionSink>, u32)>();
+        std::thread::spawn(move || {
+            while let Ok((segment, sink, queue)) = segments.recv() {
+                let Segment { token, mut task, .. } = segment;
+                task.as_any_mut().downcast_mut::<ImmediateTask>().expect("its own").0 = 1;
+                let (outcome, busy) = (Outcome::Done, Nanos(1));
+                sink.complete(Completion { queue, token, task, outcome, busy });
+            }
+        });
+        Ok(Box::new(ImmediateQueue { id: options.id, sink, done }))
+    }
+}
+
+impl Queue for ImmediateQueue {
+    fn launch(&self, segment: Segment) -> Result<(), Segment> {
+        self.done.send((segment, self.sink.clone(), self.id)).map_err(|sent| sent.0.0)
+    }
+
+    fn preempt(&self) {}
+}
+
+/// A program whose compiler takes until the test says so.
+struct Compiled {
+    plan: Arc<LaunchPlan>,
+    ready: AtomicBool,
+    begun: Sender<()>,
+    go_on: std::sync::Mutex<Receiver<Result<(), DeviceError>>>,
+    compiled: AtomicUsize,
+}
+
+impl Program for Compiled {
+    fn plan(&self) -> &Arc<LaunchPlan> {
+        &self.plan
+    }
+
+    fn resident(&self) -> Bytes {
+        Bytes(0)
+    }
+
+    fn is_prepared(&self, _: &[Tensor]) -> bool {
+        self.ready.load(Ordering::SeqCst)
+    }
+
+    fn specialize(&self, _: &[Vec<usize>]) -> Result<(), DeviceError> {
+        self.compiled.fetch_add(1, Ordering::SeqCst);
+        self.begun.send(()).expect("the test listens");
+        let result = self.go_on.lock().expect("one at a time").recv_timeout(LONG);
+        let result = result.unwrap_or(Ok(()));
+        self.ready.store(result.is_ok(), Ordering::SeqCst);
+        result
+    }
+
+    fn prepare(&self, _: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
+        Ok(Box::new(ImmediateTask(0)))
+    }
+}
+
+struct Bench {
+    node: Node,
+}
+
+struct SlowModel {
+    model: super::super::ModelKey,
+    program: Arc<Compiled>,
+    begun: Receiver<()>,
+    go_on: Sender<Result<(), DeviceError>>,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let info = DeviceInfo {
+            name: "immediate".to_string(),
+            description: String::new(),
+            preemption: PreemptionLevel::InsideTile,
+            memory: Bytes(0),
+            queues: 2,
+            rounding: 0.0,
+        };
+        let clock = Arc::new(MonotonicClock::new());
+        let node = Node::start(Arc::new(Immediate { info }), NodeOptions::default(), clock);
+        Bench { node: node.expect("a node") }
+    }
+
+    fn model(&self, class: Class, ready: bool) -> SlowModel {
+        let ((began, begun), (go_on, goes_on)) = (channel(), channel());
+        let program = Arc::new(Compiled {
+            plan: Arc::default(),
+            ready: AtomicBool::new(ready),
+            begun: began,
+            go_on: std::sync::Mutex::new(goes_on),
+            compiled: AtomicUsize::new(0),
+        });
+        let config = ModelConfig { class, ..ModelConfig::default() };
+        SlowModel { model: self.node.add_model(program.clone(), &config), program, begun, go_on }
+    }
+
+    fn submit(
+        &self,
+        model: &SlowModel,
+        timeout: Option<Nanos>,
+    ) -> (super::super::RequestHandle, Receiver<Reply>) {
+        let (sender, receiver) = channel();
+        let request = Request {
+            model: model.model,
+            inputs: Vec::new(),
+            class: None,
+            priority: None,
+            timeout,
+        };
+        let reply = Box::new(move |reply| sender.send(reply).expect("one reply"));
+        (self.node.submit(request, reply), receiver)
+    }
+}
+
+#[test]
+fn real_time_does_not_wait_for_the_compiler_of_another_model() {
+    let bench = Bench::new();
+    let real_time = bench.model(Class::RealTime, true);
+    for class in [Class::BestEffort, Class::RealTime] {
+        let slow = bench.model(class, false);
+        let began = Instant::now();
+        let (_, waits) = bench.submit(&slow, None);
+        slow.begun.recv_timeout(LONG).expect("it is compiled");
+        for _ in 0..100 {
+            let (_, answered) = bench.submit(&real_time, None);
+            assert!(answered.recv_timeout(LONG).expect("an answer").result.is_ok());
+        }
+        assert!(began.elapsed() < LONG, "nothing waited for the compiler");
+        assert!(waits.try_recv().is_err(), "its sizes are not prepared");
+        slow.go_on.send(Ok(())).expect("it waits");
+        assert!(waits.recv_timeout(LONG).expect("an answer").result.is_ok());
+        // Now it is prepared, and nothing is compiled.
+        let (_, answered) = bench.submit(&slow, None);
+        assert!(answered.recv_timeout(LONG).expect("an answer").result.is_ok());
+        assert_eq!(slow.program.compiled.load(Ordering::SeqCst), 1);
+    }
+}
+
+#[test]
+fn a_request_is_answered_once_whenever_it_is_cancelled() {
+    let bench = Bench::new();
+    let slow = bench.model(Class::BestEffort, false);
+    let (first, first_reply) = bench.submit(&slow, None);
+    slow.begun.recv_timeout(LONG).expect("it is compiled");
+    let (second, second_reply) = bench.submit(&slow, None);
+    second.cancel();
+    second.cancel();
+    let why = second_reply.recv_timeout(LONG).expect("an answer").result;
+    assert!(matches!(why, Err(Rejection::Cancelled)), "one that waits ends at once: {why:?}");
+    first.cancel();
+    slow.go_on.send(Ok(())).expect("it waits");
+    let why = first_reply.recv_timeout(LONG).expect("an answer").result;
+    assert!(matches!(why, Err(Rejection::Cancelled)), "{why:?}");
+    assert!(first_reply.recv_timeout(Duration::from_millis(20)).is_err(), "one answer");
+    let (third, third_reply) = bench.submit(&slow, None);
+    assert!(third_reply.recv_timeout(LONG).expect("an answer").result.is_ok());
+    third.cancel();
+}
+
+#[test]
+fn a_refused_size_and_a_missed_deadline_are_answered() {
+    let bench = Bench::new();
+    let slow = bench.model(Class::BestEffort, false);
+    let (_, refused) = bench.submit(&slow, None);
+    slow.begun.recv_timeout(LONG).expect("it is compiled");
+    let (_, late) = bench.submit(&slow, Some(Nanos::from_millis(1)));
+    std::thread::sleep(Duration::from_millis(5));
+    slow.go_on.send(Err(DeviceError::BadPlan("no such size".to_string()))).expect("it waits");
+    let why = refused.recv_timeout(LONG).expect("an answer").result;
+    assert!(matches!(why, Err(Rejection::Device(_))), "{why:?}");
+    let why = late.recv_timeout(LONG).expect("an answer").result;
+    assert!(matches!(why, Err(Rejection::DeadlineExceeded)), "{why:?}");
+}
+
+#[test]
+fn the_queue_is_bounded_and_a_drain_waits_for_it() {
+    let bench = Bench::new();
+    let slow = bench.model(Class::BestEffort, false);
+    let (_, first) = bench.submit(&slow, None);
+    slow.begun.recv_timeout(LONG).expect("it is compiled");
+    let waiting: Vec<_> = (0..super::MAX_WAITING).map(|_| bench.submit(&slow, None)).collect();
+    let (_, refused) = bench.submit(&slow, None);
+    let why = refused.recv_timeout(LONG).expect("an answer").result;
+    assert!(matches!(why, Err(Rejection::QueueFull { .. })), "{why:?}");
+    assert!(!bench.node.drain(Duration::from_millis(20)), "requests wait");
+    slow.go_on.send(Ok(())).expect("it waits");
+    // The drain may begin before the first of them is in the core: answered, one way or the other.
+    for reply in [first].iter().chain(waiting.iter().map(|(_, reply)| reply)) {
+        // Those behind the first find the size prepared or ask the compiler, which then goes on.
+        let _ = slow.go_on.send(Ok(()));
+        reply.recv_timeout(LONG).expect("an answer");
+    }
+    assert!(bench.node.drain(LONG));
+}
