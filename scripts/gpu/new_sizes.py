@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure what sentences of new lengths cost a real-time client of the server.
 
-    new_sizes.py ATOLL OUT.json [--device cuda:0] [--rate 100] [--seconds 10] [--sizes 500] [--seed 1]
-                 [--models FOLDER]
+    new_sizes.py ATOLL OUT.json [--device cuda:0] [--rate 100] [--seconds 10] [--sizes 500]
+                 [--seed 1] [--models FOLDER]
 
 Serves ConvNeXt-T as real time and a text model of six layers as best effort, with an empty cache of
 kernels. A real-time client sends at a fixed rate, a best-effort client one sentence at a time; each
@@ -154,7 +154,10 @@ def best_effort(port: int, lengths: list[int], seconds: float, out) -> None:
 
 def summary(values: list[float]) -> dict:
     values = sorted(values)
-    at = lambda share: round(values[min(len(values) - 1, int(share * len(values)))], 3)  # noqa: E731
+
+    def at(share: float) -> float:
+        return round(values[min(len(values) - 1, int(share * len(values)))], 3)
+
     top = [round(value, 2) for value in values[-4:]]
     return {"count": len(values), "p50": at(0.5), "p99": at(0.99), "max": top[-1], "slowest": top}
 
@@ -239,7 +242,8 @@ def wait_ready(port: int, server: subprocess.Popen) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    kind = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
     parser.add_argument("atoll")
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda:0")
@@ -248,6 +252,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--models", type=Path, help="folder of the exported models")
+    parser.add_argument("--log", type=Path, help="write the server's log of debugging here")
     parser.add_argument("--port", type=int, default=18_000)
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp())
@@ -265,7 +270,10 @@ def main() -> None:
     command += ["--http-port", ports[0], "--grpc-port", ports[1], "--metrics-port", ports[2]]
     command += ["--kernel-cache", str(work / "kernels"), "--model-control-mode", "explicit"]
     command += ["--load-model", "image", "--data-dir", str(work / "data")]
-    server = subprocess.Popen(command, stderr=open(work / "server.log", "w"))
+    if args.log:
+        command[1:1] = ["--log", "debug"]
+    server_log = args.log or work / "server.log"
+    server = subprocess.Popen(command, stderr=open(server_log, "w"))
     draw = random.Random(args.seed)
     lengths = draw.sample(range(5, 201), 100)
     first, second = lengths[:50], lengths[50:]
@@ -285,7 +293,7 @@ def main() -> None:
     finally:
         server.terminate()
         server.wait(60)
-        log = (work / "server.log").read_text()
+        log = server_log.read_text()
     for name, row in rows.items():
         print(f"{name}: {json.dumps(row)}")
     warnings = [line for line in log.splitlines() if " WARN " in line or " ERROR " in line]

@@ -15,7 +15,13 @@ pub(crate) fn driver(device: &str) -> Option<String> {
 
 /// Resident memory of this process, if the system reports it.
 pub(crate) fn process_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    resident_bytes(None)
+}
+
+/// Resident memory of a process, of this one when none is named.
+pub(crate) fn resident_bytes(pid: Option<u32>) -> Option<u64> {
+    let process = pid.map_or("self".to_string(), |pid| pid.to_string());
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
 }

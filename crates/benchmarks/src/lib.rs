@@ -14,6 +14,7 @@ mod models;
 mod padding;
 mod preempt;
 mod server;
+mod strangers;
 mod swap;
 
 use assembly::Failure;
@@ -26,6 +27,7 @@ use crate::frontend::FrontendBenchArgs;
 use crate::padding::PaddingArgs;
 use crate::preempt::PreemptArgs;
 use crate::server::ServerBenchArgs;
+use crate::strangers::StrangersArgs;
 use crate::swap::SwapArgs;
 
 pub use crate::server::{ParseServeArguments, ServeSettings};
@@ -51,6 +53,8 @@ enum Benchmark {
     Frontend(FrontendBenchArgs),
     /// Share of the engine's throughput that remains over gRPC and REST, and the cores it takes
     Server(Box<ServerBenchArgs>),
+    /// Real-time latency over HTTP beside clients that change shapes, load, update, unload and cancel
+    Strangers(Box<StrangersArgs>),
     /// More models than memory: what loading and evicting weights costs
     Swap(Box<SwapArgs>),
     /// Batching policies: Nexus's drop curves and Ebird's step load, in virtual time or on a real
@@ -72,6 +76,7 @@ pub fn run(args: &BenchArgs, parse_serve: ParseServeArguments) -> Result<(), Fai
         Benchmark::Cluster(args) => cluster::run(args),
         Benchmark::Frontend(args) => frontend::run(args),
         Benchmark::Server(args) => server::run(args, parse_serve),
+        Benchmark::Strangers(args) => strangers::run(args),
         Benchmark::Swap(args) => swap::run(args),
         Benchmark::Batching(args) => batching::run(args),
         Benchmark::Padding(args) => padding::run(args),

@@ -7,11 +7,11 @@
 //! TLS and tokens cost is measured in the same way: a server for each kind of protection.
 
 mod args;
-mod child;
+pub(crate) mod child;
 mod engine_load;
 mod report;
 mod test_model;
-mod transport;
+pub(crate) mod transport;
 mod window;
 mod wire_load;
 

@@ -68,6 +68,32 @@ fn impossible_measurements_are_refused() {
 }
 
 #[test]
+fn real_time_is_measured_beside_strangers() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["digits", "other"] {
+        std::fs::copy(model(), folder.path().join(format!("{name}.onnx"))).unwrap();
+    }
+    let strangers = |more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_atoll"));
+        command.env("ATOLL_LOG", "warn").args(["bench", "strangers", "--threads", "1", "--models"]);
+        command.arg(folder.path()).args(more).output().unwrap()
+    };
+    let short = ["--seconds", "2", "--alone-seconds", "0.5", "--rate", "20", "--strangers", "2"];
+    let output = strangers(&[&["--rt", "digits", "--json"], &short[..]].concat());
+    assert!(output.status.success(), "{}", output_text(&output));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["real_time_failed"], 0, "{report}");
+    assert_eq!(report["strangers_failed"], 0, "{report}");
+    assert_eq!(report["beside"]["count"], 40, "every request that was due is timed");
+    assert_eq!(report["alone"]["count"], 20, "{report}");
+    assert!(report["actions"]["requests"].as_u64().unwrap() > 0, "{report}");
+    let unknown = strangers(&["--rt", "nothing"]);
+    assert_eq!(unknown.status.code(), Some(2), "{}", output_text(&unknown));
+    let nobody = strangers(&["--rt", "digits,other"]);
+    assert!(output_text(&nobody).contains("--be"), "{}", output_text(&nobody));
+}
+
+#[test]
 fn the_server_ends_with_its_parent() {
     let long = ["--seconds", "60", "--warm-secs", "0", "--protocols", "grpc"];
     let mut owner =

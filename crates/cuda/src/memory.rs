@@ -2,6 +2,7 @@
 //!
 //! Weights are evicted in `weights::loader`.
 
+mod block_pool;
 pub(crate) mod input_copier;
 pub(crate) mod input_pool;
 mod input_writer;
@@ -11,6 +12,7 @@ mod services;
 mod spare_memory;
 pub(crate) mod weights;
 
+pub(crate) use block_pool::Block;
 pub(crate) use input_writer::write_inputs;
 pub(crate) use services::MemoryServices;
 pub(crate) use spare_memory::{SpareMemory, SpareOwner};

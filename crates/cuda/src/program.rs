@@ -13,6 +13,7 @@ pub(crate) mod task;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use base::Bytes;
 use device::residency::Residency;
@@ -137,10 +138,13 @@ impl ProgramState {
         if let Some(specialization) = self.known(&sizes) {
             return Ok(specialization);
         }
+        let began = Instant::now();
         let specialization = self.specialize_now(&sizes, progress)?;
+        let assembled = began.elapsed();
         // The first run finds memory. Its graphs are recorded when there is a second one.
         let instance = specialization.take_instance(Priority::Low)?;
         specialization.return_instance(instance, Priority::Low);
+        tracing::debug!(?sizes, ?assembled, all = ?began.elapsed(), "sizes prepared");
         self.keep(sizes, specialization.clone());
         Ok(specialization)
     }
@@ -153,10 +157,13 @@ impl ProgramState {
         progress: CompileProgress<'_>,
     ) -> Result<Arc<Specialization>, DeviceError> {
         let (services, plan) = (&self.services, &self.plan);
+        let began = Instant::now();
         let fastest = lower(services, plan, sizes, LaunchChoices::Fastest).map_err(first_of)?;
         let tuned = services.compile.tuning().knows_any(&fastest);
         let loaded = |gpu: &GpuPlan| services.compile.kernels.are_loaded(&requests_of(gpu));
-        let gpu = if !tuned && loaded(&fastest) {
+        let ready = !tuned && loaded(&fastest);
+        tracing::debug!(ready, lowered = ?began.elapsed(), "lowered for a request");
+        let gpu = if ready {
             fastest
         } else {
             let mut all = lower(services, plan, sizes, LaunchChoices::All).map_err(first_of)?;

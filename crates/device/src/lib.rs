@@ -315,8 +315,8 @@ pub trait Program: Send + Sync {
         Ok(task)
     }
 
-    /// Whether [`Program::prepare`] and [`Program::stage`] of such inputs take no longer than a copy.
-    /// Otherwise [`Program::specialize`] is called first, where nothing else waits for it.
+    /// Whether [`Program::prepare`] and [`Program::stage`] of such inputs take no longer than a
+    /// copy. Otherwise [`Program::specialize`] is called first, where nothing else waits for it.
     fn is_prepared(&self, _inputs: &[Tensor]) -> bool {
         true
     }

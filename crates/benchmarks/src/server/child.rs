@@ -13,6 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::report::process_seconds;
 use super::transport::Transport;
+use crate::environment;
 
 /// Environment variables that would change the server.
 const NOT_INHERITED: [&str; 7] = [
@@ -29,9 +30,9 @@ const NOT_INHERITED: [&str; 7] = [
 const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A running `atoll serve`.
-pub(super) struct ServerProcess {
+pub(crate) struct ServerProcess {
     process: std::process::Child,
-    pub(super) http: SocketAddr,
+    pub(crate) http: SocketAddr,
     pub(super) grpc: SocketAddr,
     metrics: SocketAddr,
     pub(super) transport: Transport,
@@ -64,7 +65,7 @@ fn end(process: &mut std::process::Child) {
 impl ServerProcess {
     /// Starts `binary` with these arguments, which protect it as `transport` says, and waits until
     /// it is ready.
-    pub(super) fn start(
+    pub(crate) fn start(
         binary: &Path,
         arguments: &[String],
         data: &Path,
@@ -92,6 +93,11 @@ impl ServerProcess {
         let (http, grpc, metrics) = (address("http")?, address("grpc")?, address("metrics")?);
         let process = guard.0.take().ok_or_else(|| Failure::failed("the server is gone"))?;
         Ok(ServerProcess { process, http, grpc, metrics, transport })
+    }
+
+    /// Resident memory of the process, if the system reports it.
+    pub(crate) fn resident_bytes(&self) -> Option<u64> {
+        environment::resident_bytes(Some(self.process.id()))
     }
 
     /// Processor time it has used, in seconds.

@@ -18,7 +18,7 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
 /// What the clients of one server need.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Transport {
+pub(crate) struct Transport {
     tls: Option<ClientTls>,
     /// The value of the header `authorization`.
     pub(super) authorization: Option<String>,

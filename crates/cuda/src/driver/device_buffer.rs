@@ -48,6 +48,13 @@ impl DeviceBuffer {
         DeviceBuffer { address, bytes, stream, pooled: false, _counted: counted }.cleared(size)
     }
 
+    /// The same memory, all zero again. Nothing may use it.
+    pub(crate) fn recleared(self) -> Result<DeviceBuffer, CudaError> {
+        let size = usize::try_from(self.bytes.max(4).next_multiple_of(4)).unwrap_or(usize::MAX);
+        self.stream.context().enter()?;
+        self.cleared(size)
+    }
+
     fn cleared(self, size: usize) -> Result<DeviceBuffer, CudaError> {
         // SAFETY: the buffer was just allocated with this size, and nothing else knows its address.
         unsafe { self.stream.clear(self.address, size / 4) }?;

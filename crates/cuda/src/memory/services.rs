@@ -4,6 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 
+use super::block_pool::BlockPool;
 use super::input_copier::InputCopier;
 use super::pinned_host_pool::PinnedHostPool;
 use super::spare_memory::SpareMemory;
@@ -21,6 +22,8 @@ pub(crate) struct MemoryServices {
     pub(crate) input_copier: Arc<InputCopier>,
     pub(crate) weights: Arc<WeightLoader>,
     pub(crate) spares: Arc<SpareMemory>,
+    /// Memory of runs.
+    pub(crate) blocks: Arc<BlockPool>,
 }
 
 impl MemoryServices {
@@ -31,6 +34,9 @@ impl MemoryServices {
         weights: Arc<WeightLoader>,
     ) -> MemoryServices {
         let spares = Arc::new(SpareMemory::new(memory_stream.clone()));
+        let blocks = Arc::new(BlockPool::new(memory_stream.clone()));
+        let owner: std::sync::Weak<BlockPool> = Arc::downgrade(&blocks);
+        spares.register(owner);
         let pinned_host_pool = OnceLock::new();
         MemoryServices {
             memory_stream,
@@ -39,6 +45,7 @@ impl MemoryServices {
             input_copier,
             weights,
             spares,
+            blocks,
         }
     }
 

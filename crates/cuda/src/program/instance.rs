@@ -7,10 +7,9 @@ use std::time::{Duration, Instant};
 
 use device::DeviceError;
 
-use crate::driver::{
-    CountedResource, DeviceBuffer, Graph, PinnedBuffer, Priority, ResourceKind, Stream,
-};
+use crate::driver::{CountedResource, Graph, PinnedBuffer, Priority, ResourceKind, Stream};
 use crate::error::CudaError;
+use crate::memory::Block;
 use crate::memory::weights::WeightArrival;
 use crate::memory::weights::arrival::PlanPart;
 use crate::preempt::best_effort_variant::best_effort_choice;
@@ -40,7 +39,7 @@ pub(crate) struct Instance {
     /// The program as real time of high priority, in the parts that are launched while weights
     /// load; empty where weights are always resident.
     parts: Vec<Graph>,
-    memory: DeviceBuffer,
+    memory: Block,
     epoch_counter: Arc<EpochCounter>,
     real_time: Vec<Vec<u8>>,
     best_effort: Vec<Vec<u8>>,
@@ -85,9 +84,11 @@ impl ControlBlock {
 
 impl Instance {
     pub(crate) fn new(specialization: &Specialization) -> Result<Instance, DeviceError> {
-        let memory =
-            DeviceBuffer::zeroed(&specialization.memory.memory_stream, specialization.layout.bytes)
-                .map_err(|err| specialization.device.error(err))?;
+        let memory = specialization
+            .memory
+            .blocks
+            .take(specialization.layout.bytes)
+            .map_err(|err| specialization.device.error(err))?;
         let epoch_counter = Arc::new(
             specialization
                 .preemption

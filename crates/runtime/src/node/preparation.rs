@@ -1,8 +1,8 @@
 //! Requests whose sizes the device is not prepared for.
 //!
-//! Preparing them may take seconds: kernels are compiled. They wait on threads of their own, one per
-//! class, so that neither the threads that receive requests nor real time wait for another model's
-//! compiler.
+//! Preparing them may take seconds: kernels are compiled. They wait on threads of their own, one
+//! per class, so that neither the threads that receive requests nor real time wait for another
+//! model's compiler.
 
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};

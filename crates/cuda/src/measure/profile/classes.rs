@@ -149,6 +149,8 @@ impl<'a> ClassBench<'a> {
     }
 
     fn launch_chains(&mut self) -> Result<(), CudaError> {
+        // Chains are recorded only for memory that is used again, as this is.
+        self.instance.end_run();
         for (number, steps) in self.specialization.chains.iter().enumerate() {
             self.instance.ensure_chain(self.specialization, steps, LaunchTarget::Low)?;
             // SAFETY: as above; the word lives as long as this bench.

@@ -2,7 +2,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::{Bytes, MonotonicClock, Nanos};
 use device::{
@@ -192,14 +192,12 @@ fn real_time_does_not_wait_for_the_compiler_of_another_model() {
     let real_time = bench.model(Class::RealTime, true);
     for class in [Class::BestEffort, Class::RealTime] {
         let slow = bench.model(class, false);
-        let began = Instant::now();
         let (_, waits) = bench.submit(&slow, None);
         slow.begun.recv_timeout(LONG).expect("it is compiled");
         for _ in 0..100 {
             let (_, answered) = bench.submit(&real_time, None);
             assert!(answered.recv_timeout(LONG).expect("an answer").result.is_ok());
         }
-        assert!(began.elapsed() < LONG, "nothing waited for the compiler");
         assert!(waits.try_recv().is_err(), "its sizes are not prepared");
         slow.go_on.send(Ok(())).expect("it waits");
         assert!(waits.recv_timeout(LONG).expect("an answer").result.is_ok());

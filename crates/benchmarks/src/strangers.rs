@@ -1,0 +1,210 @@
+//! `atoll bench strangers`: real-time latency beside clients that do what they like.
+
+mod args;
+mod load;
+mod report;
+mod wire;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use assembly::{Failure, compile_file, write_file};
+
+pub(crate) use self::args::StrangersArgs;
+use self::load::{ClientRecord, Network, Stranger, real_time};
+use self::report::{Latency, StrangersReport, table};
+use self::wire::{Connection, plain};
+use crate::environment;
+use crate::server::child::ServerProcess;
+use crate::server::transport::Transport;
+
+/// How long the server may take to start.
+const START_LIMIT: Duration = Duration::from_secs(600);
+
+/// Runs the benchmark.
+pub(crate) fn run(args: &StrangersArgs) -> Result<(), Failure> {
+    for (flag, value) in [("--seconds", args.seconds), ("--alone-seconds", args.alone_seconds)] {
+        if !(0.5..=86_400.0).contains(&value) {
+            return Err(Failure::usage(format!("{flag} {value} is not from 0.5 to 86400")));
+        }
+    }
+    if !(0.1..=100_000.0).contains(&args.rate) {
+        return Err(Failure::usage(format!("--rate {} is not from 0.1 to 100000", args.rate)));
+    }
+    let (real_time, best_effort) = networks(args)?;
+    let folder = tempfile::tempdir().map_err(Failure::failed)?;
+    let repository = folder.path().join("repository");
+    for network in &real_time {
+        let version = repository.join(&network.name).join("1");
+        std::fs::create_dir_all(&version).map_err(Failure::failed)?;
+        std::os::unix::fs::symlink(&network.file, version.join("model.onnx"))
+            .map_err(Failure::failed)?;
+    }
+    let server = start(args, &repository, &real_time, folder.path())?;
+    let report = measure(args, &server, &repository, (&real_time, &best_effort))?;
+    let json = serde_json::to_string_pretty(&report).map_err(Failure::failed)? + "\n";
+    match &args.json {
+        Some(None) => print!("{json}"),
+        Some(Some(path)) => {
+            write_file(path, &json)?;
+            print!("{}", table(&report));
+        }
+        None => print!("{}", table(&report)),
+    }
+    match report.real_time_failed + report.strangers_failed {
+        0 => Ok(()),
+        failed => Err(Failure::failed(format!(
+            "{failed} requests were not answered as they must be:\n  {}",
+            report.failures.join("\n  ")
+        ))),
+    }
+}
+
+/// Real-time and best-effort networks of the folder.
+fn networks(args: &StrangersArgs) -> Result<(Vec<Network>, Vec<Network>), Failure> {
+    let load = |name: &String| {
+        let file = args.models.join(format!("{name}.onnx"));
+        let file = file
+            .canonicalize()
+            .map_err(|err| Failure::usage(format!("{}: {err}", file.display())))?;
+        let plan = compile_file(&file).map_err(|err| Failure::failed(format!("{name}: {err}")))?;
+        Ok(Network { name: name.clone(), file, plan })
+    };
+    let mut others = args.be.clone();
+    if others.is_empty() {
+        let unreadable = |err| Failure::usage(format!("{}: {err}", args.models.display()));
+        for entry in std::fs::read_dir(&args.models).map_err(unreadable)?.flatten() {
+            let path = entry.path();
+            let name = path.file_stem().map(|name| name.to_string_lossy().into_owned());
+            if let Some(name) = name
+                && path.extension().is_some_and(|extension| extension == "onnx")
+                && !args.rt.contains(&name)
+            {
+                others.push(name);
+            }
+        }
+        others.sort();
+    }
+    if others.is_empty() {
+        let why = "there is no best-effort network: name one with --be, or add a file to --models";
+        return Err(Failure::usage(why));
+    }
+    let all = |names: &[String]| names.iter().map(load).collect::<Result<Vec<_>, Failure>>();
+    Ok((all(&args.rt)?, all(&others)?))
+}
+
+fn start(
+    args: &StrangersArgs,
+    repository: &Path,
+    real_time: &[Network],
+    folder: &Path,
+) -> Result<ServerProcess, Failure> {
+    let settings = &args.device.settings;
+    let mut arguments = vec!["serve".to_string()];
+    let mut add = |flag: &str, value: String| arguments.extend([flag.to_string(), value]);
+    add("--model-repository", repository.display().to_string());
+    add("--model-control-mode", "explicit".to_string());
+    for network in real_time {
+        add("--load-model", network.name.clone());
+    }
+    add("--host", "127.0.0.1".to_string());
+    for flag in ["--http-port", "--grpc-port", "--metrics-port"] {
+        add(flag, "0".to_string());
+    }
+    add("--device", args.device.device.clone());
+    add("--precision", settings.precision.name().to_string());
+    add("--threads", settings.threads.to_string());
+    add("--cpu-queues", settings.cpu_queues.to_string());
+    if let Some(folder) = &settings.kernel_cache {
+        add("--kernel-cache", folder.display().to_string());
+    }
+    if let Some(folder) = &settings.cuda_toolkit {
+        add("--cuda-toolkit", folder.display().to_string());
+    }
+    arguments.extend(args.serve.iter().cloned());
+    let binary = std::env::current_exe().map_err(Failure::failed)?;
+    let data = folder.join("data");
+    ServerProcess::start(&binary, &arguments, &data, Transport::default(), START_LIMIT)
+}
+
+fn measure(
+    args: &StrangersArgs,
+    server: &ServerProcess,
+    repository: &Path,
+    (rt, be): (&[Network], &[Network]),
+) -> Result<StrangersReport, Failure> {
+    let clients = |seconds: f64| -> Result<ClientRecord, Failure> {
+        let span = Duration::from_secs_f64(seconds);
+        let mut all = ClientRecord::default();
+        std::thread::scope(|scope| {
+            let client = |network| {
+                scope.spawn(move || real_time(server.http, network, args.rate, span, args.seed))
+            };
+            let running: Vec<_> = rt.iter().map(client).collect();
+            for client in running {
+                let ended = client.join().map_err(|_| Failure::failed("a client panicked"))?;
+                all.add(ended.map_err(Failure::failed)?);
+            }
+            Ok(all)
+        })
+    };
+    eprintln!("real time alone, {} s", args.alone_seconds);
+    let before = clients(args.alone_seconds)?;
+    let bytes_before = server.resident_bytes();
+    eprintln!("with {} strangers, {} s", args.strangers, args.seconds);
+    let end = AtomicBool::new(false);
+    let (beside, strangers) = std::thread::scope(|scope| {
+        let running: Vec<_> = (0..usize::from(args.strangers))
+            .map(|number| {
+                let network = &be[number % be.len()];
+                let own = (number, args.seed);
+                let stranger = Stranger::new(server.http, repository, network, own);
+                let end = &end;
+                scope.spawn(move || stranger.run(end))
+            })
+            .collect();
+        let beside = clients(args.seconds);
+        end.store(true, Ordering::Relaxed);
+        let mut all = ClientRecord::default();
+        for stranger in running {
+            let ended = stranger.join();
+            all.add(ended.map_err(|_| Failure::failed("a stranger panicked"))?);
+        }
+        Ok::<_, Failure>((beside?, all))
+    })?;
+    let bytes_after = server.resident_bytes();
+    unload(server, be, usize::from(args.strangers));
+    eprintln!("real time alone again, {} s", args.alone_seconds);
+    let after = clients(args.alone_seconds)?;
+    let alone: Vec<f64> = [&before.latencies_ms[..], &after.latencies_ms].concat();
+    let real_time_failed = before.failed + beside.failed + after.failed;
+    let failures = [&before, &beside, &after, &strangers];
+    Ok(StrangersReport {
+        device: args.device.device.clone(),
+        driver: environment::driver(&args.device.device),
+        date: environment::today(),
+        command: environment::command(),
+        cores: std::thread::available_parallelism().map_or(0, usize::from),
+        seed: args.seed,
+        alone: Latency::of(&alone),
+        alone_before: Latency::of(&before.latencies_ms),
+        beside: Latency::of(&beside.latencies_ms),
+        alone_after: Latency::of(&after.latencies_ms),
+        real_time_failed,
+        strangers_failed: strangers.failed,
+        failures: failures.iter().flat_map(|record| record.failures.clone()).collect(),
+        actions: strangers.actions,
+        server_bytes: [bytes_before, bytes_after],
+    })
+}
+
+/// Unloads the models of all strangers; what fails is not loaded.
+fn unload(server: &ServerProcess, networks: &[Network], strangers: usize) {
+    let mut connection = Connection::new(server.http);
+    for number in 0..strangers {
+        let name = &networks[number % networks.len()].name;
+        let path = format!("/v2/repository/models/stranger{number}_{name}/unload");
+        let _ = connection.exchange(&plain("POST", &path));
+    }
+}
