@@ -557,7 +557,7 @@ pub(crate) struct PlanArgs {
         long,
         env = "ATOLL_PLAN_STOCK",
         value_name = "STOCK.toml",
-        conflicts_with_all = ["from", "traffic", "sweep", "explain", "commands", "mig_parted"]
+        conflicts_with_all = ["from", "rates", "sweep", "explain", "commands", "mig_parted"]
     )]
     pub(crate) stock: Option<PathBuf>,
 
@@ -594,24 +594,63 @@ pub(crate) struct PlanArgs {
 
     /// Plan at several values: rate, slo (factors) or headroom, such as rate=0.5..2 or
     /// rate=0.5..2:16; prints a table, and --svg draws it
-    #[arg(long, value_name = "FIELD=FROM..TO", conflicts_with_all = ["from", "traffic"])]
+    #[arg(long, value_name = "FIELD=FROM..TO", conflicts_with_all = ["from", "rates"])]
     pub(crate) sweep: Option<planner::sweep::Sweep>,
 
     /// CSV file of recorded rates: time,service,rate or time and a column for each service. Plans
     /// each window from the one before and counts the moves
-    #[arg(long, value_name = "RATES.csv", conflicts_with = "from")]
+    #[arg(long, value_name = "RATES.csv", conflicts_with = "from", group = "rates")]
     pub(crate) traffic: Option<PathBuf>,
+
+    /// Address of a Prometheus server to take recorded rates from, with --query, instead of a CSV
+    /// file
+    #[arg(long, value_name = "URL", conflicts_with = "from", requires = "query", group = "rates")]
+    pub(crate) prometheus: Option<String>,
+
+    /// PromQL of the rates: a series for each service, in requests per second
+    #[arg(long, value_name = "PROMQL", requires = "prometheus")]
+    pub(crate) query: Option<String>,
+
+    /// Label that names the service of a series
+    #[arg(long, default_value = "service", requires = "prometheus")]
+    pub(crate) service_label: String,
+
+    /// First moment of the recording: seconds since 1970 or 2026-01-31T18:00:00 in UTC; without it
+    /// seven days before the last
+    #[arg(long, value_name = "TIME", requires = "prometheus")]
+    pub(crate) start: Option<String>,
+
+    /// Last moment of the recording; without it now
+    #[arg(long, value_name = "TIME", requires = "prometheus")]
+    pub(crate) end: Option<String>,
+
+    /// Seconds between two samples of the query
+    #[arg(
+        long,
+        default_value_t = 60,
+        requires = "prometheus",
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
+    pub(crate) step_s: u32,
+
+    /// File with the token that the Prometheus server asks for
+    #[arg(long, env = "ATOLL_PLAN_PROMETHEUS_TOKEN_FILE", value_name = "FILE")]
+    pub(crate) prometheus_token_file: Option<PathBuf>,
+
+    /// Max seconds of one request to the Prometheus server
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub(crate) prometheus_timeout_secs: u64,
 
     /// Seconds of a window of the traffic
     #[arg(long, default_value_t = 3600, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) window_s: u32,
 
     /// Percentile of a window's samples to plan for, instead of their peak
-    #[arg(long, requires = "traffic")]
+    #[arg(long, requires = "rates")]
     pub(crate) percentile: Option<f64>,
 
     /// Plan every window of the recording, instead of the times of day over all days
-    #[arg(long, requires = "traffic")]
+    #[arg(long, requires = "rates")]
     pub(crate) unfolded: bool,
 
     /// Whether services may share a slice by time
