@@ -7,6 +7,7 @@ use assembly::{DeviceArgs, Failure, value_parsers};
 use base::Bytes;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use planner::apply::part::GpuNumbers;
 use server::ServerOptions;
 
 use crate::security_args::{Ports, SecurityArgs};
@@ -711,6 +712,7 @@ pub(crate) struct PlanArgs {
   atoll apply plan.json --model-repository models --dry-run
   atoll apply plan.json --model-repository models --gpus 0,1 --allow-mig-changes
   atoll apply plan.json --model-repository models --partition mps      without MIG: thread shares
+  atoll apply mix.json --model-repository models --gpus 0,1 --plan-gpus 4-5  GPUs of several kinds
   atoll apply next.json --model-repository models --replace            no request is lost
   atoll apply --undo                                                    undo everything
 
@@ -726,9 +728,14 @@ pub(crate) struct ApplyArgs {
     #[arg(long, env = "ATOLL_MODEL_REPOSITORY", value_delimiter = ':')]
     pub(crate) model_repository: Vec<PathBuf>,
 
-    /// GPU kind of the plan, if it does not name one
+    /// GPU kind of the plan, if it does not name one, or which of its kinds; without it that of
+    /// the GPUs here
     #[arg(long)]
     pub(crate) gpu: Option<String>,
+
+    /// Numbers of the plan's GPUs that are for this machine, such as 0-3,6; without it all of them
+    #[arg(long, value_name = "NUMBERS", requires = "plan")]
+    pub(crate) plan_gpus: Option<GpuNumbers>,
 
     /// TOML file of further GPU kinds, as of atoll plan
     #[arg(long, env = "ATOLL_PLAN_GPU_TABLE", value_name = "GPUS.toml")]

@@ -9,7 +9,8 @@ use super::{
     CAPACITY_BITS, GPUS_MAX, PlanVerifier, PriceFile, RulesFile, SERVICES_MAX, costs, few,
     foreign_shares, gpu_of, prices_of, profiles_of, stretched,
 };
-use crate::gpu::KINDS_MAX;
+use crate::error::PlanError;
+use crate::gpu::{GpuKind, KINDS_MAX};
 use crate::gpu_mix::{GpuOffer, MixObjective, MixProblem, MixSolution, Spare};
 use crate::plan::{GpuFile, Plan};
 use crate::problem::{PlanRules, Problem, Service};
@@ -79,6 +80,13 @@ pub struct KindFile {
     pub prices: Vec<PriceFile>,
     /// The operating points that were measured on it.
     pub profiles: Profiles,
+}
+
+impl KindFile {
+    /// The kind of its name: a known one, or that of the file's own table.
+    pub fn gpu(&self) -> Result<&'static GpuKind, PlanError> {
+        gpu_of(&self.gpu_kind, self.gpu_table.as_deref())
+    }
 }
 
 /// What was verified.
@@ -274,8 +282,7 @@ struct KindFacts<'a> {
 
 impl<'a> KindFacts<'a> {
     fn new(file: &'a MixFile, kind: &'a KindFile, rules: &PlanRules) -> Result<Self, String> {
-        let gpu = gpu_of(&kind.gpu_kind, kind.gpu_table.as_deref());
-        let gpu = gpu.map_err(|error| error.to_string())?;
+        let gpu = kind.gpu().map_err(|error| error.to_string())?;
         let shares = kind.plan.iter().flat_map(|gpu| &gpu.slices).flat_map(|s| &s.services);
         let served: BTreeSet<&str> = shares.map(|share| share.name.as_str()).collect();
         let problem = |chosen: &dyn Fn(&Service) -> bool| Problem {
