@@ -519,7 +519,7 @@ pub(crate) struct ModelsArgs {
   atoll plan --services services.toml --profiles profiles.csv --explain resnet50
   atoll plan --services services.toml --profiles profiles.csv --sweep rate=0.5..2 --svg sweep.svg
   atoll plan --services services.toml --profiles profiles.csv --traffic week.csv --percentile 99
-  atoll plan --services services.toml --profiles profiles.csv --stock stock.toml --survive-machine 1
+  atoll plan --services services.toml --profiles profiles.csv --stock stock.toml --survive gpu
 
 Services are [[service]] tables with name, model, rate and slo_ms and, where wanted, headroom,
 priority (1 is the highest), revenue (of a thousand requests), gpus and apart. Profiles have the
@@ -584,14 +584,27 @@ pub(crate) struct PlanArgs {
     )]
     pub(crate) serve_first: String,
 
-    /// Spare capacity for the loss of any one machine with this many GPUs; 1 for any one GPU
+    /// Spare capacity: any one GPU, machine or rack may fail; with --machine-gpus or --rack-gpus
+    #[arg(long, value_name = "DOMAIN", requires = "stock", value_parser = ["gpu", "machine", "rack"])]
+    pub(crate) survive: Option<String>,
+
+    /// GPUs of a machine, for --survive and for services that are apart by machine
     #[arg(
         long,
         value_name = "GPUS",
         requires = "stock",
         value_parser = clap::value_parser!(u32).range(1..=1024)
     )]
-    pub(crate) survive_machine: Option<u32>,
+    pub(crate) machine_gpus: Option<u32>,
+
+    /// GPUs of a rack, for --survive and for services that are apart by rack
+    #[arg(
+        long,
+        value_name = "GPUS",
+        requires = "stock",
+        value_parser = clap::value_parser!(u32).range(1..=65536)
+    )]
+    pub(crate) rack_gpus: Option<u32>,
 
     /// Plan at several values: rate, slo (factors) or headroom, such as rate=0.5..2 or
     /// rate=0.5..2:16; prints a table, and --svg draws it

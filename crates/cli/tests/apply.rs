@@ -256,7 +256,7 @@ fn mix(bench: &TestMachine, machine_gpus: &str) -> serde_json::Value {
     let output = Command::new(env!("CARGO_BIN_EXE_atoll"))
         .current_dir(bench.root.path())
         .args(["plan", "--services", "s.toml", "--profiles", "p.csv", "--stock", "stock.toml"])
-        .args(["--survive-machine", machine_gpus, "--json"])
+        .args(["--survive", "machine", "--machine-gpus", machine_gpus, "--json"])
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", output_text(&output));

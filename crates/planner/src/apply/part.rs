@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::ApplyError;
 use crate::gpu::GpuKind;
+use crate::gpu_mix::FailureDomain;
 use crate::plan::GpuFile;
 use crate::verify::mix::{KindFile, MixFile};
 
@@ -124,8 +125,12 @@ pub fn mix_part(
 ) -> Result<PlanPart, ApplyError> {
     let mut part = part_of(&kind.gpu_kind, &kind.plan, chosen)?;
     let numbers = chosen.cloned().unwrap_or_else(|| used(&kind.plan)).0;
-    if let (Some(domain_gpus), [first, .., last]) = (file.machine_gpus, numbers.as_slice())
-        && domain_gpus > 1
+    let beyond_gpus = |domain: FailureDomain| domain > FailureDomain::Gpu;
+    let matters = file.survives.is_some_and(beyond_gpus)
+        || file.terms.iter().any(|terms| !terms.apart.is_empty() && beyond_gpus(terms.apart_by));
+    let domain_gpus = file.machine_gpus.or(file.rack_gpus).unwrap_or(1).max(1);
+    if let [first, .., last] = numbers.as_slice()
+        && matters
         && first / domain_gpus != last / domain_gpus
     {
         let own = first / domain_gpus * domain_gpus;
@@ -178,7 +183,7 @@ mod tests {
         GpuFile { slices: vec![slice] }
     }
 
-    fn mix(machine_gpus: Option<usize>) -> MixFile {
+    fn mix(survives: Option<&str>) -> MixFile {
         let kind = |name: &str, plan: Vec<GpuFile>| {
             serde_json::json!({
                 "gpu_kind": name, "gpus": plan.len(), "offers": [], "plan": plan, "prices": [],
@@ -189,7 +194,7 @@ mod tests {
         let many = vec![gpu("a"), gpu("b"), empty.clone(), gpu("c"), gpu("d"), gpu("e")];
         let value = serde_json::json!({
             "objective": "cost", "total": 1.0, "bound": 1.0, "gpus": 6, "seconds": 0.0,
-            "machine_gpus": machine_gpus,
+            "machine_gpus": 3, "rack_gpus": 6, "survives": survives,
             "rules": crate::verify::RulesFile::from(&crate::PlanRules::default()),
             "services": [], "terms": [],
             "kinds": [kind("a100-80gb", many), kind("l4-24gb", vec![gpu("f")]),
@@ -232,7 +237,7 @@ mod tests {
 
     #[test]
     fn a_machine_takes_no_gpus_of_two_planned_ones() {
-        let file = mix(Some(3));
+        let file = mix(Some("machine"));
         let (kind, _) = file.kind_for(|kind| kind.name == "a100-80gb").unwrap();
         let part = |numbers: &str| mix_part(&file, kind, Some(&numbers.parse().unwrap()));
         assert!(part("3-5").is_ok() && part("0-1").is_ok());
@@ -240,7 +245,7 @@ mod tests {
         assert_eq!(error, ApplyError::SeveralMachines { machine: "0-2".to_string() });
         assert!(mix_part(&file, kind, None).is_err());
         // Any one GPU may fail: how many a machine has does not matter then.
-        let file = mix(Some(1));
+        let file = mix(Some("gpu"));
         let (kind, _) = file.kind_for(|kind| kind.name == "a100-80gb").unwrap();
         assert!(mix_part(&file, kind, None).is_ok());
     }
