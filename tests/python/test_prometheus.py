@@ -1,4 +1,4 @@
-"""`atoll plan` with rates from a real Prometheus server, whose data are days of recorded counters."""
+"""`atoll plan` with rates from a real Prometheus server that has days of recorded counters."""
 
 from __future__ import annotations
 

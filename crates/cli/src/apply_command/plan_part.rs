@@ -1,4 +1,4 @@
-//! Which part of a plan file this call applies: of a plan over several kinds, that of the GPUs here.
+//! Which part of a plan file this call applies: of several kinds, that of the GPUs here.
 
 use std::path::Path;
 

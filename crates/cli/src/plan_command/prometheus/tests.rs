@@ -51,9 +51,8 @@ fn reply(status: &str, more: &str, body: &str) -> Box<dyn FnOnce(&mut TcpStream)
 
 /// As Prometheus 2.42 writes it.
 fn matrix(values: &str) -> String {
-    format!(
-        r#"{{"status":"success","data":{{"resultType":"matrix","result":[{{"metric":{{"model":"a"}},"values":[{values}]}}]}}}}"#
-    )
+    let series = format!(r#"{{"metric":{{"model":"a"}},"values":[{values}]}}"#);
+    format!(r#"{{"status":"success","data":{{"resultType":"matrix","result":[{series}]}}}}"#)
 }
 
 const QUERY: [&str; 4] = ["--query", "sum by (model) (rate(x[5m]))", "--service-label", "model"];
