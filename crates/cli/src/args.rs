@@ -585,7 +585,12 @@ pub(crate) struct PlanArgs {
     pub(crate) serve_first: String,
 
     /// Spare capacity: any one GPU, machine or rack may fail; with --machine-gpus or --rack-gpus
-    #[arg(long, value_name = "DOMAIN", requires = "stock", value_parser = ["gpu", "machine", "rack"])]
+    #[arg(
+        long,
+        value_name = "DOMAIN",
+        requires = "stock",
+        value_parser = ["gpu", "machine", "rack"]
+    )]
     pub(crate) survive: Option<String>,
 
     /// GPUs of a machine, for --survive and for services that are apart by machine

@@ -1,6 +1,6 @@
 //! Plans many services onto three kinds of GPUs with prices and compares with each kind alone:
-//! `gpu_mix PROFILES.csv [SERVICES] [MACHINE_GPUS] [PLAN.json]`. The profiles are those of an A100; H100 and
-//! A30 get the same points at another speed, so the figures show the method, not the GPUs.
+//! `gpu_mix PROFILES.csv [SERVICES] [MACHINE_GPUS] [PLAN.json]`. The profiles are those of an A100;
+//! H100 and A30 get the same points at another speed, so the figures show the method, not the GPUs.
 
 use base::{Clock, MonotonicClock, Random};
 use planner::gpu_mix::{

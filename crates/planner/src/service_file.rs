@@ -84,8 +84,8 @@ struct ServiceEntry {
 
 impl ServiceList {
     /// Reads `[[service]]` tables with `name`, `model`, `rate`, `slo_ms` and, where wanted,
-    /// `headroom`, `priority`, `revenue`, `gpus`, `apart` and `apart_by`. Returns the services whose
-    /// values are in range, and for each of the others an error with its line.
+    /// `headroom`, `priority`, `revenue`, `gpus`, `apart` and `apart_by`. Returns the services
+    /// whose values are in range, and for each of the others an error with its line.
     pub fn from_toml(text: &str) -> Result<(ServiceList, Vec<PlanError>), PlanError> {
         let file: ServicesFile = read(text)?;
         let (mut list, mut faults) = (ServiceList::default(), Vec::new());
