@@ -236,8 +236,8 @@ fn without_mig_a_slice_is_a_share_of_threads() {
 }
 
 /// A plan over three kinds as `atoll plan --stock --json` writes it, for services like those of
-/// `PLAN`; any one machine of `machine_gpus` may fail.
-fn mix(bench: &TestMachine, machine_gpus: &str) -> serde_json::Value {
+/// `PLAN`; `flags` say what may fail.
+fn mix(bench: &TestMachine, flags: &[&str]) -> serde_json::Value {
     let profiles = "model,mig_gpcs,batch,procs,throughput_total_rps,latency_ms\n\
                     digits,1,1,1,100,10\ndigits,2,1,1,210,5\ndigits,3,1,1,320,4\n\
                     digits,4,1,1,430,3\ndigits,7,1,1,700,2\n";
@@ -256,7 +256,8 @@ fn mix(bench: &TestMachine, machine_gpus: &str) -> serde_json::Value {
     let output = Command::new(env!("CARGO_BIN_EXE_atoll"))
         .current_dir(bench.root.path())
         .args(["plan", "--services", "s.toml", "--profiles", "p.csv", "--stock", "stock.toml"])
-        .args(["--survive", "machine", "--machine-gpus", machine_gpus, "--json"])
+        .args(flags)
+        .arg("--json")
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", output_text(&output));
@@ -267,7 +268,7 @@ fn mix(bench: &TestMachine, machine_gpus: &str) -> serde_json::Value {
 #[test]
 fn of_a_mix_the_part_of_this_machine_s_gpus_is_applied() {
     let bench = TestMachine::new();
-    let plan = mix(&bench, "1");
+    let plan = mix(&bench, &["--survive", "gpu"]);
     let gpus = |kind: usize| plan["kinds"][kind]["gpus"].as_u64().unwrap();
     assert_eq!((gpus(0), gpus(1), gpus(2)), (2, 2, 0), "{plan}");
     // The GPUs here are A100s: theirs is the part with "numbers", and no other.
@@ -310,7 +311,7 @@ fn of_a_mix_the_part_of_this_machine_s_gpus_is_applied() {
 #[test]
 fn a_machine_of_a_mix_takes_the_gpus_of_one_planned_machine() {
     let bench = TestMachine::new();
-    let plan = mix(&bench, "2");
+    let plan = mix(&bench, &["--survive", "machine", "--machine-gpus", "2"]);
     // GPU 0 serves and GPU 2 is spare: on one machine they would fail together.
     let used = plan["kinds"][1]["plan"].as_array().unwrap();
     assert_eq!(used.len(), 3, "{plan}");
