@@ -2,6 +2,7 @@
 
 mod addresses;
 mod journal;
+mod plan_part;
 mod replacement;
 mod servers;
 
@@ -10,13 +11,13 @@ use std::path::{Path, PathBuf};
 
 use assembly::Failure;
 use planner::GpuKind;
+use planner::apply::part::OtherPart;
 use planner::apply::{Change, Partition, changes, check_changes};
 
 use self::journal::{AppliedChange, Journal};
 use self::servers::{PlannedBatches, ServerLaunch, start_server, stop_server};
 use crate::args::ApplyArgs;
 use crate::nvidia::{MachineState, NvidiaTools};
-use crate::plan_command::{PlanFile, gpu_kind};
 
 /// Runs the command.
 pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
@@ -24,7 +25,7 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
     if args.undo {
         return undo(args, &state);
     }
-    let (kind, list) = planned(args)?;
+    let PlannedChanges { kind, list, elsewhere } = planned(args)?;
     if args.model_repository.is_empty() && !args.dry_run {
         return Err(Failure::usage("name the --model-repository the servers load from"));
     }
@@ -32,7 +33,7 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
         return replacement::run(args, &state, kind, &list);
     }
     if args.dry_run {
-        return dry_run(args, &state, kind, &list);
+        return dry_run(args, &state, &PlannedChanges { kind, list, elsewhere });
     }
     let mig = list.iter().any(|change| matches!(change, Change::EnableMig { .. }));
     if mig && !args.allow_mig_changes {
@@ -56,29 +57,34 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
         }
     }
     addresses::write(args, &state, journal.done().iter())?;
-    report(args, &journal)
+    report(args, &journal)?;
+    if !args.json {
+        elsewhere.iter().for_each(|part| println!("not for this machine: {part}"));
+    }
+    Ok(())
 }
 
-/// The plan's GPU kind and its changes, checked.
-fn planned(args: &ApplyArgs) -> Result<(&'static GpuKind, Vec<Change>), Failure> {
+/// What this call applies.
+struct PlannedChanges {
+    kind: &'static GpuKind,
+    list: Vec<Change>,
+    /// What other machines apply.
+    elsewhere: Vec<OtherPart>,
+}
+
+/// The changes of the plan's part for this machine, checked.
+fn planned(args: &ApplyArgs) -> Result<PlannedChanges, Failure> {
     let path = args.plan.as_ref().ok_or_else(|| Failure::usage("name the plan to apply"))?;
     let named =
         |error: &dyn std::fmt::Display| Failure::usage(format!("{}: {error}", path.display()));
-    let text = std::fs::read_to_string(path).map_err(|error| named(&error))?;
-    let file: PlanFile = serde_json::from_str(&text).map_err(|error| named(&error))?;
-    let kind = match (&args.gpu, file.gpu_kind.as_str()) {
-        (Some(kind), _) => kind,
-        (None, "") => return Err(Failure::usage("the plan does not name its gpu kind; use --gpu")),
-        (None, kind) => kind,
-    };
-    let kind = gpu_kind(kind, args.gpu_table.as_deref())?;
+    let (kind, part) = plan_part::read(args, path)?;
     let mps = args.partition == "mps" || !kind.has_mig();
     let partition = if mps { Partition::Mps } else { Partition::Mig };
-    let list = changes(kind, &file.plan, &args.gpus, partition).map_err(|error| named(&error))?;
-    if let Some(wrong) = check_changes(kind, &file.plan, partition, &list).first() {
+    let list = changes(kind, &part.plan, &args.gpus, partition).map_err(|error| named(&error))?;
+    if let Some(wrong) = check_changes(kind, &part.plan, partition, &list).first() {
         return Err(Failure::failed(format!("the checker rejects the changes: {wrong}")));
     }
-    Ok((kind, list))
+    Ok(PlannedChanges { kind, list, elsewhere: part.elsewhere })
 }
 
 /// The machine as it is, or why it must not be changed.
@@ -227,11 +233,14 @@ fn undo(args: &ApplyArgs, state: &Path) -> Result<(), Failure> {
 }
 
 /// Prints what would be done and, if the tools are installed, whether the GPUs may be changed.
-fn dry_run(args: &ApplyArgs, state: &Path, kind: &GpuKind, list: &[Change]) -> Result<(), Failure> {
+fn dry_run(args: &ApplyArgs, state: &Path, planned: &PlannedChanges) -> Result<(), Failure> {
+    let PlannedChanges { kind, list, elsewhere } = planned;
     let refused = inspect(args, &NvidiaTools, kind, list).err();
     if args.json {
         let refused = refused.as_ref().map(Failure::message);
-        let report = serde_json::json!({ "changes": list, "refused": refused });
+        let report = serde_json::json!({
+            "gpu_kind": kind.name, "changes": list, "refused": refused, "elsewhere": elsewhere
+        });
         println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
         return Ok(());
     }
@@ -242,6 +251,7 @@ fn dry_run(args: &ApplyArgs, state: &Path, kind: &GpuKind, list: &[Change]) -> R
             port = port.saturating_add(3);
         }
     }
+    elsewhere.iter().for_each(|part| println!("# not for this machine: {part}"));
     match refused {
         Some(failure) => println!("# as things are it would be refused: {}", failure.message()),
         None => println!("# {} changes; nothing was done", list.len()),

@@ -7,6 +7,7 @@ use assembly::{DeviceArgs, Failure, value_parsers};
 use base::Bytes;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use planner::apply::part::GpuNumbers;
 use server::ServerOptions;
 
 use crate::security_args::{Ports, SecurityArgs};
@@ -518,7 +519,7 @@ pub(crate) struct ModelsArgs {
   atoll plan --services services.toml --profiles profiles.csv --explain resnet50
   atoll plan --services services.toml --profiles profiles.csv --sweep rate=0.5..2 --svg sweep.svg
   atoll plan --services services.toml --profiles profiles.csv --traffic week.csv --percentile 99
-  atoll plan --services services.toml --profiles profiles.csv --stock stock.toml --survive-machine 1
+  atoll plan --services services.toml --profiles profiles.csv --stock stock.toml --survive gpu
 
 Services are [[service]] tables with name, model, rate and slo_ms and, where wanted, headroom,
 priority (1 is the highest), revenue (of a thousand requests), gpus and apart. Profiles have the
@@ -557,7 +558,7 @@ pub(crate) struct PlanArgs {
         long,
         env = "ATOLL_PLAN_STOCK",
         value_name = "STOCK.toml",
-        conflicts_with_all = ["from", "traffic", "sweep", "explain", "commands", "mig_parted"]
+        conflicts_with_all = ["from", "rates", "sweep", "explain", "commands", "mig_parted"]
     )]
     pub(crate) stock: Option<PathBuf>,
 
@@ -583,35 +584,92 @@ pub(crate) struct PlanArgs {
     )]
     pub(crate) serve_first: String,
 
-    /// Spare capacity for the loss of any one machine with this many GPUs; 1 for any one GPU
+    /// Spare capacity: any one GPU, machine or rack may fail; with --machine-gpus or --rack-gpus
+    #[arg(
+        long,
+        value_name = "DOMAIN",
+        requires = "stock",
+        value_parser = ["gpu", "machine", "rack"]
+    )]
+    pub(crate) survive: Option<String>,
+
+    /// GPUs of a machine, for --survive and for services that are apart by machine
     #[arg(
         long,
         value_name = "GPUS",
         requires = "stock",
         value_parser = clap::value_parser!(u32).range(1..=1024)
     )]
-    pub(crate) survive_machine: Option<u32>,
+    pub(crate) machine_gpus: Option<u32>,
+
+    /// GPUs of a rack, for --survive and for services that are apart by rack
+    #[arg(
+        long,
+        value_name = "GPUS",
+        requires = "stock",
+        value_parser = clap::value_parser!(u32).range(1..=65536)
+    )]
+    pub(crate) rack_gpus: Option<u32>,
 
     /// Plan at several values: rate, slo (factors) or headroom, such as rate=0.5..2 or
     /// rate=0.5..2:16; prints a table, and --svg draws it
-    #[arg(long, value_name = "FIELD=FROM..TO", conflicts_with_all = ["from", "traffic"])]
+    #[arg(long, value_name = "FIELD=FROM..TO", conflicts_with_all = ["from", "rates"])]
     pub(crate) sweep: Option<planner::sweep::Sweep>,
 
     /// CSV file of recorded rates: time,service,rate or time and a column for each service. Plans
     /// each window from the one before and counts the moves
-    #[arg(long, value_name = "RATES.csv", conflicts_with = "from")]
+    #[arg(long, value_name = "RATES.csv", conflicts_with = "from", group = "rates")]
     pub(crate) traffic: Option<PathBuf>,
+
+    /// Address of a Prometheus server to take recorded rates from, with --query, instead of a CSV
+    /// file
+    #[arg(long, value_name = "URL", conflicts_with = "from", requires = "query", group = "rates")]
+    pub(crate) prometheus: Option<String>,
+
+    /// PromQL of the rates: a series for each service, in requests per second
+    #[arg(long, value_name = "PROMQL", requires = "prometheus")]
+    pub(crate) query: Option<String>,
+
+    /// Label that names the service of a series
+    #[arg(long, default_value = "service", requires = "prometheus")]
+    pub(crate) service_label: String,
+
+    /// First moment of the recording: seconds since 1970 or 2026-01-31T18:00:00 in UTC; without it
+    /// seven days before the last
+    #[arg(long, value_name = "TIME", requires = "prometheus")]
+    pub(crate) start: Option<String>,
+
+    /// Last moment of the recording; without it now
+    #[arg(long, value_name = "TIME", requires = "prometheus")]
+    pub(crate) end: Option<String>,
+
+    /// Seconds between two samples of the query
+    #[arg(
+        long,
+        default_value_t = 60,
+        requires = "prometheus",
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
+    pub(crate) step_s: u32,
+
+    /// File with the token that the Prometheus server asks for
+    #[arg(long, env = "ATOLL_PLAN_PROMETHEUS_TOKEN_FILE", value_name = "FILE")]
+    pub(crate) prometheus_token_file: Option<PathBuf>,
+
+    /// Max seconds of one request to the Prometheus server
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub(crate) prometheus_timeout_secs: u64,
 
     /// Seconds of a window of the traffic
     #[arg(long, default_value_t = 3600, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) window_s: u32,
 
     /// Percentile of a window's samples to plan for, instead of their peak
-    #[arg(long, requires = "traffic")]
+    #[arg(long, requires = "rates")]
     pub(crate) percentile: Option<f64>,
 
     /// Plan every window of the recording, instead of the times of day over all days
-    #[arg(long, requires = "traffic")]
+    #[arg(long, requires = "rates")]
     pub(crate) unfolded: bool,
 
     /// Whether services may share a slice by time
@@ -672,6 +730,7 @@ pub(crate) struct PlanArgs {
   atoll apply plan.json --model-repository models --dry-run
   atoll apply plan.json --model-repository models --gpus 0,1 --allow-mig-changes
   atoll apply plan.json --model-repository models --partition mps      without MIG: thread shares
+  atoll apply mix.json --model-repository models --gpus 0,1 --plan-gpus 4-5  GPUs of several kinds
   atoll apply next.json --model-repository models --replace            no request is lost
   atoll apply --undo                                                    undo everything
 
@@ -687,9 +746,14 @@ pub(crate) struct ApplyArgs {
     #[arg(long, env = "ATOLL_MODEL_REPOSITORY", value_delimiter = ':')]
     pub(crate) model_repository: Vec<PathBuf>,
 
-    /// GPU kind of the plan, if it does not name one
+    /// GPU kind of the plan, if it does not name one, or which of its kinds; without it that of
+    /// the GPUs here
     #[arg(long)]
     pub(crate) gpu: Option<String>,
+
+    /// Numbers of the plan's GPUs that are for this machine, such as 0-3,6; without it all of them
+    #[arg(long, value_name = "NUMBERS", requires = "plan")]
+    pub(crate) plan_gpus: Option<GpuNumbers>,
 
     /// TOML file of further GPU kinds, as of atoll plan
     #[arg(long, env = "ATOLL_PLAN_GPU_TABLE", value_name = "GPUS.toml")]

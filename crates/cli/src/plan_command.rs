@@ -2,6 +2,7 @@
 
 mod inputs;
 mod mix;
+mod prometheus;
 mod verification;
 mod what_if;
 
@@ -79,8 +80,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     if let Some(sweep) = &args.sweep {
         return what_if::run_sweep(args, &inputs.problem, sweep);
     }
-    if let Some(path) = &args.traffic {
-        return what_if::run_traffic(args, &inputs.problem, path);
+    if args.traffic.is_some() || args.prometheus.is_some() {
+        return what_if::run_traffic(args, &inputs.problem);
     }
     if args.mig_parted.is_some() && !inputs.problem.gpu.has_mig() {
         return Err(Failure::usage(format!("{} has no MIG to configure", inputs.problem.gpu.name)));
@@ -228,13 +229,17 @@ fn print_text(args: &PlanArgs, outcome: &PlanOutcome) -> Result<(), Failure> {
 
 /// Message that a service is not in the plan, and which are.
 fn unknown(name: &str, problem: &Problem) -> String {
-    let few: Vec<&str> =
-        problem.services.iter().take(NAMED_MAX).map(|service| service.name.as_str()).collect();
-    let more = match problem.services.len().saturating_sub(NAMED_MAX) {
-        0 => String::new(),
-        count => format!(" and {count} more"),
-    };
-    format!("no service '{name}' is planned; there are {}{more}", few.join(", "))
+    let names: Vec<&str> = problem.services.iter().map(|service| service.name.as_str()).collect();
+    format!("no service '{name}' is planned; there are {}", few(&names))
+}
+
+/// The first of these names, and how many more there are.
+fn few(names: &[&str]) -> String {
+    let first = names[..names.len().min(NAMED_MAX)].join(", ");
+    match names.len().saturating_sub(NAMED_MAX) {
+        0 => first,
+        count => format!("{first} and {count} more"),
+    }
 }
 
 /// Set by Ctrl-C; the planner then returns the best plan so far, and a second Ctrl-C exits at once.

@@ -235,6 +235,93 @@ fn without_mig_a_slice_is_a_share_of_threads() {
     assert_eq!(bench.changes().last().unwrap(), "mps quit");
 }
 
+/// A plan over three kinds as `atoll plan --stock --json` writes it, for services like those of
+/// `PLAN`; `flags` say what may fail.
+fn mix(bench: &TestMachine, flags: &[&str]) -> serde_json::Value {
+    let profiles = "model,mig_gpcs,batch,procs,throughput_total_rps,latency_ms\n\
+                    digits,1,1,1,100,10\ndigits,2,1,1,210,5\ndigits,3,1,1,320,4\n\
+                    digits,4,1,1,430,3\ndigits,7,1,1,700,2\n";
+    let service = |name: &str, rate: u32, gpu: &str| {
+        format!(
+            "[[service]]\nname = '{name}'\nmodel = 'digits'\nrate = {rate}\nslo_ms = 200\n\
+             gpus = ['{gpu}']\n"
+        )
+    };
+    let services = service("numbers", 90, "a100-80gb") + &service("more", 20, "l4-24gb");
+    let stock = "[[offer]]\ngpu = 'l4-24gb'\nprice = 0.4\n[[offer]]\ngpu = 'a100-80gb'\n\
+                 price = 1.8\n[[offer]]\ngpu = 'h100-80gb'\nprice = 3.2\n";
+    for (name, text) in [("p.csv", profiles), ("s.toml", &services), ("stock.toml", stock)] {
+        std::fs::write(bench.path(name), text).unwrap();
+    }
+    let output = Command::new(env!("CARGO_BIN_EXE_atoll"))
+        .current_dir(bench.root.path())
+        .args(["plan", "--services", "s.toml", "--profiles", "p.csv", "--stock", "stock.toml"])
+        .args(flags)
+        .arg("--json")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", output_text(&output));
+    std::fs::write(bench.path("plan.json"), &output.stdout).unwrap();
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn of_a_mix_the_part_of_this_machine_s_gpus_is_applied() {
+    let bench = TestMachine::new();
+    let plan = mix(&bench, &["--survive", "gpu"]);
+    let gpus = |kind: usize| plan["kinds"][kind]["gpus"].as_u64().unwrap();
+    assert_eq!((gpus(0), gpus(1), gpus(2)), (2, 2, 0), "{plan}");
+    // The GPUs here are A100s: theirs is the part with "numbers", and no other.
+    let whole = bench.apply(9000, &["--dry-run", "--gpus", "0,1"]).output().unwrap();
+    let text = output_text(&whole);
+    assert!(whole.status.success() && text.contains("nvidia-smi -i 1 -mig 1"), "{text}");
+    assert!(text.contains("not for this machine: 2 x l4-24gb (gpus 0-1 of the plan)"), "{text}");
+    let json = bench.apply(9000, &["--dry-run", "--json", "--plan-gpus", "1"]).output().unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(json["gpu_kind"], "a100-80gb");
+    assert_eq!(
+        (&json["elsewhere"][0]["gpus"], &json["elsewhere"][1]["count"]),
+        (&"0".into(), &2.into())
+    );
+    let refused = |more: &[&str]| {
+        let output = bench.apply(9000, more).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{}", output_text(&output));
+        output_text(&output)
+    };
+    assert!(refused(&["--dry-run"]).contains("--plan-gpus"));
+    assert!(refused(&["--dry-run", "--plan-gpus", "7"]).contains("it uses 0-1"));
+    let text = refused(&["--dry-run", "--gpu", "b200-180gb"]);
+    assert!(text.contains("not in it") && text.contains("2 x l4-24gb"), "{text}");
+    assert_eq!(bench.changes(), Vec::<String>::new());
+
+    let port = ports(0) + 36;
+    let flags = ["--allow-mig-changes", "--gpus", "1", "--plan-gpus", "0"];
+    let output = bench.apply(port, &flags).output().unwrap();
+    let text = output_text(&output);
+    assert!(output.status.success() && text.contains("numbers at http"), "{text}");
+    assert!(text.contains("not for this machine: 1 x a100-80gb (gpus 1 of the plan)"), "{text}");
+    assert_eq!(bench.changes()[0], "nvidia-smi -i 1 -mig 1");
+    assert!(bench.path("state/servers.json").exists());
+    let undone = bench.command().arg("--undo").output().unwrap();
+    assert!(undone.status.success(), "{}", output_text(&undone));
+    assert_eq!(bench.changes().last().unwrap(), "nvidia-smi -i 1 -mig 0");
+    assert!(!bench.path("state/applied.json").exists());
+}
+
+#[test]
+fn a_machine_of_a_mix_takes_the_gpus_of_one_planned_machine() {
+    let bench = TestMachine::new();
+    let plan = mix(&bench, &["--survive", "machine", "--machine-gpus", "2"]);
+    // GPU 0 serves and GPU 2 is spare: on one machine they would fail together.
+    let used = plan["kinds"][1]["plan"].as_array().unwrap();
+    assert_eq!(used.len(), 3, "{plan}");
+    let output = bench.apply(9000, &["--dry-run", "--gpus", "0,1"]).output().unwrap();
+    let text = output_text(&output);
+    assert!(output.status.code() == Some(2) && text.contains("such as 0-1"), "{text}");
+    let output = bench.apply(9000, &["--dry-run", "--plan-gpus", "2"]).output().unwrap();
+    assert!(output.status.success(), "{}", output_text(&output));
+}
+
 /// The services of `PLAN` in other slices, with other batches and processes.
 const OTHER_PLAN: &str = r#"{
   "gpu_kind": "a100-80gb", "gpus": 1, "lower_bound": 1, "seconds": 0.0,

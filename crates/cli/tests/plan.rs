@@ -218,18 +218,31 @@ fn mixes_survive_a_gpu_and_are_verified_from_their_file_alone() {
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success() && text.contains("h100-80gb alone"), "{text}");
     let plain = parsed(&folder.json(&stock));
-    let spare = folder.json(&[&stock[..], &["--survive-machine", "1"]].concat());
+    let spare = folder.json(&[&stock[..], &["--survive", "gpu"]].concat());
     let plan = parsed(&spare);
     assert!(plan["total"].as_f64() > plain["total"].as_f64(), "{plan}");
     let (code, text) = folder.verify(&spare, &[]);
     assert!(code == 0 && text.contains("also without any one gpu"), "{text}");
     let (code, text) = folder.verify(&spare, &["--json"]);
-    assert!(code == 0 && parsed(&text)["machine_gpus"] == 1, "{text}");
+    assert!(code == 0 && parsed(&text)["survives"] == "gpu", "{text}");
     // The plan without spare capacity does not become one by saying so.
     let mut false_claim = plain;
-    false_claim["machine_gpus"] = 1.into();
+    false_claim["survives"] = "gpu".into();
     let (code, text) = folder.verify(&false_claim.to_string(), &["--json"]);
-    assert!(code == 1 && text.contains("without machine 0"), "{text}");
+    assert!(code == 1 && text.contains("without gpu 0"), "{text}");
+    // Racks of two machines, and a group that shares none.
+    let racks = ["--survive", "rack", "--machine-gpus", "2", "--rack-gpus", "4"];
+    let group = |text: &str| text.replace("slo_ms", "apart = 'g'\napart_by = 'rack'\nslo_ms");
+    folder.write("services.toml", &group(SERVICES));
+    let plan = folder.json(&[&stock[..], &racks].concat());
+    let (code, text) = folder.verify(&plan, &[]);
+    assert!(code == 0 && text.contains("also without any one rack of 4 gpus"), "{text}");
+    let (code, message) = folder.refused("services.toml", &stock);
+    assert!(code == 2 && message.contains("apart by rack, and --rack-gpus"), "{message}");
+    folder.write("services.toml", SERVICES);
+    let (code, message) =
+        folder.refused("services.toml", &[&stock[..], &["--survive", "machine"]].concat());
+    assert!(code == 2 && message.contains("--machine-gpus"), "{message}");
     folder.write("stock.toml", &STOCK.replace("price = 0.4", "price = -1"));
     let (code, message) = folder.refused("services.toml", &stock);
     assert!(code == 2 && message.contains("stock.toml: line 10: price -1"), "{message}");

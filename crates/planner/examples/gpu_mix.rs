@@ -1,10 +1,11 @@
 //! Plans many services onto three kinds of GPUs with prices and compares with each kind alone:
-//! `gpu_mix PROFILES.csv [SERVICES] [MACHINE_GPUS]`. The profiles are those of an A100; H100 and
-//! A30 get the same points at another speed, so the figures show the method, not the GPUs.
+//! `gpu_mix PROFILES.csv [SERVICES] [MACHINE_GPUS] [PLAN.json]`. The profiles are those of an A100;
+//! H100 and A30 get the same points at another speed, so the figures show the method, not the GPUs.
 
 use base::{Clock, MonotonicClock, Random};
 use planner::gpu_mix::{
-    GpuOffer, MixKind, MixObjective, MixProblem, ServeFirst, Spare, check_mix, plan_mix,
+    FailureDomain, GpuOffer, Layout, MixKind, MixObjective, MixProblem, ServeFirst, check_mix,
+    plan_mix,
 };
 use planner::verify::mix::MixFile;
 use planner::{
@@ -42,7 +43,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         objective: MixObjective::Cost,
         gpus_max: None,
         serve_first: ServeFirst::Priority,
-        spare: if machine_gpus == 0 { Spare::None } else { Spare::Machine(machine_gpus) },
+        layout: Layout { machine_gpus: Some(machine_gpus.max(1)), rack_gpus: None },
+        survive: (machine_gpus > 0).then_some(FailureDomain::Machine),
     };
     println!(
         "{count} services, {}",
@@ -104,9 +106,10 @@ fn report(name: &str, problem: &MixProblem) -> Result<MixFile, Box<dyn std::erro
     let begin = clock.now();
     let verified = file.verify().map_err(|wrong| wrong.join("; "))?;
     println!(
-        "{name:<12} {:>9.2} an hour, bound without spare {:>9.2}, {}; planned in {planned_s:.2} s, \
-         verified in {:.2} s",
+        "{name:<12} {:>9.2} an hour, bound {:>9.2}, without spare {:>9.2}, {}; planned in \
+         {planned_s:.2} s, verified in {:.2} s",
         verified.total,
+        problem.bound_with_spare(&solution),
         verified.bound,
         gpus.join(" + "),
         (clock.now().0 - begin.0) as f64 / 1e9,

@@ -3,6 +3,7 @@
 //! [`changes`] makes the list; [`check_changes`] replays a list independently and reports
 //! violations. The executor undoes the list from the end if a change fails.
 
+pub mod part;
 pub mod transition;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -99,7 +100,10 @@ pub enum Change {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ApplyError {
     /// More GPUs in the plan than were named.
-    #[error("the plan has {needed} gpus and {given} were named")]
+    #[error(
+        "the plan has {needed} gpus and {given} were named; name more with --gpus, or with \
+         --plan-gpus those of the plan that are for this machine"
+    )]
     TooFewGpus {
         /// GPUs in use.
         needed: usize,
@@ -117,6 +121,25 @@ pub enum ApplyError {
     NamedTwice {
         /// Its number.
         gpu: u32,
+    },
+    /// A GPU that the plan does not use.
+    #[error("the plan does not use gpu {gpu} of {kind}; it uses {used}")]
+    NoSuchGpu {
+        /// Its number.
+        gpu: usize,
+        /// Its kind.
+        kind: String,
+        /// GPUs with slices.
+        used: String,
+    },
+    /// GPUs that the plan has in several failure domains.
+    #[error(
+        "the plan is for machines that fail one by one, and these gpus are of several; name those \
+         of one with --plan-gpus, such as {machine}"
+    )]
+    SeveralMachines {
+        /// GPUs of the first one.
+        machine: String,
     },
     /// No way from the plan in effect.
     #[error("the plan in effect cannot be replaced: {what}")]

@@ -48,6 +48,12 @@ pub enum PlanError {
         /// The service.
         service: String,
     },
+    /// Machines or racks that are not known or not possible.
+    #[error("{what}")]
+    BadLayout {
+        /// What is wrong.
+        what: String,
+    },
     /// Not even one service fits the GPUs.
     #[error("the gpus do not suffice for a single service")]
     NoStock,

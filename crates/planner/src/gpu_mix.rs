@@ -5,6 +5,8 @@
 //! poorly used GPUs are tried elsewhere. The cheapest costs of all services together are a lower
 //! bound on the cost of any plan that runs each service on one kind.
 
+mod apart;
+mod layout;
 mod spare;
 mod stock;
 
@@ -16,12 +18,13 @@ use crate::certified;
 use crate::error::PlanError;
 use crate::gpu::{GpuKind, KINDS_MAX};
 use crate::plan::Plan;
-use crate::problem::{PlanRules, Problem, Service};
+use crate::problem::{PlanRules, Problem, Service, Sharing};
 use crate::profile::Profiles;
 use crate::search_control::SearchControl;
 use crate::service_file::ServiceTerms;
 
-pub use self::spare::{Spare, check_spare};
+pub use self::layout::{FailureDomain, Layout};
+pub use self::spare::check_spare;
 pub use self::stock::{GpuOffer, offers_from_toml};
 
 /// What a plan keeps small.
@@ -73,8 +76,10 @@ pub struct MixProblem {
     pub gpus_max: Option<usize>,
     /// Which services are served when not all can be.
     pub serve_first: ServeFirst,
-    /// What may fail without a missed SLO.
-    pub spare: Spare,
+    /// Where GPUs are.
+    pub layout: Layout,
+    /// What may fail without a missed SLO: any one of these.
+    pub survive: Option<FailureDomain>,
 }
 
 /// The plan of one kind.
@@ -174,11 +179,20 @@ fn cheaper(one: Option<Assignment>, other: Option<Assignment>) -> Option<Assignm
     }
 }
 
+/// GPUs with slices.
+fn used_gpus(plan: &Plan) -> usize {
+    plan.gpus.iter().filter(|gpu| !gpu.slices.is_empty()).count()
+}
+
 struct Mixer<'a> {
     problem: &'a MixProblem,
     /// GPUs that a service takes at least, by service and kind; `None` where it cannot run.
     needs: Vec<Vec<Option<f64>>>,
+    /// The same with spare capacity, as far as that is known.
+    spare_needs: Vec<Vec<Option<f64>>>,
     prices: Vec<[f64; KINDS_MAX]>,
+    /// What each service is worth, with the domain of its group.
+    terms: Vec<ServiceTerms>,
 }
 
 impl<'a> Mixer<'a> {
@@ -189,7 +203,9 @@ impl<'a> Mixer<'a> {
         if problem.services.is_empty() || problem.kinds.is_empty() {
             return Err(PlanError::NoServices);
         }
+        let terms = problem.checked_terms()?;
         let mut needs = vec![vec![None; problem.kinds.len()]; problem.services.len()];
+        let mut spare_needs = needs.clone();
         let mut prices = vec![[0.0; KINDS_MAX]; problem.kinds.len()];
         let mut first_error = vec![None; problem.services.len()];
         for (index, kind) in problem.kinds.iter().enumerate() {
@@ -214,7 +230,13 @@ impl<'a> Mixer<'a> {
             }
             prices[index] = certified::bound(&problem.of_kind(index, &able), control)?.prices;
             for service in able {
-                needs[service][index] = Some(problem.need(index, service, &prices[index]));
+                let one = problem.alone(index, service);
+                let need = certified::bound_at(&one, &prices[index]);
+                needs[service][index] = Some(need);
+                spare_needs[service][index] = Some(match problem.plans_together() {
+                    true => spare::need(&one, &prices[index]).max(need),
+                    false => need,
+                });
             }
         }
         for (service, needs) in needs.iter().enumerate() {
@@ -224,7 +246,7 @@ impl<'a> Mixer<'a> {
                 return Err(first_error[service].take().unwrap_or(nowhere));
             }
         }
-        Ok(Mixer { problem, needs, prices })
+        Ok(Mixer { problem, needs, spare_needs, prices, terms })
     }
 
     /// Services in the order in which they are served when not all can be.
@@ -303,7 +325,7 @@ impl<'a> Mixer<'a> {
         let mut order: Vec<(f64, usize)> = Vec::with_capacity(services.len());
         for &service in services {
             let mut costs: Vec<f64> = (0..count)
-                .filter_map(|k| Some(self.needs[service][k]? * self.problem.weight(k, 0.0)))
+                .filter_map(|k| Some(self.spare_needs[service][k]? * self.problem.weight(k, 0.0)))
                 .collect();
             costs.sort_by(f64::total_cmp);
             let regret = costs.get(1).map_or(f64::INFINITY, |second| second - costs[0]);
@@ -313,14 +335,15 @@ impl<'a> Mixer<'a> {
         let mut chosen = Vec::with_capacity(services.len());
         for (_, service) in order {
             let fits = |kind: &usize| {
-                self.needs[service][*kind].is_some_and(|need| used[*kind] + need <= stock[*kind])
+                self.spare_needs[service][*kind]
+                    .is_some_and(|need| used[*kind] + need <= stock[*kind])
             };
             let cost = |kind: usize| {
-                let need = self.needs[service][kind].unwrap_or(f64::INFINITY);
+                let need = self.spare_needs[service][kind].unwrap_or(f64::INFINITY);
                 need * self.problem.weight(kind, used[kind])
             };
             let kind = (0..count).filter(fits).min_by(|&a, &b| cost(a).total_cmp(&cost(b)))?;
-            used[kind] += self.needs[service][kind].unwrap_or(0.0);
+            used[kind] += self.spare_needs[service][kind].unwrap_or(0.0);
             chosen.push((service, kind));
         }
         Some(chosen)
@@ -364,11 +387,23 @@ impl<'a> Mixer<'a> {
         if services.is_empty() {
             return Ok(KindPlan { services, problem, plan: Plan::default(), gpus: 0 });
         }
+        let layout = self.problem.layout;
+        let terms: Vec<&ServiceTerms> = services.iter().map(|&s| &self.terms[s]).collect();
         let mut plan = certified::plan(&problem, control)?.plan;
-        let terms: Vec<&ServiceTerms> = services.iter().map(|&s| &self.problem.terms[s]).collect();
-        spare::keep_apart(&problem, &terms, &mut plan)?;
-        spare::add(&problem, &terms, self.problem.spare, &mut plan, control)?;
-        let gpus = plan.gpus.iter().filter(|gpu| !gpu.slices.is_empty()).count();
+        apart::keep_apart(&problem, &terms, &mut plan)?;
+        apart::arrange(&terms, layout, &mut plan);
+        if let Some(domain_gpus) = self.problem.domain_gpus() {
+            spare::add(&problem, &terms, layout, domain_gpus, &mut plan, control)?;
+            if self.problem.plans_together() {
+                let (prices, places) = (&self.prices[kind], (layout, domain_gpus));
+                let mut other = spare::plan_together(&problem, prices, &terms, places, control)?;
+                spare::add(&problem, &terms, layout, domain_gpus, &mut other, control)?;
+                if used_gpus(&other) < used_gpus(&plan) {
+                    plan = other;
+                }
+            }
+        }
+        let gpus = used_gpus(&plan);
         Ok(KindPlan { services, problem, plan, gpus })
     }
 
@@ -432,13 +467,59 @@ impl MixProblem {
         }
     }
 
-    /// GPUs of a kind that a service takes at least, at prices that prove it.
-    fn need(&self, kind: usize, service: usize, prices: &[f64; KINDS_MAX]) -> f64 {
+    /// The problem of one service on one kind.
+    fn alone(&self, kind: usize, service: usize) -> Problem {
         let MixKind { gpu, profiles, .. } = &self.kinds[kind];
         let service = self.services[service].clone();
         let profiles = profiles.of_model(&service.model);
-        let problem = Problem { gpu, services: vec![service], profiles, rules: self.rules.clone() };
-        certified::bound_at(&problem, prices)
+        Problem { gpu, services: vec![service], profiles, rules: self.rules.clone() }
+    }
+
+    /// The terms with the domain of each group, if the layout says how large these are.
+    fn checked_terms(&self) -> Result<Vec<ServiceTerms>, PlanError> {
+        self.layout.check()?;
+        if let Some(domain) = self.survive {
+            self.layout.require(domain, "spare capacity is")?;
+        }
+        let terms = apart::widened(&self.terms);
+        for (service, terms) in self.services.iter().zip(&terms) {
+            if !terms.apart.is_empty() {
+                self.layout.require(terms.apart_by, &format!("'{}' is apart", service.name))?;
+            }
+        }
+        Ok(terms)
+    }
+
+    /// GPUs that may fail together.
+    pub fn domain_gpus(&self) -> Option<usize> {
+        self.layout.gpus(self.survive?)
+    }
+
+    /// Whether spare slices are planned together with the others.
+    fn plans_together(&self) -> bool {
+        self.survive.is_some() && self.rules.sharing == Sharing::None
+    }
+
+    /// Lower bound on the total of the services that a solution serves, with spare capacity. It
+    /// is that without where slices are shared.
+    pub fn bound_with_spare(&self, solution: &MixSolution) -> f64 {
+        if !self.plans_together() {
+            return solution.bound;
+        }
+        let served = solution.kinds.iter().flat_map(|kind| kind.services.iter().copied());
+        let cheapest = |service: usize| {
+            let of = |kind: usize| {
+                let one = self.alone(kind, service);
+                let named = |gpu: &String| gpu.eq_ignore_ascii_case(one.gpu.name);
+                let allowed = &self.terms[service].gpus;
+                let able =
+                    one.faults().is_empty() && (allowed.is_empty() || allowed.iter().any(named));
+                let cost = || spare::need(&one, &solution.prices[kind]) * self.weight(kind, 0.0);
+                able.then(cost)
+            };
+            (0..self.kinds.len()).filter_map(of).fold(f64::INFINITY, f64::min)
+        };
+        served.map(cheapest).sum::<f64>().max(solution.bound)
     }
 
     /// What one GPU of an offer counts in the objective.
@@ -497,6 +578,7 @@ pub fn check_mix(problem: &MixProblem, solution: &MixSolution) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut seen = vec![0usize; problem.services.len()];
     let mut total = 0.0;
+    let terms = apart::widened(&problem.terms);
     for (index, kind) in solution.kinds.iter().enumerate() {
         let name = problem.kinds[index].gpu.name;
         let violations = crate::check(&kind.problem, &kind.plan);
@@ -511,18 +593,19 @@ pub fn check_mix(problem: &MixProblem, solution: &MixSolution) -> Vec<String> {
                 wrong.push(format!("'{}' may not run on {name}", problem.services[service].name));
             }
         }
-        let used = kind.plan.gpus.iter().filter(|gpu| !gpu.slices.is_empty()).count();
+        let used = used_gpus(&kind.plan);
         match problem.total(index, used) {
             Some(price) => total += price,
             None => wrong.push(format!("{name}: {used} gpus are more than there are")),
         }
-        wrong.extend(check_spare(&kind.problem, problem.spare, &kind.plan));
-        let terms: Vec<&ServiceTerms> = kind.services.iter().map(|&s| &problem.terms[s]).collect();
-        wrong.extend(
-            spare::together(&terms, &kind.plan).map(|(gpu, group)| {
-                format!("{name}: gpu {gpu} has two services of group '{group}'")
-            }),
-        );
+        if let Some(domain_gpus) = problem.domain_gpus() {
+            wrong.extend(check_spare(&kind.problem, domain_gpus, &kind.plan));
+        }
+        let terms: Vec<&ServiceTerms> = kind.services.iter().map(|&s| &terms[s]).collect();
+        for (domain, number, group) in apart::together(&terms, problem.layout, &kind.plan) {
+            let domain = domain.name();
+            wrong.push(format!("{name}: {domain} {number} has two services of group '{group}'"));
+        }
     }
     solution.unserved.iter().for_each(|&service| seen[service] += 1);
     for (service, count) in problem.services.iter().zip(seen) {

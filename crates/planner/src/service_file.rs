@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use toml::Spanned;
 
 use crate::error::PlanError;
+use crate::gpu_mix::FailureDomain;
 use crate::problem::Service;
 use crate::toml_file::{in_range, name, read, wrong};
 
@@ -29,6 +30,9 @@ pub struct ServiceTerms {
     pub gpus: Vec<String>,
     /// No two services of this group share a GPU; empty for no group.
     pub apart: String,
+    /// What they do not share: a GPU, a machine or a rack. The widest of a group counts.
+    #[serde(default)]
+    pub apart_by: FailureDomain,
 }
 
 impl Default for ServiceTerms {
@@ -38,6 +42,7 @@ impl Default for ServiceTerms {
             revenue: 0.0,
             gpus: Vec::new(),
             apart: String::new(),
+            apart_by: FailureDomain::Gpu,
         }
     }
 }
@@ -74,12 +79,13 @@ struct ServiceEntry {
     #[serde(default)]
     gpus: Vec<Spanned<String>>,
     apart: Option<Spanned<String>>,
+    apart_by: Option<Spanned<String>>,
 }
 
 impl ServiceList {
     /// Reads `[[service]]` tables with `name`, `model`, `rate`, `slo_ms` and, where wanted,
-    /// `headroom`, `priority`, `revenue`, `gpus` and `apart`. Returns the services whose values are
-    /// in range, and for each of the others an error with its line.
+    /// `headroom`, `priority`, `revenue`, `gpus`, `apart` and `apart_by`. Returns the services
+    /// whose values are in range, and for each of the others an error with its line.
     pub fn from_toml(text: &str) -> Result<(ServiceList, Vec<PlanError>), PlanError> {
         let file: ServicesFile = read(text)?;
         let (mut list, mut faults) = (ServiceList::default(), Vec::new());
@@ -134,6 +140,16 @@ fn checked(
             Some(group) => name(text, &field("apart"), group)?,
             None => String::new(),
         },
+        apart_by: match &entry.apart_by {
+            None => FailureDomain::Gpu,
+            Some(value) if entry.apart.is_none() => {
+                return Err(wrong(text, value, field("apart_by needs apart, the group's name")));
+            }
+            Some(value) => value
+                .get_ref()
+                .parse()
+                .map_err(|what| wrong(text, value, format!("{} {what}", field("apart_by"))))?,
+        },
     };
     Ok((service, terms, ranged(&entry.headroom, "headroom", HEADROOMS)?))
 }
@@ -147,12 +163,14 @@ mod tests {
     #[test]
     fn optional_values_have_defaults() {
         let more = "[[service]]\nname = 'b'\nmodel = 'm'\nrate = 1.5\nslo_ms = 50\n\
-                    headroom = 0.25\npriority = 1\nrevenue = 2\ngpus = ['l4-24gb']\napart = 'x'\n";
+                    headroom = 0.25\npriority = 1\nrevenue = 2\ngpus = ['l4-24gb']\napart = 'x'\n\
+                    apart_by = 'rack'\n";
         let (list, faults) = ServiceList::from_toml(&format!("{GOOD}{more}")).unwrap();
         assert!(faults.is_empty());
         assert_eq!(list.terms[0], ServiceTerms::default());
         assert_eq!((list.terms[1].priority, list.terms[1].revenue), (1, 2.0));
         assert_eq!(list.terms[1].gpus, ["l4-24gb"]);
+        assert_eq!(list.terms[1].apart_by, FailureDomain::Rack);
         assert_eq!(list.own_headroom.get("b"), Some(&0.25));
     }
 
@@ -169,6 +187,8 @@ mod tests {
             (6, format!("{GOOD}priority = 0\n"), "priority 0"),
             (6, format!("{GOOD}revenue = inf\n"), "revenue inf"),
             (6, format!("{GOOD}gpus = ['']\n"), "gpus"),
+            (6, format!("{GOOD}apart_by = 'rack'\n"), "apart_by needs apart"),
+            (7, format!("{GOOD}apart = 'g'\napart_by = 'row'\n"), "apart_by 'row' is not gpu"),
         ] {
             // The other service of the file can still be planned.
             let text = format!("{bad}{}", GOOD.replace("'a'", "'other'"));

@@ -1,7 +1,9 @@
 //! Recorded traffic: rates of services over days, as windows that are planned one after another.
 //!
 //! A window's rate is the peak or a percentile of the samples in it. Samples of several days may be
-//! folded, so that a window is a time of day.
+//! folded, so that a window is a time of day. Samples come from a file or from Prometheus.
+
+pub mod prometheus;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +18,9 @@ use crate::search_control::SearchControl;
 /// Rate of a service without traffic in a window: it stays deployed.
 pub const RATE_MIN: f64 = 0.001;
 const RATE_MAX: f64 = 1e9;
-/// Most samples of a file, and most windows.
+/// Latest time in seconds since 1970.
+const TIME_S_MAX: f64 = 1e12;
+/// Most samples, and most windows.
 const SAMPLES_MAX: usize = 20_000_000;
 const WINDOWS_MAX: usize = 10_000;
 /// Seconds of a day.
@@ -188,9 +192,9 @@ fn cells(line: &str) -> Vec<&str> {
 }
 
 /// Seconds since 1970 of a number or of `2026-01-31T18:00:00`, in UTC.
-fn seconds_of(text: &str) -> Option<u64> {
+pub fn seconds_of(text: &str) -> Option<u64> {
     if let Ok(seconds) = text.parse::<f64>() {
-        return (0.0..=1e12).contains(&seconds).then_some(seconds as u64);
+        return (0.0..=TIME_S_MAX).contains(&seconds).then_some(seconds as u64);
     }
     let (date, time) = text.trim_end_matches('Z').split_once(['T', ' '])?;
     let numbers = |text: &str, separator: char| -> Option<Vec<u64>> {

@@ -3,7 +3,8 @@
 
 use base::{MonotonicClock, Random};
 use planner::gpu_mix::{
-    GpuOffer, MixKind, MixObjective, MixProblem, ServeFirst, Spare, check_mix, plan_mix,
+    FailureDomain, GpuOffer, Layout, MixKind, MixObjective, MixProblem, ServeFirst, check_mix,
+    plan_mix,
 };
 use planner::plan::ShareFile;
 use planner::verify::mix::MixFile;
@@ -40,7 +41,7 @@ fn kind(name: &str, speed: f64, offers: &[(f64, Option<usize>)]) -> MixKind {
     MixKind { gpu, profiles, offers: offers.iter().map(offer).collect() }
 }
 
-fn problem(seed: u64, sharing: Sharing, spare: Spare) -> MixProblem {
+fn problem(seed: u64, sharing: Sharing, survive: Option<FailureDomain>) -> MixProblem {
     let mut random = Random::new(seed);
     let service = |index: u64| Service {
         name: format!("s{index}"),
@@ -53,6 +54,12 @@ fn problem(seed: u64, sharing: Sharing, spare: Spare) -> MixProblem {
     terms[2].gpus = vec!["h100-80gb".to_string()];
     if sharing == Sharing::None {
         (terms[3].apart, terms[4].apart) = ("g".to_string(), "g".to_string());
+        for (index, domain) in [(6, FailureDomain::Machine), (8, FailureDomain::Rack)] {
+            for one in &mut terms[index..index + 2] {
+                one.apart = domain.name().to_string();
+            }
+            terms[index].apart_by = domain;
+        }
     }
     let kinds = vec![
         kind("a30-24gb", 0.9, &[(0.9, None)]),
@@ -69,7 +76,8 @@ fn problem(seed: u64, sharing: Sharing, spare: Spare) -> MixProblem {
         objective: MixObjective::Cost,
         gpus_max: None,
         serve_first: ServeFirst::Priority,
-        spare,
+        layout: Layout { machine_gpus: Some(3), rack_gpus: Some(6) },
+        survive,
     }
 }
 
@@ -86,13 +94,14 @@ fn file(problem: &MixProblem) -> MixFile {
 #[test]
 fn mixes_of_the_planner_are_verified_with_their_bound() {
     for sharing in [Sharing::None, Sharing::Time] {
-        for spare in [Spare::None, Spare::Machine(1), Spare::Machine(3)] {
+        let domains = [FailureDomain::Gpu, FailureDomain::Machine, FailureDomain::Rack];
+        for survive in domains.map(Some).into_iter().chain([None]) {
             for seed in 0..4 {
-                let problem = problem(seed, sharing, spare);
+                let problem = problem(seed, sharing, survive);
                 let file = file(&problem);
                 let verified = file.verify();
                 let verified =
-                    verified.unwrap_or_else(|wrong| panic!("{seed} {spare:?} {wrong:?}"));
+                    verified.unwrap_or_else(|wrong| panic!("{seed} {survive:?} {wrong:?}"));
                 assert!(verified.bound <= verified.total, "{verified:?}");
                 assert!(verified.bound >= file.bound, "{verified:?} {}", file.bound);
             }
@@ -103,7 +112,7 @@ fn mixes_of_the_planner_are_verified_with_their_bound() {
 /// A change, and what the message about it contains.
 type Change = (&'static str, fn(&mut MixFile), &'static str);
 
-const CHANGES: [Change; 15] = [
+const CHANGES: [Change; 17] = [
     ("more is asked for", |file| file.services.iter_mut().for_each(|s| s.rate *= 1.3), ""),
     ("a dearer gpu", |file| busiest(file).offers[0].price += 0.5, "counts"),
     ("fewer gpus", |file| busiest(file).gpus -= 1, "the file says"),
@@ -115,6 +124,8 @@ const CHANGES: [Change; 15] = [
     ("no spare gpu", without_last_gpu, ""),
     ("another kind", |file| file.terms[2].gpus = vec!["a30-24gb".to_string()], "may not run"),
     ("two of a group", together, "two services of group"),
+    ("two of a group in a rack", in_one_rack, "rack 0 has two services of group"),
+    ("a rack of unknown size", |file| file.rack_gpus = None, "how many gpus a rack has"),
     ("a service is not there", |file| first(file).name = "nobody".to_string(), "nobody"),
     ("a batch nobody measured", |file| first(file).batch = 3, "measured"),
     ("one is left out", |file| file.unserved.push("s1".to_string()), "'s1' is served by 1"),
@@ -144,10 +155,15 @@ fn together(file: &mut MixFile) {
     file.terms.iter_mut().for_each(|terms| terms.apart = "all".to_string());
 }
 
+fn in_one_rack(file: &mut MixFile) {
+    together(file);
+    file.terms.iter_mut().for_each(|terms| terms.apart_by = FailureDomain::Rack);
+}
+
 #[test]
 fn no_changed_mix_is_verified() {
     for seed in 0..3 {
-        let whole = file(&problem(seed, Sharing::None, Spare::Machine(1)));
+        let whole = file(&problem(seed, Sharing::None, Some(FailureDomain::Gpu)));
         for (name, change, message) in CHANGES {
             let mut file = whole.clone();
             change(&mut file);
@@ -161,7 +177,7 @@ fn no_changed_mix_is_verified() {
 fn a_kind_of_the_user_s_own_is_verified_from_the_file() {
     let table = "[[gpu]]\nname = 'l20-48gb'\nsms = 92\nmemory_gib = 44.0\n";
     let own = planner::gpu::file::from_toml(table).unwrap()[0];
-    let mut problem = problem(1, Sharing::None, Spare::None);
+    let mut problem = problem(1, Sharing::None, None);
     problem.terms.iter_mut().for_each(|terms| terms.gpus.clear());
     problem.kinds = vec![MixKind { gpu: own, ..kind("l4-24gb", 1.0, &[(1.0, None)]) }];
     let mut file = file(&problem);

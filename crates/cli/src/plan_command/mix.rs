@@ -5,8 +5,8 @@ use std::path::Path;
 use assembly::{Failure, read_file};
 use base::MonotonicClock;
 use planner::gpu_mix::{
-    MixKind, MixObjective, MixProblem, MixSolution, ServeFirst, Spare, check_mix, offers_from_toml,
-    plan_mix,
+    FailureDomain, Layout, MixKind, MixObjective, MixProblem, MixSolution, ServeFirst, check_mix,
+    offers_from_toml, plan_mix,
 };
 use planner::verify::mix::MixFile;
 use planner::{GpuKind, PlanError, SearchControl, render};
@@ -21,7 +21,10 @@ pub(super) fn run(args: &PlanArgs, path: &Path) -> Result<(), Failure> {
     let clock = MonotonicClock::new();
     let mut report = |_| true;
     let mut control = SearchControl::new(&clock, &mut report);
-    let solution = plan_mix(&problem, &mut control).map_err(Failure::failed)?;
+    let solution = plan_mix(&problem, &mut control).map_err(|error| match error {
+        PlanError::BadLayout { .. } => Failure::usage(error),
+        _ => Failure::failed(error),
+    })?;
     if let Some(wrong) = check_mix(&problem, &solution).first() {
         return Err(Failure::failed(format!("the checker rejects the plan: {wrong}")));
     }
@@ -64,7 +67,16 @@ fn problem(args: &PlanArgs, path: &Path) -> Result<MixProblem, Failure> {
             "revenue" => ServeFirst::Revenue,
             _ => ServeFirst::Priority,
         },
-        spare: args.survive_machine.map_or(Spare::None, |gpus| Spare::Machine(gpus as usize)),
+        layout: Layout {
+            machine_gpus: args.machine_gpus.map(|gpus| gpus as usize),
+            rack_gpus: args.rack_gpus.map(|gpus| gpus as usize),
+        },
+        survive: match args.survive.as_deref() {
+            Some("gpu") => Some(FailureDomain::Gpu),
+            Some("machine") => Some(FailureDomain::Machine),
+            Some("rack") => Some(FailureDomain::Rack),
+            _ => None,
+        },
     })
 }
 
@@ -105,10 +117,11 @@ fn print_text(
         }
     }
     println!(
-        "{:.2} {} with {} gpus, at least {:.2} without spare capacity, {:.3} s",
+        "{:.2} {} with {} gpus, at least {:.2} needed, {:.2} without spare capacity, {:.3} s",
         solution.total,
         unit(problem.objective),
         solution.gpus(),
+        problem.bound_with_spare(solution),
         solution.bound,
         solution.seconds
     );

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use assembly::{Failure, read_file};
-use planner::gpu_mix::MixObjective;
+use planner::gpu_mix::{FailureDomain, MixObjective};
 use planner::verify::mix::{MixFile, MixVerified};
 use planner::verify::{Claims, Verified, verify};
 use serde_json::{Value, json};
@@ -68,7 +68,7 @@ fn plan_report(verified: &Verified) -> (Value, String) {
 }
 
 fn mix_report(file: &MixFile, verified: &MixVerified) -> (Value, String) {
-    let MixVerified { gpus, total, bound, unserved, machine_gpus } = *verified;
+    let MixVerified { gpus, total, bound, unserved, survives } = *verified;
     let report = json!({
         "verified": true,
         "gpus": gpus,
@@ -76,12 +76,15 @@ fn mix_report(file: &MixFile, verified: &MixVerified) -> (Value, String) {
         "objective": file.objective,
         "bound": bound,
         "unserved": unserved,
-        "machine_gpus": machine_gpus,
+        "survives": survives.map(|(domain, _)| domain),
+        "domain_gpus": survives.map(|(_, gpus)| gpus),
     });
-    let failing = match machine_gpus {
+    let failing = match survives {
         None => String::new(),
-        Some(1) => ", also without any one gpu".to_string(),
-        Some(count) => format!(", also without any one machine of {count} gpus"),
+        Some((FailureDomain::Gpu, _)) => ", also without any one gpu".to_string(),
+        Some((domain, count)) => {
+            format!(", also without any one {} of {count} gpus", domain.name())
+        }
     };
     let left_out = if unserved == 0 { String::new() } else { format!(", {unserved} not served") };
     let unit = unit(file.objective);

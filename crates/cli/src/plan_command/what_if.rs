@@ -1,6 +1,4 @@
-//! `atoll plan --sweep` and `atoll plan --traffic`: plans for changed rates.
-
-use std::path::Path;
+//! `atoll plan --sweep`, `--traffic` and `--prometheus`: plans for changed rates.
 
 use assembly::{Failure, read_file, write_file};
 use base::MonotonicClock;
@@ -8,6 +6,8 @@ use planner::sweep::{Sweep, SweepRow, sweep};
 use planner::traffic::{DAY_S, Traffic, WindowPlan, WindowRate, plan_windows};
 use planner::{Problem, SearchControl, check};
 
+use super::inputs::needed;
+use super::{few, prometheus};
 use crate::args::PlanArgs;
 
 /// Plans at every value of a sweep, and prints a table; `--svg` draws it.
@@ -37,16 +37,37 @@ pub(super) fn run_sweep(args: &PlanArgs, problem: &Problem, spec: &Sweep) -> Res
     Ok(())
 }
 
+/// The recorded traffic, and where it is from.
+fn recorded(args: &PlanArgs) -> Result<(Traffic, String), Failure> {
+    if let Some(server) = &args.prometheus {
+        return Ok((prometheus::read(args, server)?, "the answer of --query".to_string()));
+    }
+    let path = needed(args.traffic.as_deref(), "--traffic")?;
+    let source = path.display().to_string();
+    let traffic = Traffic::from_csv(&read_file(path)?);
+    let traffic = traffic.map_err(|error| Failure::usage(format!("{source}: {error}")))?;
+    Ok((traffic, source))
+}
+
 /// Plans the windows of recorded traffic, one from the other, and prints a table.
-pub(super) fn run_traffic(args: &PlanArgs, problem: &Problem, path: &Path) -> Result<(), Failure> {
-    let at = |error: planner::PlanError| Failure::usage(format!("{}: {error}", path.display()));
-    let traffic = Traffic::from_csv(&read_file(path)?).map_err(at)?;
-    for name in traffic.unknown(problem) {
-        tracing::warn!("{}: service '{name}' is not planned", path.display());
+pub(super) fn run_traffic(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
+    let (traffic, source) = recorded(args)?;
+    let unknown = traffic.unknown(problem);
+    if unknown.len() == traffic.services.len() {
+        let names: Vec<&str> = problem.services.iter().map(|s| s.name.as_str()).collect();
+        return Err(Failure::usage(format!(
+            "{source} names {}, and none of these services is planned; there are {}",
+            few(&unknown),
+            few(&names)
+        )));
+    }
+    if !unknown.is_empty() {
+        tracing::warn!("{source} has services that are not planned: {}", few(&unknown));
     }
     let rate = args.percentile.map_or(WindowRate::Peak, WindowRate::Percentile);
     let fold = !args.unfolded;
-    let windows = traffic.windows(u64::from(args.window_s), fold, rate).map_err(at)?;
+    let windows = traffic.windows(u64::from(args.window_s), fold, rate);
+    let windows = windows.map_err(|error| Failure::usage(format!("{source}: {error}")))?;
     let clock = MonotonicClock::new();
     let mut report = |_| true;
     let mut control = SearchControl::new(&clock, &mut report);

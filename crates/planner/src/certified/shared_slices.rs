@@ -93,8 +93,8 @@ struct CandidatePart<'w> {
     at: usize,
     option: &'w TurnOption,
     worth: f64,
-    /// Share of the slice, time and memory by their prices.
-    takes: f64,
+    /// Its worth for the share of the slice that it takes, time and memory by their prices.
+    density: f64,
 }
 
 /// Search for the parts that fill a slice best.
@@ -433,11 +433,11 @@ impl<'a> SharedSliceBuilder<'a> {
                 .find(|option| option.requests >= needed && option.memory_mib <= memory);
             if let Some(option) = found {
                 let takes = of_ms * option.turn_ms + of_mib * option.memory_mib as f64;
-                candidates.push(CandidatePart { at, option, worth: part.worth, takes });
+                let (worth, density) = (part.worth, part.worth / takes);
+                candidates.push(CandidatePart { at, option, worth, density });
             }
         }
-        let density = |one: &CandidatePart<'_>| one.worth / one.takes;
-        candidates.sort_by(|a, b| density(b).total_cmp(&density(a)));
+        candidates.sort_unstable_by(|a, b| b.density.total_cmp(&a.density).then(a.at.cmp(&b.at)));
         candidates
     }
 
@@ -455,7 +455,10 @@ impl<'a> SharedSliceBuilder<'a> {
         }
         let mut best: Option<(Member<'w>, f64)> = None;
         for (at, part) in parts.iter().enumerate().skip(1) {
-            if members.iter().any(|member| parts[member.0].service == part.service) {
+            let most = part.worth - part.small - CUT_COST;
+            if most <= best.as_ref().map_or(0.0, |best| best.1)
+                || members.iter().any(|member| parts[member.0].service == part.service)
+            {
                 continue;
             }
             let available = time.min(self.demands[part.service].limit_ms - cycle);
@@ -516,7 +519,7 @@ impl CoLocationSearch<'_, '_> {
         let room = time * self.weights.0 + memory as f64 * self.weights.1;
         for at in from..self.candidates.len() {
             let one = &self.candidates[at];
-            if self.steps > STEPS_MAX || worth + room * one.worth / one.takes <= self.best_worth {
+            if self.steps > STEPS_MAX || worth + room * one.density <= self.best_worth {
                 return;
             }
             let service = parts[one.at].service;

@@ -40,7 +40,8 @@ fn mix(services: usize, kinds: Vec<MixKind>) -> MixProblem {
         objective: MixObjective::Cost,
         gpus_max: None,
         serve_first: ServeFirst::Priority,
-        spare: Spare::None,
+        layout: Layout::default(),
+        survive: None,
     }
 }
 
@@ -101,17 +102,52 @@ fn stock_and_limits_decide_who_is_served() {
 }
 
 #[test]
-fn any_gpu_or_machine_may_fail() {
+fn any_gpu_machine_or_rack_may_fail() {
     let kinds = || vec![kind("a100-80gb", 1.0, 1.0, None), kind("h200-141gb", 2.0, 2.5, None)];
-    let plain = solve(&mix(30, kinds())).unwrap();
-    for machine_gpus in [1, 4] {
-        let spare = Spare::Machine(machine_gpus);
-        let solution = solve(&MixProblem { spare, ..mix(30, kinds()) }).unwrap();
-        assert!(solution.total > plain.total);
+    let layout = Layout { machine_gpus: Some(2), rack_gpus: Some(4) };
+    let plain = solve(&mix(60, kinds())).unwrap();
+    for domain in [FailureDomain::Gpu, FailureDomain::Machine, FailureDomain::Rack] {
+        let problem = MixProblem { layout, survive: Some(domain), ..mix(60, kinds()) };
+        let solution = solve(&problem).unwrap();
+        let least = problem.bound_with_spare(&solution);
+        assert!(solution.total > plain.total && least > plain.bound);
+        assert!(solution.total >= least - 1e-9, "{} {least}", solution.total);
+        // Slices of a service are spread: a lost rack costs little more than a lost GPU.
+        assert!(solution.total < 1.25 * least, "{domain:?} {} {least}", solution.total);
         // The checker sees a plan without spare capacity.
-        let bare = MixProblem { spare, ..mix(30, kinds()) };
-        assert!(check_mix(&bare, &plain).iter().any(|what| what.contains("without machine")));
+        assert!(check_mix(&problem, &plain).iter().any(|what| what.contains("without domain")));
     }
+    let unknown = MixProblem { survive: Some(FailureDomain::Rack), ..mix(60, kinds()) };
+    let error = solve(&unknown).unwrap_err();
+    assert!(error.to_string().contains("--rack-gpus"), "{error}");
+    let layout = Layout { machine_gpus: Some(3), rack_gpus: Some(4) };
+    let error = solve(&MixProblem { layout, ..mix(60, kinds()) }).unwrap_err();
+    assert!(error.to_string().contains("whole machines"), "{error}");
+}
+
+#[test]
+fn groups_stay_apart_by_machine_and_by_rack() {
+    let layout = Layout { machine_gpus: Some(2), rack_gpus: Some(4) };
+    let mut problem = mix(60, vec![kind("a100-80gb", 1.0, 1.0, None)]);
+    problem.layout = layout;
+    let plain = solve(&problem).unwrap();
+    for (from, domain) in [(10, FailureDomain::Machine), (20, FailureDomain::Rack)] {
+        for terms in problem.terms.iter_mut().skip(from).take(4) {
+            terms.apart = domain.name().to_string();
+        }
+        // One of a group says it for all.
+        problem.terms[from + 1].apart_by = domain;
+    }
+    for survive in [None, Some(FailureDomain::Gpu), Some(FailureDomain::Rack)] {
+        problem.survive = survive;
+        let solution = solve(&problem).unwrap();
+        assert!(survive.is_some() || solution.gpus() <= plain.gpus() + 1, "{}", solution.gpus());
+    }
+    // The checker sees services of a group in one rack.
+    let wrong = check_mix(&MixProblem { survive: None, ..problem.clone() }, &plain).join(" ");
+    assert!(wrong.contains("has two services of group 'rack'"), "{wrong}");
+    (problem.survive, problem.layout.rack_gpus) = (None, None);
+    assert!(solve(&problem).unwrap_err().to_string().contains("is apart by rack"));
 }
 
 #[test]

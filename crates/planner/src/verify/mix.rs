@@ -9,17 +9,17 @@ use super::{
     CAPACITY_BITS, GPUS_MAX, PlanVerifier, PriceFile, RulesFile, SERVICES_MAX, costs, few,
     foreign_shares, gpu_of, prices_of, profiles_of, stretched,
 };
-use crate::gpu::KINDS_MAX;
-use crate::gpu_mix::{GpuOffer, MixObjective, MixProblem, MixSolution, Spare};
+use crate::error::PlanError;
+use crate::gpu::{GpuKind, KINDS_MAX};
+use crate::gpu_mix::{FailureDomain, GpuOffer, Layout, MixObjective, MixProblem, MixSolution};
 use crate::plan::{GpuFile, Plan};
 use crate::problem::{PlanRules, Problem, Service};
 use crate::profile::Profiles;
 use crate::service_file::ServiceTerms;
 
-/// Most kinds of a file, offers of a kind and GPUs of a machine.
+/// Most kinds of a file and offers of a kind.
 const FILE_KINDS_MAX: usize = 64;
 const OFFERS_MAX: usize = 1024;
-const MACHINE_GPUS_MAX: usize = 1024;
 /// How much a file claims less than the planner found: the verifier's rules are stretched.
 const BOUND_MARGIN: f64 = 1e-6;
 /// Largest price of a GPU.
@@ -42,9 +42,15 @@ pub struct MixFile {
     /// Most GPUs that were allowed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpus_max: Option<usize>,
-    /// GPUs of a machine, if any one machine may fail. Machines take the plan's GPUs in order.
+    /// GPUs of a machine, if that matters. Machines take the GPUs of a kind's plan in order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine_gpus: Option<usize>,
+    /// GPUs of a rack, if that matters. Racks take the GPUs of a kind's plan in order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rack_gpus: Option<usize>,
+    /// What may fail without a missed SLO: any one of these.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub survives: Option<FailureDomain>,
     /// Services that are not served.
     #[serde(default)]
     pub unserved: Vec<String>,
@@ -81,6 +87,13 @@ pub struct KindFile {
     pub profiles: Profiles,
 }
 
+impl KindFile {
+    /// The kind of its name: a known one, or that of the file's own table.
+    pub fn gpu(&self) -> Result<&'static GpuKind, PlanError> {
+        gpu_of(&self.gpu_kind, self.gpu_table.as_deref())
+    }
+}
+
 /// What was verified.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct MixVerified {
@@ -92,8 +105,8 @@ pub struct MixVerified {
     pub bound: f64,
     /// Services that are not served.
     pub unserved: usize,
-    /// GPUs of a machine, if any one machine may fail.
-    pub machine_gpus: Option<usize>,
+    /// What may fail, and how many GPUs it has.
+    pub survives: Option<(FailureDomain, usize)>,
 }
 
 impl MixFile {
@@ -119,10 +132,9 @@ impl MixFile {
             gpus: solution.gpus(),
             seconds: solution.seconds,
             gpus_max: problem.gpus_max,
-            machine_gpus: match problem.spare {
-                Spare::None => None,
-                Spare::Machine(gpus) => Some(gpus),
-            },
+            machine_gpus: problem.layout.machine_gpus,
+            rack_gpus: problem.layout.rack_gpus,
+            survives: problem.survive,
             unserved: (solution.unserved.iter())
                 .map(|&service| problem.services[service].name.clone())
                 .collect(),
@@ -158,8 +170,18 @@ impl MixFile {
             total: total.to_f64(),
             bound: bound.to_f64(),
             unserved: self.unserved.len(),
-            machine_gpus: self.machine_gpus,
+            survives: self.survives.zip(self.domain_gpus()),
         })
+    }
+
+    /// Where GPUs are.
+    pub fn layout(&self) -> Layout {
+        Layout { machine_gpus: self.machine_gpus, rack_gpus: self.rack_gpus }
+    }
+
+    /// GPUs that may fail together.
+    fn domain_gpus(&self) -> Option<usize> {
+        self.layout().gpus(self.survives?)
     }
 
     /// The rules, if the file is not larger than any plan.
@@ -176,8 +198,11 @@ impl MixFile {
         {
             return Err("too many kinds or offers".to_string());
         }
-        if self.machine_gpus.is_some_and(|gpus| !(1..=MACHINE_GPUS_MAX).contains(&gpus)) {
-            return Err(format!("machine_gpus is not from 1 to {MACHINE_GPUS_MAX}"));
+        self.layout().check().map_err(|error| error.to_string())?;
+        let apart = self.terms.iter().filter(|terms| !terms.apart.is_empty());
+        let named = apart.map(|terms| terms.apart_by).chain(self.survives);
+        if let Some(domain) = named.into_iter().find(|one| self.layout().gpus(*one).is_none()) {
+            return Err(format!("it does not say how many gpus a {} has", domain.name()));
         }
         let mut names = BTreeSet::new();
         if let Some(twice) = self.services.iter().find(|one| !names.insert(one.name.as_str())) {
@@ -274,8 +299,7 @@ struct KindFacts<'a> {
 
 impl<'a> KindFacts<'a> {
     fn new(file: &'a MixFile, kind: &'a KindFile, rules: &PlanRules) -> Result<Self, String> {
-        let gpu = gpu_of(&kind.gpu_kind, kind.gpu_table.as_deref());
-        let gpu = gpu.map_err(|error| error.to_string())?;
+        let gpu = kind.gpu().map_err(|error| error.to_string())?;
         let shares = kind.plan.iter().flat_map(|gpu| &gpu.slices).flat_map(|s| &s.services);
         let served: BTreeSet<&str> = shares.map(|share| share.name.as_str()).collect();
         let problem = |chosen: &dyn Fn(&Service) -> bool| Problem {
@@ -307,35 +331,54 @@ fn plan_faults(file: &MixFile, problem: &Problem, plan: &Plan) -> Vec<String> {
     let mut verifier = PlanVerifier::new(problem);
     verifier.verify(plan);
     let PlanVerifier { capacities, mut wrong, .. } = verifier;
-    let groups: BTreeMap<&str, &str> = (file.services.iter().zip(&file.terms))
-        .filter(|(_, terms)| !terms.apart.is_empty())
-        .map(|(service, terms)| (service.name.as_str(), terms.apart.as_str()))
-        .collect();
-    for (number, gpu) in plan.gpus.iter().enumerate() {
-        let mut owners: BTreeMap<&str, usize> = BTreeMap::new();
-        for share in gpu.slices.iter().flat_map(|slice| &slice.shares) {
-            let Some(group) = groups.get(problem.services[share.service].name.as_str()) else {
-                continue;
-            };
-            if *owners.entry(group).or_insert(share.service) != share.service {
-                wrong.push(format!("gpu {number} has two services of group '{group}'"));
-            }
-        }
-    }
-    let Some(machine_gpus) = file.machine_gpus else { return wrong };
+    wrong.extend(group_faults(file, problem, plan));
+    let (Some(domain), Some(domain_gpus)) = (file.survives, file.domain_gpus()) else {
+        return wrong;
+    };
     let mut all = vec![0u128; problem.services.len()];
-    let mut by_machine: BTreeMap<(usize, usize), u128> = BTreeMap::new();
+    let mut by_domain: BTreeMap<(usize, usize), u128> = BTreeMap::new();
     for (gpu, service, units) in capacities {
         all[service] = all[service].saturating_add(units);
-        let one = by_machine.entry((gpu / machine_gpus, service)).or_default();
+        let one = by_domain.entry((gpu / domain_gpus, service)).or_default();
         *one = one.saturating_add(units);
     }
-    for ((machine, service), units) in by_machine {
+    for ((number, service), units) in by_domain {
         let left = Ratio::of_units(all[service].saturating_sub(units), CAPACITY_BITS);
         let Service { name, rate, .. } = &problem.services[service];
         if stretched(&left) < Ratio::from_f64(*rate) {
-            let left = left.to_f64();
-            wrong.push(format!("without machine {machine} '{name}' has {left} of {rate}/s"));
+            let (left, domain) = (left.to_f64(), domain.name());
+            wrong.push(format!("without {domain} {number} '{name}' has {left} of {rate}/s"));
+        }
+    }
+    wrong
+}
+
+/// Services of a group on one GPU, in one machine or in one rack, as far as the widest domain that
+/// one of the group names.
+fn group_faults(file: &MixFile, problem: &Problem, plan: &Plan) -> Vec<String> {
+    let mut widest: BTreeMap<&str, FailureDomain> = BTreeMap::new();
+    let mut groups: BTreeMap<&str, &str> = BTreeMap::new();
+    for (service, terms) in file.services.iter().zip(&file.terms) {
+        if !terms.apart.is_empty() {
+            groups.insert(&service.name, &terms.apart);
+            let domain = widest.entry(&terms.apart).or_insert(terms.apart_by);
+            *domain = terms.apart_by.max(*domain);
+        }
+    }
+    let mut wrong = Vec::new();
+    let mut owners: BTreeMap<(&str, usize), usize> = BTreeMap::new();
+    for (gpu, slice) in
+        plan.gpus.iter().enumerate().flat_map(|(gpu, one)| one.slices.iter().map(move |s| (gpu, s)))
+    {
+        for share in &slice.shares {
+            let name = problem.services[share.service].name.as_str();
+            let Some(group) = groups.get(name) else { continue };
+            let domain = widest.get(group).copied().unwrap_or_default();
+            let number = gpu / file.layout().gpus(domain).unwrap_or(1);
+            if *owners.entry((group, number)).or_insert(share.service) != share.service {
+                let domain = domain.name();
+                wrong.push(format!("{domain} {number} has two services of group '{group}'"));
+            }
         }
     }
     wrong
