@@ -1,6 +1,6 @@
 //! A client of the server's REST interface: one connection, one request at a time.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
