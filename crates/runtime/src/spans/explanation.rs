@@ -300,6 +300,21 @@ fn preempted(request: &RequestSpan, runs: &[RunSpan], started: Nanos, spans: &[S
     spans.iter().filter_map(job).collect()
 }
 
+/// A time with three digits, as a person reads it.
+fn words(time: Nanos) -> String {
+    let (value, unit) = match time.0 {
+        0..1_000 => return format!("{} ns", time.0),
+        1_000..1_000_000 => (time.0 as f64 / 1e3, "us"),
+        1_000_000..1_000_000_000 => (time.0 as f64 / 1e6, "ms"),
+        _ => (time.0 as f64 / 1e9, "s"),
+    };
+    match value {
+        value if value < 10.0 => format!("{value:.2} {unit}"),
+        value if value < 100.0 => format!("{value:.1} {unit}"),
+        value => format!("{value:.0} {unit}"),
+    }
+}
+
 fn percent(part: Nanos, total: Nanos) -> u64 {
     (part.0 * 100 + total.0 / 2).checked_div(total.0).unwrap_or(0)
 }
@@ -317,11 +332,11 @@ fn sentence(
         return text;
     };
     let share = percent(largest.time, total);
-    text.push_str(&format!(", {} of it ({share} %) {}", largest.time, largest.text));
+    text.push_str(&format!(", {} of it ({share} %) {}", words(largest.time), largest.text));
     let rest: Vec<String> = parts
         .iter()
         .filter(|part| !std::ptr::eq(*part, largest))
-        .map(|part| format!("{} {}", part.time, part.text))
+        .map(|part| format!("{} {}", words(part.time), part.text))
         .collect();
     if let Some((last, first)) = rest.split_last() {
         text.push_str("; the rest: ");
@@ -337,9 +352,10 @@ fn sentence(
 }
 
 fn opening(request: &RequestSpan, total: Nanos) -> String {
+    let total = words(total);
     match request.end {
         End::Done if request.answered > request.deadline => {
-            let late = request.answered - request.deadline;
+            let late = words(request.answered - request.deadline);
             format!("It took {total}, {late} too long")
         }
         End::Done => format!("It took {total}"),
@@ -369,7 +385,8 @@ fn preemptions_text(runs: &[RunSpan], name: &dyn Fn(ModelKey) -> String) -> Stri
         true => String::new(),
         false => format!(" for {}", causers.join(" and ")),
     };
-    let longest = cut.iter().map(|run| run.ended - run.preempt_requested).max().unwrap_or_default();
+    let longest = cut.iter().map(|run| run.ended - run.preempt_requested).max();
+    let longest = words(longest.unwrap_or_default());
     let leaving = match cut.len() {
         1 => format!("it left the device after {longest}"),
         _ => format!("it left the device after {longest} at most"),

@@ -55,7 +55,8 @@ impl Writer {
         let name = quoted(name);
         let _ = write!(
             self.text,
-            "{comma}\n{{\"ph\":\"{phase}\",\"pid\":{process},\"tid\":{thread},\"name\":{name}{rest}}}"
+            "{comma}\n{{\"ph\":\"{phase}\",\"pid\":{process},\"tid\":{thread},\
+             \"name\":{name}{rest}}}"
         );
     }
 }

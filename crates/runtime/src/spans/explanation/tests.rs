@@ -73,8 +73,8 @@ fn a_request_on_an_idle_device_computes() {
     let explanation = explained(&real_time, &spans);
     assert_eq!(
         explanation.sentence,
-        "It took 900.0 us, 878.0 us of it (98 %) computing; the rest: 10.0 us staging its inputs, \
-         2000 ns waiting to be started and 10.0 us until its reply."
+        "It took 900 us, 878 us of it (98 %) computing; the rest: 10.0 us staging its inputs, \
+         2.00 us waiting to be started and 10.0 us until its reply."
     );
 }
 
@@ -92,8 +92,8 @@ fn a_real_time_request_names_what_it_waited_behind() {
     let explanation = explained(&waiting, &spans);
     assert_eq!(
         explanation.sentence,
-        "It took 5500.0 us, 4500.0 us of it (82 %) behind 2 real-time runs of 'resnet'; the rest: \
-         1000.0 us computing."
+        "It took 5.50 ms, 4.50 ms of it (82 %) behind 2 real-time runs of 'resnet'; the rest: \
+         1.00 ms computing."
     );
 }
 
@@ -125,7 +125,7 @@ fn a_preempted_request_says_for_whom_and_where_it_resumed() {
     let explanation = explained(&best_effort, &spans);
     assert_eq!(
         explanation.sentence,
-        "It took 9000.0 us, 8050.0 us of it (89 %) computing in 2 parts; the rest: 950.0 us behind \
+        "It took 9.00 ms, 8.05 ms of it (89 %) computing in 2 parts; the rest: 950 us behind \
          1 real-time run of 'resnet'. It was preempted once for 'resnet'; it left the device after \
          40.0 us, and resumed last at step 4 of 10."
     );
@@ -176,7 +176,7 @@ fn what_never_ran_says_what_it_waited_for() {
     let explanation = explained(&late, &[Span::Run(run(&other, 0, 2_000))]);
     assert_eq!(
         explanation.sentence,
-        "Its deadline passed after 1000.0 us, 990.0 us of it (99 %) behind 1 real-time run of \
+        "Its deadline passed after 1.00 ms, 990 us of it (99 %) behind 1 real-time run of \
          'resnet'; the rest: 10.0 us staging its inputs."
     );
     let mut refused = request(4, Class::BestEffort, [5, 5, 0, 5]);
