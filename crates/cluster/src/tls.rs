@@ -12,7 +12,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 /// Installs the cryptography provider for this process. A provider that is installed already stays.
-pub(crate) fn choose() {
+pub fn choose() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
