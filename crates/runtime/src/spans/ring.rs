@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_reader_loses_the_oldest_and_is_told_how_many() {
+    fn a_slow_reader_loses_the_oldest_and_learns_how_many() {
         let mut ring = SpanRing::new(4);
         let mut spans = Vec::new();
         (0..3).for_each(|at| ring.record(eviction(at)));
