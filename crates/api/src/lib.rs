@@ -11,6 +11,7 @@ pub mod fallible;
 pub mod grpc;
 pub mod infer;
 pub mod metadata;
+pub mod monitor;
 pub mod parameters;
 pub mod picture;
 pub mod proto;

@@ -2,17 +2,20 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use model::config::{Class, Preprocessing};
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::error::{ApiError, ApiResult, ErrorKind};
 use crate::infer::{InferRequest, InferResponse};
 use crate::metadata::{
     IndexEntry, ModelMetadata, ModelState, ModelStatistics, QueryMetadata, ServerMetadata,
 };
+use crate::monitor::Monitor;
 use crate::proto;
 use crate::trace::TraceContext;
 
@@ -148,7 +151,7 @@ pub trait InferenceService: Send + Sync + 'static {
     fn server_metadata(&self) -> ServerMetadata;
 
     /// The pinned host pool for request bodies, if there is one.
-    fn host_pool(&self) -> Option<std::sync::Arc<dyn model::HostPool>> {
+    fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
         None
     }
 
@@ -240,6 +243,22 @@ pub trait InferenceService: Send + Sync + 'static {
     /// Deletes a query.
     fn delete_query<'a>(&'a self, _query: &'a str) -> ServiceFuture<'a, ()> {
         no_queries()
+    }
+
+    /// Its figures and spans; `None` where nothing is recorded.
+    fn monitor(&self) -> Option<Arc<dyn Monitor>> {
+        None
+    }
+
+    /// Settings of `model`, and what its launch plan consists of.
+    fn model_details<'a>(&'a self, _model: ModelRef<'a>) -> ServiceFuture<'a, Value> {
+        let why = "only servers with devices have details of models: ask a backend";
+        Box::pin(std::future::ready(Err(ApiError::unsupported(why))))
+    }
+
+    /// Machines, routes and the current plan of a cluster; `null` where there is none.
+    fn cluster_status(&self) -> ServiceFuture<'_, Value> {
+        Box::pin(std::future::ready(Ok(Value::Null)))
     }
 
     /// Appends its metrics in the Prometheus text format.

@@ -9,8 +9,11 @@ use base::{Histogram, Nanos, Random};
 use device::DeviceCapabilities;
 use device::sim::{Gpu, GpuEvent, GpuSegment, ModelProfile, TaskId, reference_output};
 use model::config::Class;
+use runtime::ModelKey;
 use runtime::core::{Action, Core, End, Event, ModelId, RequestId, SimAction, SimEvent};
 use runtime::policy::{CoRun, Policy, PreemptionPoint, ResumePoint, Rules};
+use runtime::spans::core_recorder::CoreRecorder;
+use runtime::spans::trace_events::{self, DeviceTrace};
 use std::sync::Arc;
 
 use crate::arrival::ArrivalTimes;
@@ -21,6 +24,12 @@ use crate::scenario::{Scenario, ScenarioError};
 /// How long requests in flight may take after the clients have stopped.
 const DRAIN: Nanos = Nanos::from_millis(20_000);
 
+/// Maximum number of spans in a trace: viewers open no more.
+const MAX_SPANS: usize = 1_000_000;
+
+/// Requests of a trace that say why they took as long as they did.
+const MAX_EXPLAINED: usize = 20_000;
+
 /// What a simulation records besides its figures.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SimulationOptions {
@@ -30,6 +39,8 @@ pub struct SimulationOptions {
     pub trace: bool,
     /// Whether spans of work are recorded, for the timeline.
     pub spans: bool,
+    /// Whether requests and runs are recorded in the trace event format.
+    pub trace_events: bool,
     /// A bug that tests expect the checker to find.
     pub planted_bug: Option<PlantedBug>,
 }
@@ -107,6 +118,8 @@ pub struct SimulationOutcome {
     pub violations: Vec<String>,
     /// All events and actions, if they are recorded.
     pub trace: String,
+    /// Requests and runs in the trace event format, if they are recorded.
+    pub trace_events: String,
     /// Number of events that the core consumed.
     pub steps: u64,
 }
@@ -130,6 +143,7 @@ pub struct Simulation {
     rt_waiting: usize,
     preempt_started: Option<Nanos>,
     actions: Vec<Action>,
+    recorder: Option<CoreRecorder>,
     outcome: SimulationOutcome,
 }
 
@@ -153,6 +167,19 @@ impl Simulation {
         self.run_all();
         let (gpu, streams) = (self.gpu.clone(), self.rt_streams.clone());
         (self.into_outcome(), gpu, streams)
+    }
+
+    /// The recorded requests and runs as a trace.
+    fn write_trace_events(&mut self) {
+        let Some(recorder) = self.recorder.take() else { return };
+        let spans = recorder.into_spans();
+        let name = |model: ModelKey| {
+            let profile = self.models.get(model.slot() as usize);
+            profile.map_or(String::new(), |profile| profile.name.clone())
+        };
+        let device = format!("simulation of {}", self.gpu.profile().name);
+        let trace = DeviceTrace { name: &device, spans: &spans, model_name: &name, lost: 0 };
+        self.outcome.trace_events = trace_events::write(&[trace], MAX_EXPLAINED);
     }
 
     fn run_all(&mut self) {
@@ -179,6 +206,7 @@ impl Simulation {
                 checker.check_device(self.now, &self.gpu);
             }
         }
+        self.write_trace_events();
     }
 
     fn next_time(&self) -> Option<Nanos> {
@@ -297,6 +325,9 @@ impl Simulation {
 
     fn feed(&mut self, event: Event) {
         self.outcome.steps += 1;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.event(self.now, &event);
+        }
         let mut actions = std::mem::take(&mut self.actions);
         self.core.step(self.now, event, &mut actions);
         // Actions may feed the core again, so all of them are done before the next event.
@@ -310,6 +341,9 @@ impl Simulation {
     fn act(&mut self, action: Action) {
         self.note(format_args!("{action:?}"));
         let now = self.now;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.action(now, &action);
+        }
         match action {
             Action::Launch { queue, request, steps, tile } => {
                 self.launch(queue, request, steps, tile)

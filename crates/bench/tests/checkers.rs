@@ -12,8 +12,13 @@ fn run(seed: u64, policy: Option<&str>, options: SimulationOptions) -> Simulatio
     Simulation::with_profiles(&scenario, &set, options).unwrap().finish()
 }
 
-const CHECKED: SimulationOptions =
-    SimulationOptions { check: true, trace: false, spans: false, planted_bug: None };
+const CHECKED: SimulationOptions = SimulationOptions {
+    check: true,
+    trace: false,
+    spans: false,
+    trace_events: false,
+    planted_bug: None,
+};
 
 #[test]
 fn a_thousand_random_scenarios_have_no_violation() {
@@ -62,6 +67,25 @@ fn the_same_seed_gives_the_same_trace() {
         let (first, second) = (run(seed, None, options), run(seed, None, options));
         assert!(first.trace.len() > 1_000, "seed {seed}: {} bytes", first.trace.len());
         assert_eq!(first.trace, second.trace, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_trace_for_viewers_has_every_reply() {
+    let options = SimulationOptions { trace_events: true, ..CHECKED };
+    for seed in 0..10 {
+        let outcome = run(seed, None, options);
+        let trace: serde_json::Value = serde_json::from_str(&outcome.trace_events).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let done = |event: &&serde_json::Value| {
+            event["ph"] == "b"
+                && event["args"]["end"] == "done"
+                && event["args"]["request"].is_u64()
+        };
+        let replies = events.iter().filter(done).count() as u64;
+        assert!(replies >= outcome.rt_done + outcome.be_in_time, "seed {seed}: {replies}");
+        let open = |phase: &str| events.iter().filter(|event| event["ph"] == phase).count();
+        assert_eq!(open("b"), open("e"), "seed {seed}");
     }
 }
 

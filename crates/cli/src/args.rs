@@ -82,6 +82,8 @@ pub(crate) enum Command {
     Cluster(crate::cluster_args::ClusterArgs),
     /// Create, list and revoke tokens for the clients of a server
     Token(crate::token_command::TokenArgs),
+    /// Write what a running server did in the last seconds, for ui.perfetto.dev
+    Trace(crate::trace_command::TraceArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell

@@ -94,6 +94,7 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
     let seconds = args.seconds.unwrap_or(DEFAULT_SECONDS);
     if !args.json {
         println!("serving '{MODEL}' on {description}");
+        println!("  console http://{}/", address_text(server.http_addr));
         println!("  REST    http://{}/v2/models/{MODEL}", address_text(server.http_addr));
         println!("  gRPC    {grpc}");
         println!("  metrics http://{}/metrics", address_text(server.metrics_addr));

@@ -24,9 +24,11 @@ mod registry_command;
 mod run_command;
 mod security_args;
 mod serve_command;
+mod server_client;
 mod shutdown_signal;
 mod sim_command;
 mod token_command;
+mod trace_command;
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -108,6 +110,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Apply(args) => apply_command::run(&args),
         Command::Cluster(args) => cluster_command::run(&args.role),
         Command::Token(args) => token_command::run(&args),
+        Command::Trace(args) => trace_command::run(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())

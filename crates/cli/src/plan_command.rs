@@ -2,6 +2,7 @@
 
 mod inputs;
 mod mix;
+pub(crate) mod plan_service;
 mod prometheus;
 mod verification;
 mod what_if;

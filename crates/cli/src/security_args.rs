@@ -12,6 +12,8 @@ use server::{
     AccessOptions, ConnectionLimits, JwtOptions, ServerOptions, TlsIdentity, TlsOptions, tls,
 };
 
+use crate::plan_command::plan_service::plan_fn;
+
 /// Name of the file of tokens in a data folder.
 pub(crate) const TOKENS: &str = "tokens";
 
@@ -245,6 +247,7 @@ impl SecurityArgs {
             tls: self.tls(ports.host)?,
             insecure: self.insecure,
             max_execution: (limit > 0).then(|| Duration::from_secs(limit)),
+            planner: Some(plan_fn()),
             ..ServerOptions::default()
         })
     }

@@ -15,6 +15,7 @@ use clap::Args;
 #[command(after_help = "Examples:
   atoll sim scenarios/two_classes.toml
   atoll sim scenarios/two_classes.toml --policy reef --seed 7 --json
+  atoll sim scenarios/two_classes.toml --perfetto out.json     open it at ui.perfetto.dev
   atoll sim scenarios/faults.toml --timeline out.svg --from-ms 10 --to-ms 30
   atoll sim scenarios/cluster-100.toml       the scheduler of a cluster over 100 simulated GPUs
 
@@ -38,6 +39,10 @@ pub(crate) struct SimArgs {
     /// Write every event and action to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
+
+    /// Write requests and runs in the trace event format, for ui.perfetto.dev
+    #[arg(long, value_name = "FILE.json")]
+    pub(crate) perfetto: Option<PathBuf>,
 
     /// Draw a timeline of the device
     #[arg(long, value_name = "FILE.svg")]
@@ -67,6 +72,7 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
         check: true,
         trace: args.trace.is_some(),
         spans: args.timeline.is_some(),
+        trace_events: args.perfetto.is_some(),
         planted_bug: None,
     };
     let alone = SimulationOptions::default();
@@ -76,6 +82,9 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
     let report = SimulationReport::new(&scenario.name, &scenario.policy, &outcome, &alone);
     if let Some(path) = &args.trace {
         write_file(path, &outcome.trace)?;
+    }
+    if let Some(path) = &args.perfetto {
+        write_file(path, &outcome.trace_events)?;
     }
     if let Some(path) = &args.timeline {
         let at = |ms: f64| Nanos((ms * 1e6) as u64);
@@ -97,8 +106,9 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
 
 /// A cluster scenario: the real scheduler over simulated GPUs.
 fn run_cluster(args: &SimArgs) -> Result<(), Failure> {
-    if args.policy.is_some() || args.trace.is_some() || args.timeline.is_some() {
-        let message = "--policy, --trace and --timeline are of scenarios of one GPU";
+    let files = [&args.trace, &args.perfetto, &args.timeline];
+    if args.policy.is_some() || files.iter().any(|file| file.is_some()) {
+        let message = "--policy, --trace, --perfetto and --timeline are of scenarios of one GPU";
         return Err(Failure::usage(message));
     }
     let mut scenario = ClusterScenario::read(&args.scenario).map_err(Failure::usage)?;

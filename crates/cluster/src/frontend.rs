@@ -36,6 +36,7 @@ mod query_executor;
 mod raw_body;
 pub mod routing_table;
 mod service;
+mod status;
 
 use backend_link::BackendLinks;
 use routing_table::{ModelEntry, RouteTarget, RoutingTable};

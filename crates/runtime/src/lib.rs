@@ -5,7 +5,8 @@
 //! - [`order`] holds the execution orders of real time;
 //! - [`batching`] holds the batching policies;
 //! - [`node`] drives a core with a device and a clock;
-//! - [`device_group`] routes requests to the nodes of a server.
+//! - [`device_group`] routes requests to the nodes of a server;
+//! - [`spans`] records what became of requests, and explains it.
 //!
 //! The core takes events and returns actions. Here real time preempts best effort:
 //!
@@ -44,6 +45,7 @@ pub mod device_group;
 pub mod node;
 pub mod order;
 pub mod policy;
+pub mod spans;
 
 pub use device_group::{DeviceGroup, DeviceGroupOptions, PlacedProgram};
 pub use node::{

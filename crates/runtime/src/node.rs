@@ -13,6 +13,7 @@ use model::config::{Class, ModelConfig};
 use thiserror::Error;
 
 use crate::core::{Action, Core, CoreOptions, Event, ModelId, RequestId};
+use crate::spans::ring::SpanRing;
 
 mod announcement;
 mod batch_jobs;
@@ -24,6 +25,7 @@ mod preemptions;
 mod preparation;
 mod profiling;
 mod request;
+mod span_record;
 mod submission;
 mod weights;
 
@@ -46,6 +48,22 @@ pub use self::weights::{NodeMemory, SwapStats};
 pub struct ModelKey {
     slot: u32,
     generation: u64,
+}
+
+impl ModelKey {
+    pub(crate) const fn new(slot: u32, generation: u64) -> ModelKey {
+        ModelKey { slot, generation }
+    }
+
+    /// Its number among the models of the node; used again after it was removed.
+    pub fn slot(self) -> u32 {
+        self.slot
+    }
+
+    /// Its number among all models that the node ever had.
+    pub fn number(self) -> u64 {
+        self.generation
+    }
 }
 
 /// Observes events and actions of a node's core, to record or check them. Called with the node's
@@ -79,6 +97,8 @@ pub struct NodeOptions {
     pub max_rt_slowdown_percent: f64,
     /// Number of preemptions that are kept in the log.
     pub preemptions_kept: usize,
+    /// Number of spans that are kept.
+    pub spans_kept: usize,
     /// Memory for weights on devices that load and evict them; all of it when absent.
     pub memory: Option<Bytes>,
     /// Observer of the core.
@@ -97,6 +117,7 @@ impl Default for NodeOptions {
             preempt_real_time: false,
             max_rt_slowdown_percent: 1.0,
             preemptions_kept: 1_024,
+            spans_kept: 65_536,
             memory: None,
             observer: None,
         }
@@ -193,6 +214,7 @@ struct State {
     next_generation: u64,
     armed_timer: Option<Nanos>,
     record: PreemptionRecord,
+    spans: SpanRing,
     batches: Batches,
     draining: bool,
     drain_sent: bool,
@@ -204,8 +226,12 @@ struct State {
 
 /// A job of the core: a request, or a batch.
 struct Job {
+    /// Its number in the spans.
+    number: u64,
     model: ModelId,
     class: Class,
+    priority: u32,
+    deadline: Nanos,
     task: Option<Box<dyn Task>>,
     outputs: Option<Vec<Tensor>>,
     failure: Option<DeviceError>,
@@ -224,14 +250,27 @@ enum ReplyTarget {
 
 impl Job {
     fn new(
+        number: u64,
         model: ModelId,
-        class: Class,
+        (class, priority, deadline): (Class, u32, Nanos),
         task: Option<Box<dyn Task>>,
         reply_to: ReplyTarget,
         timing: Timing,
     ) -> Job {
-        let (outputs, failure) = (None, None);
-        Job { model, class, task, outputs, failure, reply_to, rows: 0, timing, launched: false }
+        Job {
+            number,
+            model,
+            class,
+            priority,
+            deadline,
+            task,
+            outputs: None,
+            failure: None,
+            reply_to,
+            rows: 0,
+            timing,
+            launched: false,
+        }
     }
 }
 
@@ -315,6 +354,7 @@ impl Node {
             next_generation: 0,
             armed_timer: None,
             record: PreemptionRecord::new(opened.len(), options.preemptions_kept),
+            spans: SpanRing::new(options.spans_kept),
             batches: Batches::default(),
             draining: false,
             drain_sent: false,
@@ -659,8 +699,12 @@ impl Shared {
                 // The core counts steps of the plan; the device may have fused or split them.
                 let steps = task.next_step()..task.step_count();
                 if let Some(slot) = state.record.queues.get_mut(queue) {
-                    *slot =
-                        Some(QueueJob { request, first_step: steps.start, preempt_request: None });
+                    *slot = Some(QueueJob {
+                        request,
+                        first_step: steps.start,
+                        began: now,
+                        preempt_request: None,
+                    });
                 }
                 let segment = Segment { token: request.slot() as u64, task, steps };
                 let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
@@ -695,7 +739,7 @@ impl Shared {
                 }
             }
             Action::Load { model, urgent } => self.start_load(state, now, model, urgent),
-            Action::Evict { model } => state.evict(model),
+            Action::Evict { model } => state.evict(now, model),
             Action::ResetDevice => {
                 let device = self.device.info().name.clone();
                 tracing::error!(device, "device does not respond; new requests are refused");

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use api::error::ApiResult;
+use api::monitor::Monitor;
 use api::picture;
 use api::{
     ApiError, Classification, ClassifyRequest, ErrorKind, IndexEntry, InferOptions, InferRequest,
@@ -18,6 +19,7 @@ use model::{HostMemory, Tensor};
 use runtime::batching::StaggeredBatch;
 use runtime::device_group::router::GroupModelId;
 use runtime::{BatchTime, DeviceGroup, Rejection, Reply, Request, RequestHandle};
+use serde_json::Value;
 use tokio::sync::{Semaphore, oneshot};
 
 pub mod classification;
@@ -26,7 +28,9 @@ mod exposition;
 pub mod image;
 mod limits;
 pub mod loader;
+mod model_details;
 pub mod model_table;
+mod monitor;
 pub mod prefix_batching;
 mod registration;
 pub mod served_model;
@@ -35,6 +39,7 @@ use crate::heavy_work::{LARGE_BYTES, heavy, in_background};
 use counters::PendingRequest;
 use loader::{LoadError, ModelLoader};
 use model_table::ModelTable;
+use monitor::NodeMonitor;
 use prefix_batching::PrefixBatching;
 use registration::SetOnDrop;
 use served_model::ServedModel;
@@ -619,6 +624,18 @@ impl InferenceService for LocalNode {
         _: RequestContext,
     ) -> ServiceFuture<'_, Classification> {
         Box::pin(self.inner.classify(request))
+    }
+
+    fn monitor(&self) -> Option<Arc<dyn Monitor>> {
+        Some(Arc::new(NodeMonitor(self.inner.clone())))
+    }
+
+    fn model_details<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, Value> {
+        let served = self.inner.models.find(model);
+        Box::pin(async move {
+            let (served, group) = (served?, self.inner.device_group.clone());
+            blocking_api(move || Ok(model_details::details(&served, &group))).await
+        })
     }
 
     fn write_metrics(&self, text: &mut String) {

@@ -15,6 +15,7 @@ use tower::Service;
 use crate::auth::Caller;
 use crate::auth::routes::{self, Need};
 use crate::connection::RequestBody;
+use crate::console;
 use crate::listener::Respond;
 use crate::server::AppState;
 use response::ResponseBody;
@@ -24,6 +25,8 @@ mod classify_api;
 mod health_api;
 mod infer_api;
 mod model_api;
+mod monitor_api;
+mod plan_api;
 mod query_api;
 mod registry_api;
 mod repository_api;
@@ -34,6 +37,7 @@ mod statistics_api;
 pub(crate) use body::compress;
 pub(crate) use body::{Coding, MAX_EXPANSION, decompress, reserve_received};
 pub(crate) use infer_api::span as infer_span;
+pub(crate) use monitor_api::Viewers;
 pub(crate) use repository_api::check_load_parameters;
 
 /// Handles requests: inferences directly, all others through the router.
@@ -109,6 +113,11 @@ pub(crate) fn management(app: &AppState) -> Router<Arc<AppState>> {
         .route("/v2/health/live", get(health_api::live))
         .route("/v2/health/ready", get(health_api::ready))
         .route("/v2/atoll/status", get(health_api::status))
+        .route("/v2/atoll/live", get(monitor_api::live))
+        .route("/v2/atoll/trace", get(monitor_api::trace))
+        .route("/v2/atoll/trace/devices/{device}/requests/{request}", get(monitor_api::explain))
+        .route("/v2/atoll/cluster", get(monitor_api::cluster))
+        .route("/v2/atoll/plan", post(plan_api::plan))
         .route("/v2/models/stats", get(statistics_api::all))
         .route("/v2/models/{model}", get(model_api::metadata))
         .route("/v2/models/{model}/ready", get(model_api::ready))
@@ -123,7 +132,7 @@ pub(crate) fn management(app: &AppState) -> Router<Arc<AppState>> {
         .route("/v2/repository/models/{model}/unload", post(repository_api::unload))
         .route("/register", post(classify_api::register).layer(models))
         .route("/v2/atoll/register", post(classify_api::register).layer(models))
-        .route("/v2/atoll/models/{model}", delete(registry_api::delete))
+        .route("/v2/atoll/models/{model}", get(model_api::details).delete(registry_api::delete))
         .route("/v2/atoll/models/{model}/versions/{version}", delete(registry_api::delete))
         .route("/v2/atoll/models/{model}/rollback", post(registry_api::roll_back))
         .route(
@@ -144,7 +153,7 @@ pub(crate) fn management(app: &AppState) -> Router<Arc<AppState>> {
 
 fn with_inference(router: Router<Arc<AppState>>, app: &AppState) -> Router<Arc<AppState>> {
     let images = DefaultBodyLimit::max(app.bodies.max_bytes);
-    router
+    console::with_console(router)
         .route("/v2/models/{model}/infer", post(infer_api::route))
         .route("/v2/models/{model}/versions/{version}/infer", post(infer_api::route))
         .route("/classify", post(classify_api::classify).layer(images))

@@ -7,6 +7,7 @@ use std::time::Duration;
 use api::error::ApiResult;
 use api::{ApiError, ErrorKind, InferenceService};
 use model::{HostMemory, Reservation};
+use serde_json::Value;
 use thiserror::Error;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -19,6 +20,7 @@ use crate::body_buffers::BodyBuffers;
 use crate::connection::{ConnectionLimits, ConnectionTable, DrainDeadline};
 use crate::listener::{Listener, Respond, Stop};
 use crate::request_tracker::RequestTracker;
+use crate::rest::Viewers;
 use crate::tls::{Tls, TlsOptions, TlsUse};
 use crate::{admin, descriptors, grpc, rest};
 
@@ -57,6 +59,18 @@ pub struct ServerOptions {
     pub insecure: bool,
     /// Maximum time of one execution, whatever its deadline.
     pub max_execution: Option<Duration>,
+    /// Plans GPUs, for the console.
+    pub planner: Option<PlanFn>,
+}
+
+/// Plans GPUs: takes and returns what `POST /v2/atoll/plan` does. It may take seconds.
+#[derive(Clone)]
+pub struct PlanFn(pub Arc<dyn Fn(Value) -> ApiResult<Value> + Send + Sync>);
+
+impl std::fmt::Debug for PlanFn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("PlanFn")
+    }
 }
 
 impl Default for ServerOptions {
@@ -74,6 +88,7 @@ impl Default for ServerOptions {
             tls: None,
             insecure: false,
             max_execution: Some(Duration::from_secs(300)),
+            planner: None,
         }
     }
 }
@@ -118,6 +133,8 @@ pub(crate) struct AppState {
     pub(crate) access: Arc<Access>,
     pub(crate) drain: DrainDeadline,
     pub(crate) tables: Vec<Arc<ConnectionTable>>,
+    pub(crate) viewers: Viewers,
+    pub(crate) planner: Option<PlanFn>,
     max_execution: Option<Duration>,
 }
 
@@ -253,6 +270,8 @@ impl BoundServer {
             access: self.access.clone(),
             drain: DrainDeadline::default(),
             tables: vec![http.clone(), grpc.clone(), admin.clone()],
+            viewers: Viewers::default(),
+            planner: self.options.planner.clone(),
             max_execution: self.options.max_execution,
         });
         let cache: Weak<BodyBuffers> = Arc::downgrade(&app.bodies.buffers);

@@ -10,8 +10,11 @@ use runtime::order::{ExecutionOrder, Fifo};
 use runtime::policy::padding::PaddingDevice;
 use runtime::policy::{NAMES, Policy, Streams, by_name};
 
+use runtime::spans::core_recorder::CoreRecorder;
+
 use super::{
-    BrokenRestore, ClientState, PlantedBug, Simulation, SimulationOptions, SimulationOutcome,
+    BrokenRestore, ClientState, MAX_SPANS, PlantedBug, Simulation, SimulationOptions,
+    SimulationOutcome,
 };
 use crate::arrival::ArrivalTimes;
 use crate::checker::{Checker, CheckerLimits};
@@ -88,6 +91,7 @@ impl Simulation {
             rt_waiting: 0,
             preempt_started: None,
             actions: Vec::new(),
+            recorder: options.trace_events.then(|| CoreRecorder::new(MAX_SPANS)),
             outcome: SimulationOutcome::default(),
         };
         simulation.add_models();

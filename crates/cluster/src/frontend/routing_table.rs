@@ -10,6 +10,7 @@ use base::Nanos;
 
 use super::backend_link::{BackendLink, BackendLinks};
 use super::meter::{Meter, QueryMeter, RateLimit};
+use super::status;
 use crate::balance::batch_progress::{BatchPlan, BatchProgress};
 use crate::query::spec::{Checked, QuerySpec};
 use crate::record::{ModelRecord, RouteRecord, ScalingRecord, SplitRecord};
@@ -125,6 +126,8 @@ pub struct RoutingTable {
     pub frontends: usize,
     /// The scaling record, where backends are scaled.
     pub scaling: Option<ScalingRecord>,
+    /// Backends, routes and the plan, for the console.
+    pub summary: serde_json::Value,
 }
 
 /// Share of a deadline that waiting may take before the planned rate is enforced.
@@ -195,6 +198,7 @@ impl RoutingTable {
             queries: snapshot.queries.iter().filter_map(query).collect(),
             frontends: snapshot.frontends.len().max(1),
             scaling: snapshot.scaling.clone(),
+            summary: status::summary(snapshot),
         }
     }
 

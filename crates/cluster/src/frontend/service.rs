@@ -16,6 +16,7 @@ use api::{
 use model::ModelConfig;
 
 use super::routing_table::{ModelEntry, RoutingTable};
+use super::status;
 use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
 use crate::candidate::CandidateError;
 use crate::record::{LoadReport, ModelLoad, ScalingRecord};
@@ -397,6 +398,10 @@ fn add(sum: &mut ModelStatistics, other: &ModelStatistics) {
 impl InferenceService for Frontend {
     fn server_metadata(&self) -> ServerMetadata {
         self.inner.settings.metadata.clone()
+    }
+
+    fn cluster_status(&self) -> ServiceFuture<'_, serde_json::Value> {
+        Box::pin(std::future::ready(Ok(status::status(&self.inner.table()))))
     }
 
     fn ready(&self) -> bool {

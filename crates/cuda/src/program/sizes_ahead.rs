@@ -17,12 +17,16 @@ use crate::program::batches::leading_symbol;
 use crate::program::lowering::{Sizes, lower};
 use crate::program::specialization::requests_of;
 
-/// Sizes of dimensions other than the batch, and of the batch.
-const SPREAD: [usize; 18] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512];
-const BATCHES: [usize; 9] = [1, 2, 3, 4, 6, 8, 12, 16, 32];
+/// Sizes of the batch.
+const BATCHES: [usize; 10] = [1, 2, 3, 4, 5, 6, 8, 12, 16, 32];
 
-/// Other dimensions for batches of more than one.
-const SPREAD_IN_BATCHES: [usize; 9] = [8, 16, 32, 64, 128, 192, 256, 384, 512];
+/// Sizes of other dimensions, and how much less than each of them is taken, too: kernels differ in
+/// how many neighbours they read at once, which depends on what divides a size.
+const OTHERS: [usize; 10] = [8, 16, 32, 64, 96, 128, 192, 256, 384, 512];
+const LESS: [usize; 4] = [0, 1, 2, 4];
+
+/// Other dimensions that are smaller.
+const SMALL: [usize; 5] = [1, 2, 3, 5, 9];
 
 /// Kernels compiled at once. Between two such groups the thread may end.
 const GROUP: usize = 8;
@@ -90,16 +94,14 @@ fn spread_sizes(plan: &LaunchPlan) -> Vec<Sizes> {
     let is_batch = |symbol: &&&String| batch == Some(symbol.as_str());
     let (rows, others) =
         (symbols.iter().any(|s| is_batch(&s)), symbols.iter().any(|s| !is_batch(&s)));
-    let mut pairs: Vec<(usize, usize)> = match (rows, others) {
-        (false, false) => Vec::new(),
-        (true, false) => BATCHES.iter().map(|batch| (*batch, 1)).collect(),
-        (_, true) => SPREAD.iter().map(|other| (1, *other)).collect(),
+    let batches = if rows { &BATCHES[..] } else { &BATCHES[..1] };
+    let spread = OTHERS.iter().flat_map(|size| LESS.iter().map(move |less| size - less));
+    let spread: Vec<usize> = match others {
+        true => SMALL.into_iter().chain(spread).collect(),
+        false => vec![1],
     };
-    if rows && others {
-        for batch in &BATCHES[1..] {
-            pairs.extend(SPREAD_IN_BATCHES.iter().map(|other| (*batch, *other)));
-        }
-    }
+    let pairs = batches.iter().flat_map(|batch| spread.iter().map(move |other| (*batch, *other)));
+    let pairs: Vec<(usize, usize)> = if symbols.is_empty() { vec![] } else { pairs.collect() };
     let sizes = |(batch, other): (usize, usize)| -> Sizes {
         let size = |symbol: &&String| if is_batch(&symbol) { batch } else { other };
         symbols.iter().map(|symbol| ((*symbol).clone(), size(symbol))).collect()
@@ -161,9 +163,11 @@ mod tests {
         assert_eq!(images.len(), BATCHES.len());
         assert!(images.iter().all(|sizes| sizes.len() == 1 && sizes[0].0 == "n"));
         let tokens = spread_sizes(&plan(&["1", "t"]));
-        assert_eq!(tokens.len(), SPREAD.len());
+        assert_eq!(tokens.len(), SMALL.len() + OTHERS.len() * LESS.len());
+        let odd = tokens.iter().filter(|sizes| sizes[0].1 % 2 == 1).count();
+        assert!(odd > OTHERS.len(), "{odd} odd sizes");
         let both = spread_sizes(&plan(&["n", "t"]));
-        assert_eq!(both.len(), SPREAD.len() + (BATCHES.len() - 1) * SPREAD_IN_BATCHES.len());
+        assert_eq!(both.len(), BATCHES.len() * tokens.len());
         assert!(both.iter().all(|sizes| sizes[0].0 == "n" && sizes[1].0 == "t"));
     }
 }

@@ -27,6 +27,8 @@ const MAX_PREPARATIONS: usize = 256;
 pub(super) struct BatchMember {
     staged: Option<Box<dyn StagedInputs>>,
     submission: Submission,
+    /// Its number in the spans.
+    number: u64,
 }
 
 pub(super) type ModelBatcher = Batcher<BatchMember>;
@@ -155,6 +157,7 @@ impl Shared {
     ) -> Admission {
         let Submission { model, class, priority, arrived, deadline, .. } = submission;
         let busy = state.core.pending() + state.batches.members >= self.max_requests;
+        let number = state.spans.next_number();
         let Some(entry) = state.model_mut(model) else {
             return Admission::Refused(submission, Rejection::NoSuchModel);
         };
@@ -166,7 +169,7 @@ impl Shared {
         let (program, preparer) = (&entry.program, self.preparer.get());
         let key = GroupKey { class, priority, sizes: sizes.clone() };
         let ready = || program.prepared_batches(&sizes);
-        let payload = BatchMember { staged: Some(staged), submission };
+        let payload = BatchMember { staged: Some(staged), submission, number };
         let rows = payload.staged.as_ref().map_or(1, |staged| staged.rows());
         match batcher.arrive(arrived, key, (rows, deadline), payload, ready) {
             Ok(id) => {
@@ -182,7 +185,7 @@ impl Shared {
                 state.batches.due.push(ModelId(model.slot));
                 Admission::Member(id)
             }
-            Err((Refusal::Alone, BatchMember { staged: Some(staged), submission })) => {
+            Err((Refusal::Alone, BatchMember { staged: Some(staged), submission, .. })) => {
                 Admission::Alone(submission, staged)
             }
             Err((_, BatchMember { submission, .. })) => {
@@ -231,8 +234,8 @@ impl Shared {
         };
         let id = ModelId(model.slot);
         state.batches.due.push(id);
-        let due =
-            state.reply_to_member(now, id, gone, Timing::default(), Err(Rejection::Cancelled));
+        let result = Err(Rejection::Cancelled);
+        let due = state.reply_to_member(now, id, gone, (0, Timing::default()), result);
         self.unsent.fetch_add(1, Ordering::SeqCst);
         let events = idle.into_iter().map(|request| Event::Cancel { request }).collect();
         self.run(state, events);
@@ -291,7 +294,7 @@ impl Shared {
                 now,
                 model,
                 member,
-                Timing::default(),
+                (0, Timing::default()),
                 Err(Rejection::DeadlineExceeded),
             ));
         }
@@ -317,7 +320,9 @@ impl Shared {
         }
         let Some(request) = job else { return };
         let timing = Timing { arrived: self.clock.now(), ..Timing::default() };
-        state.keep(request, Job::new(model, class, None, ReplyTarget::Members, timing));
+        let (number, class_of_job) = (state.spans.next_number(), (class, priority, deadline));
+        let job = Job::new(number, model, class_of_job, None, ReplyTarget::Members, timing);
+        state.keep(request, job);
         events.push_back(Event::Arrival { request, model, class, priority, deadline });
     }
 
@@ -372,7 +377,8 @@ impl Shared {
             let failure = self.failure(state, model, end, None);
             for member in refused {
                 let why = rejected(end, failure.clone(), capacity);
-                due.push(state.reply_to_member(now, model, member, Timing::default(), Err(why)));
+                let job = (0, Timing::default());
+                due.push(state.reply_to_member(now, model, member, job, Err(why)));
             }
             return;
         }
@@ -409,7 +415,7 @@ impl Shared {
                 if member.deadline <= now { Err(Rejection::DeadlineExceeded) } else { result };
             let leads = result.is_ok() && std::mem::take(&mut first);
             let timing = Timing { first: leads, rows: job.rows, ..job.timing };
-            due.push(state.reply_to_member(now, model, member, timing, result));
+            due.push(state.reply_to_member(now, model, member, (job.number, timing), result));
         }
     }
 }
@@ -421,11 +427,18 @@ impl State {
         now: Nanos,
         model: ModelId,
         member: Member<BatchMember>,
-        job: Timing,
+        (job, timing): (u64, Timing),
         result: ReplyResult,
     ) -> DueReply {
         self.batches.members -= 1;
-        let timing = Timing { arrived: member.arrived, finished: now, ..job };
+        let BatchMember { submission, number, .. } = &member.payload;
+        let timing = Timing {
+            arrived: member.arrived,
+            prepared: submission.staged,
+            finished: now,
+            ..timing
+        };
+        self.record_member(submission, (*number, job), &timing, &result);
         if let Some(entry) = &mut self.models[model.0 as usize] {
             entry.stats.count(&result, &timing);
         }

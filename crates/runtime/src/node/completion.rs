@@ -14,6 +14,7 @@ pub(super) struct SegmentEnd {
     pub(super) next_step: usize,
     pub(super) step_count: usize,
     pub(super) finished: bool,
+    pub(super) failed: bool,
     pub(super) busy: Nanos,
 }
 
@@ -27,6 +28,7 @@ impl Shared {
             next_step,
             step_count: task.step_count(),
             finished: outcome == Outcome::Done,
+            failed: matches!(outcome, Outcome::Failed(_)),
             busy,
         };
         let (event, task, outputs, failure) = match outcome {
@@ -65,6 +67,7 @@ impl Shared {
         job: Job,
         end: End,
     ) -> Option<DueReply> {
+        state.record_request(now, &job, end);
         let Job { model, outputs, failure, reply_to, mut timing, .. } = job;
         let ReplyTarget::Request(reply) = reply_to else { return None };
         timing.finished = now;

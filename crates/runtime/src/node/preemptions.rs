@@ -84,6 +84,7 @@ pub(super) struct PreemptRequest {
 pub(super) struct QueueJob {
     pub(super) request: RequestId,
     pub(super) first_step: usize,
+    pub(super) began: Nanos,
     pub(super) preempt_request: Option<PreemptRequest>,
 }
 
@@ -149,6 +150,7 @@ impl State {
         let Some(on_queue) = self.record.queues.get_mut(queue).and_then(Option::take) else {
             return false;
         };
+        self.record_run(now, queue, &on_queue, end);
         let model = self.job(on_queue.request).map(|job| job.model);
         let (Some(request), Some(model)) = (on_queue.preempt_request, model) else { return false };
         let Some(key) = self.key(model) else { return false };

@@ -134,11 +134,13 @@ impl Node {
     ) -> Option<Nanos> {
         let task = program.prepare(inputs).ok()?;
         let (sender, receiver) = sync_channel::<Reply>(1);
+        let arrived = self.clock().now();
         let submission = Submission {
             model,
             class: Class::BestEffort,
             priority: u32::MAX,
-            arrived: self.clock().now(),
+            arrived,
+            staged: arrived,
             deadline: Nanos::MAX,
             reply: Box::new(move |reply| {
                 // The receiver below waits for it.

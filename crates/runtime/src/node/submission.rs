@@ -23,6 +23,8 @@ pub(super) struct Submission {
     pub(super) class: Class,
     pub(super) priority: u32,
     pub(super) arrived: Nanos,
+    /// When its inputs were staged.
+    pub(super) staged: Nanos,
     pub(super) deadline: Nanos,
     pub(super) reply: ReplyFn,
 }
@@ -56,6 +58,7 @@ impl Node {
             class: class.unwrap_or(defaults.class),
             priority: priority.unwrap_or(defaults.priority),
             arrived,
+            staged: arrived,
             deadline: timeout.map_or(Nanos::MAX, |timeout| arrived + timeout),
             reply,
         };
@@ -125,6 +128,7 @@ impl Shared {
         sizes: Vec<(String, usize)>,
         staged: Box<dyn StagedInputs>,
     ) -> RequestHandle {
+        let submission = Submission { staged: self.clock.now(), ..submission };
         let model = submission.model;
         let mut state = self.lock();
         if let Some(event) = state.grown(model) {
@@ -195,7 +199,9 @@ impl Shared {
         let model = ModelId(key.slot);
         let Submission { class, priority, arrived, deadline, reply, .. } = submission;
         let timing = Timing { arrived, prepared, first: true, ..Timing::default() };
-        state.keep(id, Job::new(model, class, Some(task), ReplyTarget::Request(reply), timing));
+        let (number, reply_to) = (state.spans.next_number(), ReplyTarget::Request(reply));
+        let class_of_job = (class, priority, deadline);
+        state.keep(id, Job::new(number, model, class_of_job, Some(task), reply_to, timing));
         let arrival = Event::Arrival { request: id, model, class, priority, deadline };
         shared.run(state, [Some(arrival), withdrawn].into_iter().flatten().collect());
         RequestHandle { shared: self.own.clone(), location: RequestLocation::Core(id) }

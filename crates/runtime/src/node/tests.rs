@@ -6,6 +6,9 @@ use base::{MonotonicClock, Random};
 use model::LaunchPlan;
 
 use super::*;
+use crate::core::End;
+use crate::spans::explanation::explain;
+use crate::spans::{RequestSpan, RunEnd, Span};
 use device::{Completion, DeviceInfo, Outcome, PreemptionLevel, QueueOptions};
 
 /// Steps of a task; the plan has none, as if the device had its own steps.
@@ -522,6 +525,55 @@ fn preemptions_are_recorded() {
     assert_eq!((record.total, record.recent.len()), (3, 2));
     assert_eq!(record.recent[1].caused_by, None);
     assert_eq!(bench.node.preemption_stats(be).unwrap().counts.iter().sum::<u64>(), 2);
+}
+
+#[test]
+fn spans_show_who_was_preempted_for_whom() {
+    let bench = Bench::new(PreemptionLevel::InsideTile, 3);
+    let [rt, be] = bench.models.map(|(_, key)| key);
+    let _replies = [Class::BestEffort, Class::RealTime].map(|class| bench.submit(class));
+    bench.complete(1, 4);
+    bench.complete(0, STEPS);
+    bench.complete(1, STEPS);
+    let mut spans = Vec::new();
+    let read = bench.node.spans_since(0, 100, &mut spans);
+    assert_eq!((read.next, read.lost), (5, 0));
+    assert_eq!(bench.node.spans_end(), 5);
+    let runs: Vec<_> = spans
+        .iter()
+        .filter_map(|span| match span {
+            Span::Run(run) => Some((run.job, run.model, run.queue, run.end, run.preempted_for)),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(
+        runs,
+        [
+            (1, be, 1, RunEnd::Preempted, Some(rt)),
+            (2, rt, 0, RunEnd::Done, None),
+            (1, be, 1, RunEnd::Done, None)
+        ]
+    );
+    let requests: Vec<RequestSpan> = spans
+        .iter()
+        .filter_map(|span| match span {
+            Span::Request(request) => Some(*request),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(requests.iter().map(|span| span.job).collect::<Vec<_>>(), [2, 1]);
+    for span in &requests {
+        assert!(span.arrived <= span.staged && span.staged <= span.started);
+        assert!(span.started <= span.answered && span.end == End::Done);
+    }
+    let name = |key| if key == rt { "fast".to_string() } else { "slow".to_string() };
+    let why = explain(&requests[1], &spans, &name);
+    assert_eq!(why.runs.len(), 2);
+    assert!(why.sentence.contains("It was preempted once for 'fast'"), "{}", why.sentence);
+    // A reader that comes back gets what is new.
+    spans.clear();
+    assert_eq!(bench.node.spans_since(read.next, 100, &mut spans).next, 5);
+    assert!(spans.is_empty());
 }
 
 #[test]

@@ -10,6 +10,7 @@ use device::{DeviceError, Program};
 
 use super::{ModelKey, Node, Shared, State};
 use crate::core::{Event, ModelId};
+use crate::spans::{LoadSpan, Span};
 
 /// Concurrent loads: one copies, and the memory of the next is prepared meanwhile.
 pub(super) const MAX_CONCURRENT_LOADS: usize = 2;
@@ -32,6 +33,8 @@ pub(super) struct EntryWeights {
     number: u64,
     /// Start of the current load.
     since: Nanos,
+    /// Whether real time waits for it.
+    urgent: bool,
     /// Why the last load failed.
     failure: Option<DeviceError>,
 }
@@ -46,6 +49,7 @@ impl EntryWeights {
             pinned,
             number: 0,
             since: Nanos::ZERO,
+            urgent: false,
             failure: None,
         })
     }
@@ -183,12 +187,13 @@ impl State {
         })
     }
 
-    pub(super) fn evict(&mut self, model: ModelId) {
+    pub(super) fn evict(&mut self, now: Nanos, model: ModelId) {
         let entry = self.models.get_mut(model.0 as usize).and_then(Option::as_mut);
         if let Some(weights) = entry.and_then(|entry| entry.weights.as_mut()) {
             weights.number += 1;
             weights.residency.evict();
             self.swaps.evictions += 1;
+            self.record_eviction(now, model);
         }
     }
 }
@@ -201,7 +206,7 @@ impl Shared {
         let key = ModelKey { slot: model.0, generation: entry.generation };
         let Some(weights) = &mut entry.weights else { return };
         weights.number += 1;
-        (weights.since, weights.failure) = (now, None);
+        (weights.since, weights.urgent, weights.failure) = (now, urgent, None);
         let (node, number) = (self.own.clone(), weights.number);
         let report = move |progress| {
             if let Some(shared) = node.upgrade() {
@@ -217,7 +222,7 @@ impl Shared {
         let entry = state.model_mut(key).and_then(|entry| entry.weights.as_mut());
         let Some(weights) = entry.filter(|weights| weights.number == number) else { return };
         let model = ModelId(key.slot);
-        let (bytes, since) = (weights.bytes, weights.since);
+        let (bytes, since, urgent) = (weights.bytes, weights.since, weights.urgent);
         let event = match progress {
             LoadProgress::Runnable => Event::LoadRunnable { model },
             LoadProgress::Loaded => {
@@ -232,6 +237,12 @@ impl Shared {
                 Event::LoadFailed { model }
             }
         };
+        if !matches!(event, Event::LoadRunnable { .. }) {
+            let failed = matches!(event, Event::LoadFailed { .. });
+            let (began, ended) = (since, now);
+            let span = LoadSpan { model: key, began, ended, bytes, urgent, failed };
+            state.spans.record(Span::Load(span));
+        }
         self.step(state, event);
     }
 }

@@ -48,8 +48,13 @@ pub(crate) fn rest(method: &Method, path: &str) -> Need {
     let parts: Vec<&str> = path.splitn(6, '/').collect();
     match parts.as_slice() {
         ["v2", "health", "live" | "ready"] => Need::of(OPEN),
+        // The console itself has no data; it sends the credentials that the user enters.
+        [""] | ["console", _] if reads => Need::of(OPEN),
         ["metrics"] => Need::of(OVERVIEW),
         ["v2", "models", "stats"] | ["v2", "atoll", "status"] => Need::of(OVERVIEW),
+        ["v2", "atoll", "live" | "trace" | "cluster", ..] if reads => Need::of(OVERVIEW),
+        // It changes nothing, and takes time.
+        ["v2", "atoll", "plan"] => Need::of(OVERVIEW),
         ["v2", "models", name, rest @ ..] => match rest.last() {
             Some(&"infer") => Need::of(INFER).model(name),
             _ => Need::of(ANY).model(name),
@@ -142,11 +147,27 @@ mod tests {
     }
 
     #[test]
-    fn only_health_is_open() {
+    fn only_health_and_the_console_are_open() {
         let get = |path: &str| rest(&Method::GET, path);
         assert!(get("/v2/health/live").scopes.is_empty());
         assert!(get("/v2/health/ready").scopes.is_empty());
-        for path in ["/v2", "/v2/", "/metrics", "/v2/models/m", "/x", "/", "/v2/atoll/status"] {
+        assert!(get("/").scopes.is_empty() && get("/console/app.js").scopes.is_empty());
+        assert!(!rest(&Method::POST, "/").scopes.is_empty());
+        assert!(!rest(&Method::POST, "/console/app.js").scopes.is_empty());
+        for path in [
+            "/v2",
+            "/v2/",
+            "/metrics",
+            "/v2/models/m",
+            "/x",
+            "//",
+            "/console/a/b",
+            "/v2/atoll/status",
+            "/v2/atoll/live",
+            "/v2/atoll/trace",
+            "/v2/atoll/trace/devices/0/requests/1",
+            "/v2/atoll/cluster",
+        ] {
             assert!(!get(path).scopes.is_empty(), "{path}");
         }
         assert!(grpc("/grpc.health.v1.Health/Check").scopes.is_empty());

@@ -44,8 +44,10 @@ pub struct Counters {
     pub success: DurationCounter,
     /// Requests that failed.
     pub fail: DurationCounter,
-    /// Time of successful requests off the device.
+    /// Time that successful requests waited, off the device.
     pub queue: DurationCounter,
+    /// Time in which inputs of successful requests were checked and staged.
+    pub staging: DurationCounter,
     /// Time of successful requests on the device.
     pub compute: DurationCounter,
     /// Inferences; a batch of n counts n.
@@ -86,6 +88,7 @@ impl Default for Counters {
             success: DurationCounter::default(),
             fail: DurationCounter::default(),
             queue: DurationCounter::default(),
+            staging: DurationCounter::default(),
             compute: DurationCounter::default(),
             inferences: AtomicU64::default(),
             executions: AtomicU64::default(),
@@ -158,6 +161,7 @@ impl PendingRequest {
     fn end(&mut self, reply: &mut Reply) {
         if let Some(prefix_timing) = self.prefix_timing {
             reply.timing.arrived = prefix_timing.arrived;
+            reply.timing.prepared = prefix_timing.prepared;
             reply.timing.busy += prefix_timing.busy;
             reply.timing.preemptions += prefix_timing.preemptions;
         }
@@ -196,7 +200,9 @@ impl Counters {
         }
         match &reply.result {
             Ok(_) => {
-                self.succeed(total, timing.busy.min(total), batch);
+                let busy = timing.busy.min(total);
+                let staging = timing.prepared.since(timing.arrived).min(total - busy);
+                self.succeed(total, busy, staging, batch);
                 if timing.first {
                     self.execute(timing.busy, timing.rows.max(batch));
                 }
@@ -205,9 +211,10 @@ impl Counters {
         }
     }
 
-    fn succeed(&self, total: Nanos, busy: Nanos, batch: usize) {
+    fn succeed(&self, total: Nanos, busy: Nanos, staging: Nanos, batch: usize) {
         self.success.add(total);
-        self.queue.add(total - busy);
+        self.queue.add(total - busy - staging);
+        self.staging.add(staging);
         self.compute.add(busy);
         self.inferences.fetch_add(batch as u64, Relaxed);
         let micros = total.as_micros();
@@ -257,7 +264,7 @@ impl Counters {
             success,
             fail: self.fail.read(),
             queue: self.queue.read(),
-            compute_input: untimed,
+            compute_input: self.staging.read(),
             compute_infer: self.compute.read(),
             compute_output: untimed,
             ..InferenceStats::default()
@@ -312,6 +319,21 @@ mod tests {
         assert_eq!(counters.batch_stats()[0].batch_size, 4);
         assert_eq!(counters.latency()[0], 0);
         assert_eq!(counters.latency()[1], 1);
+    }
+
+    #[test]
+    fn staging_is_apart_from_waiting() {
+        let counters = Counters::default();
+        counters.begin();
+        let mut staged = reply(Ok(vec![]), 200_000, 150_000);
+        staged.timing.prepared = Nanos(20_000);
+        counters.end(&staged, 1, None);
+        let stats = counters.inference_stats();
+        assert_eq!((stats.compute_input.ns, stats.queue.ns), (20_000, 30_000));
+        // A request that was never staged has no such time.
+        counters.begin();
+        counters.end(&reply(Ok(vec![]), 200_000, 150_000), 1, None);
+        assert_eq!(counters.inference_stats().compute_input.ns, 20_000);
     }
 
     #[test]

@@ -59,14 +59,14 @@ const MODEL_METRICS: [PerModel; 12] = [
     PerModel {
         name: "nv_inference_queue_duration_us",
         kind: MetricKind::Counter,
-        help: "Time of successful requests off the device",
+        help: "Time that successful requests waited",
         value: |c| c.queue.read().ns / 1000,
     },
     PerModel {
         name: "nv_inference_compute_input_duration_us",
         kind: MetricKind::Counter,
-        help: "Time spent preparing inputs",
-        value: |_| 0,
+        help: "Time in which inputs were checked and staged",
+        value: |c| c.staging.read().ns / 1000,
     },
     PerModel {
         name: "nv_inference_compute_infer_duration_us",

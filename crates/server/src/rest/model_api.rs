@@ -55,6 +55,10 @@ pub(super) async fn config(State(app): State<Arc<AppState>>, path: ModelPath) ->
     response::json(&config_json(&app.service.model_config(path.model()?).await?))
 }
 
+pub(super) async fn details(State(app): State<Arc<AppState>>, path: ModelPath) -> HandlerResult {
+    response::json(&app.service.model_details(path.model()?).await?)
+}
+
 /// The configuration as Triton prints it: protobuf's names, numbers as numbers, and empty fields
 /// that clients require.
 fn config_json(config: &proto::ModelConfig) -> Value {

@@ -210,6 +210,24 @@ async fn forms_register_and_classify() {
 }
 
 #[tokio::test]
+async fn the_console_is_served_with_a_strict_policy() {
+    let Fixture { mut client, server: _server, .. } = start().await;
+    let page = client.get("/").await;
+    assert!(page.text().contains("/console/app.js"));
+    let policy = page.header("content-security-policy").unwrap_or_default();
+    assert!(policy.contains("default-src 'none'") && policy.contains("script-src 'self'"));
+    assert!(client.get("/console/app.js").await.text().contains("import"));
+    client.get("/console/nothing.js").await.error(404);
+    client.post("/", "").await.error(405);
+    // The service of this test has no devices, no planner and no cluster.
+    client.get("/v2/atoll/live").await.error(501);
+    client.get("/v2/atoll/trace").await.error(501);
+    client.post("/v2/atoll/plan", "{}").await.error(501);
+    client.get("/v2/atoll/models/identity").await.error(501);
+    assert!(client.get("/v2/atoll/cluster").await.json().is_null());
+}
+
+#[tokio::test]
 async fn metrics_have_their_own_port() {
     let Fixture { server, .. } = start().await;
     let mut client = Client::connect(server.metrics_addr.unwrap()).await;

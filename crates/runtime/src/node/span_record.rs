@@ -1,0 +1,138 @@
+//! Spans of a node, recorded when requests, runs and loads end.
+
+use base::Nanos;
+
+use super::completion::SegmentEnd;
+use super::preemptions::QueueJob;
+use super::submission::Submission;
+use super::{Job, Node, Rejection, ReplyResult, ReplyTarget, State, Timing};
+use crate::core::{End, ModelId};
+use crate::spans::ring::SpanRead;
+use crate::spans::{EvictionSpan, RequestSpan, RunEnd, RunSpan, Span};
+
+/// Spans that are copied while the lock is held.
+const MAX_COPIED: usize = 1_024;
+
+impl Node {
+    /// Appends at most `limit` of the latest spans, from position `from` on.
+    pub fn spans_since(&self, from: u64, limit: usize, spans: &mut Vec<Span>) -> SpanRead {
+        let (end, mut remaining) = (spans.len() + limit, limit);
+        let mut read = SpanRead { next: from, lost: 0 };
+        spans.reserve(remaining.min(MAX_COPIED));
+        loop {
+            // In pieces: the lock is free for requests in between.
+            let before = spans.len();
+            let piece = self.shared.lock().spans.read(read.next, remaining.min(MAX_COPIED), spans);
+            read = SpanRead { next: piece.next, lost: read.lost + piece.lost };
+            remaining = end - spans.len();
+            if spans.len() == before || remaining == 0 {
+                return read;
+            }
+        }
+    }
+
+    /// Position of the next span.
+    pub fn spans_end(&self) -> u64 {
+        self.shared.lock().spans.end()
+    }
+}
+
+/// How the reply of a batch member ended.
+fn end_of(result: &ReplyResult) -> End {
+    match result {
+        Ok(_) => End::Done,
+        Err(Rejection::NoSuchModel) => End::NoSuchModel,
+        Err(Rejection::QueueFull { .. }) => End::QueueFull,
+        Err(Rejection::DeadlineExceeded) => End::DeadlineExceeded,
+        Err(Rejection::Cancelled) => End::Cancelled,
+        Err(Rejection::ShuttingDown) => End::ShuttingDown,
+        Err(Rejection::RealTimeOnly | Rejection::Device(_)) => End::Failed,
+    }
+}
+
+impl State {
+    /// Records a request that ran alone, or never ran.
+    pub(super) fn record_request(&mut self, now: Nanos, job: &Job, end: End) {
+        let (Some(model), ReplyTarget::Request(_)) = (self.key(job.model), &job.reply_to) else {
+            return;
+        };
+        let timing = &job.timing;
+        self.spans.record(Span::Request(RequestSpan {
+            number: job.number,
+            job: if job.launched { job.number } else { 0 },
+            model,
+            class: job.class,
+            priority: job.priority,
+            rows: 0,
+            arrived: timing.arrived,
+            staged: timing.prepared,
+            started: timing.started,
+            answered: now,
+            deadline: job.deadline,
+            end,
+        }));
+    }
+
+    /// Records a batch member; `job` is 0 if its batch was never formed.
+    pub(super) fn record_member(
+        &mut self,
+        submission: &Submission,
+        (number, job): (u64, u64),
+        timing: &Timing,
+        result: &ReplyResult,
+    ) {
+        self.spans.record(Span::Request(RequestSpan {
+            number,
+            job,
+            model: submission.model,
+            class: submission.class,
+            priority: submission.priority,
+            rows: timing.rows as u32,
+            arrived: timing.arrived,
+            staged: submission.staged,
+            started: timing.started,
+            answered: timing.finished,
+            deadline: submission.deadline,
+            end: end_of(result),
+        }));
+    }
+
+    /// Records that a queue returned a job.
+    pub(super) fn record_run(
+        &mut self,
+        now: Nanos,
+        queue: usize,
+        on_queue: &QueueJob,
+        end: &SegmentEnd,
+    ) {
+        let Some(job) = self.job(on_queue.request) else { return };
+        let Some(model) = self.key(job.model) else { return };
+        let preempt = on_queue.preempt_request;
+        let span = RunSpan {
+            job: job.number,
+            model,
+            class: job.class,
+            queue: queue as u32,
+            rows: job.rows as u32,
+            first_step: on_queue.first_step as u32,
+            next_step: end.next_step as u32,
+            step_count: end.step_count as u32,
+            began: on_queue.began,
+            ended: now,
+            preempt_requested: preempt.map_or(Nanos::ZERO, |request| request.at),
+            preempted_for: preempt.and_then(|request| request.caused_by),
+            end: match (end.finished, end.failed) {
+                (true, _) => RunEnd::Done,
+                (_, true) => RunEnd::Failed,
+                _ => RunEnd::Preempted,
+            },
+        };
+        self.spans.record(Span::Run(span));
+    }
+
+    pub(super) fn record_eviction(&mut self, at: Nanos, model: ModelId) {
+        if let Some(model) = self.key(model) {
+            self.spans.record(Span::Eviction(EvictionSpan { model, at }));
+        }
+    }
+}

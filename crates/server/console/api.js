@@ -1,0 +1,165 @@
+// Requests to the server, and its live stream.
+
+const TOKEN = "atoll-token";
+let token = sessionStorage.getItem(TOKEN) || "";
+let asking = null;
+
+/** An error of the server, with the status of its response. */
+export class ServerError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+function headers(given) {
+  return token ? { ...given, authorization: `Bearer ${token}` } : { ...given };
+}
+
+/** Asks for a token, once for all requests that wait for one. */
+function askToken(message) {
+  if (asking) return asking;
+  const dialog = document.getElementById("token-dialog");
+  const field = document.getElementById("token");
+  document.getElementById("token-error").textContent = token ? message : "";
+  asking = new Promise((resolve) => {
+    const done = () => {
+      dialog.removeEventListener("close", done);
+      token = field.value.trim();
+      sessionStorage.setItem(TOKEN, token);
+      asking = null;
+      resolve();
+    };
+    dialog.addEventListener("close", done);
+    dialog.showModal();
+  });
+  return asking;
+}
+
+/** Sends a request; asks for a token where the server needs one. */
+export async function send(path, options = {}) {
+  for (;;) {
+    const used = token;
+    const response = await fetch(path, {
+      credentials: "omit",
+      ...options,
+      headers: headers(options.headers),
+    });
+    if (response.ok) return response;
+    const text = await response.text();
+    let message = text;
+    try {
+      message = JSON.parse(text).error || text;
+    } catch {
+      // The text is the message.
+    }
+    if (response.status !== 401)
+      throw new ServerError(message || response.statusText, response.status);
+    if (used === token) await askToken(message);
+  }
+}
+
+export const getJson = async (path) => (await send(path)).json();
+
+export async function postJson(path, value) {
+  const body = JSON.stringify(value ?? {});
+  const response = await send(path, {
+    method: "POST",
+    body,
+    headers: { "content-type": "application/json" },
+  });
+  const text = await response.text();
+  return text ? JSON.parse(text) : null;
+}
+
+/** Splits a stream into frames: length, kind and content. */
+export class FrameReader {
+  #rest = new Uint8Array(0);
+
+  /** Calls `frame(kind, bytes)` for each complete frame; keeps the rest. */
+  push(chunk, frame) {
+    let data = chunk;
+    if (this.#rest.length) {
+      data = new Uint8Array(this.#rest.length + chunk.length);
+      data.set(this.#rest);
+      data.set(chunk, this.#rest.length);
+    }
+    let at = 0;
+    while (data.length - at >= 8) {
+      const length = new DataView(data.buffer, data.byteOffset + at, 4).getUint32(0, true);
+      if (data.length - at - 8 < length) break;
+      const kind = String.fromCharCode(data[at + 4]);
+      frame(kind, data.slice(at + 8, at + 8 + length));
+      at += 8 + length;
+    }
+    this.#rest = data.slice(at);
+  }
+}
+
+/** The live stream: one connection, opened again when it breaks or when spans are wanted. */
+export class Live {
+  #listeners = new Set();
+  #abort = null;
+  #wantSpans = false;
+  #status;
+
+  constructor(status) {
+    this.#status = status;
+  }
+
+  listen(listener) {
+    this.#listeners.add(listener);
+  }
+
+  /** Whether spans are sent. */
+  wantSpans(wanted) {
+    if (wanted === this.#wantSpans && this.#abort) return;
+    this.#wantSpans = wanted;
+    this.#abort?.abort();
+    this.#open();
+  }
+
+  async #open() {
+    const abort = new AbortController();
+    this.#abort = abort;
+    let pause = 500;
+    while (!abort.signal.aborted) {
+      try {
+        await this.#read(abort.signal, () => {
+          pause = 500;
+        });
+        this.#status("lost", "Connection closed");
+      } catch (error) {
+        if (abort.signal.aborted) return;
+        if (error.status === 501) {
+          this.#status("none", "No devices here");
+          return;
+        }
+        this.#status("lost", error.status ? error.message : "No connection");
+      }
+      await new Promise((resolve) => setTimeout(resolve, pause));
+      pause = Math.min(pause * 2, 10000);
+    }
+  }
+
+  async #read(signal, opened) {
+    const response = await send(`/v2/atoll/live?spans=${this.#wantSpans}`, { signal });
+    opened();
+    this.#listeners.forEach((listener) => listener.restart?.());
+    const reader = response.body.getReader();
+    const frames = new FrameReader();
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      frames.push(value, (kind, content) => {
+        if (kind === "J") {
+          const figures = JSON.parse(new TextDecoder().decode(content));
+          this.#listeners.forEach((listener) => listener.figures?.(figures));
+        } else if (kind === "S") {
+          const numbers = new Float64Array(content.buffer, 0, content.byteLength / 8);
+          this.#listeners.forEach((listener) => listener.spans?.(numbers));
+        }
+      });
+    }
+  }
+}

@@ -1,0 +1,404 @@
+// The page Models: register, load, unload, settings, and a form that tries a model.
+
+import { getJson, postJson, send } from "./api.js";
+import { bytes, classTag, el, number, show, time } from "./dom.js";
+import { TryForm } from "./try.js";
+
+/** A name that the server takes, from the name of a file. */
+export const modelName = (file) =>
+  file
+    .replace(/\.onnx$/i, "")
+    .replace(/[^A-Za-z0-9_.-]+/g, "_")
+    .replace(/^[.-]+/, "")
+    .slice(0, 128) || "model";
+
+export class Models {
+  title = "Models";
+  #node = null;
+  #chosen = null;
+  #timer = 0;
+  #file = null;
+
+  open(node) {
+    this.#node = node;
+    this.key = null;
+    this.#chosen = null;
+    this.body = el("tbody");
+    this.empty = el(
+      "p",
+      { class: "empty" },
+      "No models. Drop an ONNX file above, or start the server with --model-repository.",
+    );
+    this.message = el("p", { role: "status", class: "dim" });
+    this.error = el("p", { class: "error", role: "alert" });
+    this.detail = el("div", { class: "grid" });
+    this.input = el("input", {
+      type: "file",
+      accept: ".onnx",
+      "aria-label": "ONNX file to register",
+      onchange: () => this.#take(this.input.files[0]),
+    });
+    this.drop = el(
+      "div",
+      {
+        class: "drop",
+        ondragover: (event) => {
+          event.preventDefault();
+          this.drop.classList.add("over");
+        },
+        ondragleave: () => this.drop.classList.remove("over"),
+        ondrop: (event) => {
+          event.preventDefault();
+          this.drop.classList.remove("over");
+          this.#take(event.dataTransfer.files[0]);
+        },
+      },
+      el("span", {}, "Drop an ONNX file here to register it, or"),
+      this.input,
+    );
+    this.form = this.#makeForm();
+    show(
+      node,
+      el("div", { class: "head" }, el("h1", {}, "Models"), this.message),
+      this.drop,
+      this.form,
+      this.error,
+      el(
+        "section",
+        { class: "panel", "aria-label": "Models" },
+        el(
+          "div",
+          { class: "scroll", tabindex: 0, role: "region", "aria-label": "Models" },
+          el(
+            "table",
+            {},
+            el(
+              "thead",
+              {},
+              el(
+                "tr",
+                {},
+                ["Model", "Version", "State", "Reason", ""].map((text) =>
+                  el("th", { scope: "col" }, text || el("span", { "aria-hidden": "true" }, "")),
+                ),
+              ),
+            ),
+            this.body,
+          ),
+          this.empty,
+        ),
+      ),
+      this.detail,
+    );
+    this.refresh();
+    this.#timer = setInterval(() => this.refresh(), 3000);
+  }
+
+  close() {
+    clearInterval(this.#timer);
+    this.#node = null;
+  }
+
+  #makeForm() {
+    this.name = el("input", {
+      required: true,
+      maxlength: 128,
+      pattern: "[A-Za-z0-9_][A-Za-z0-9_.\\-]*",
+      autocomplete: "off",
+    });
+    this.class = el(
+      "select",
+      {},
+      el("option", { value: "" }, "best effort (default)"),
+      el("option", { value: "rt" }, "real time"),
+    );
+    this.slo = el("input", { type: "number", min: 1, step: 1, placeholder: "none" });
+    this.labels = el("textarea", { rows: 3, placeholder: "one label per line" });
+    this.submit = el("button", { class: "primary", type: "submit" }, "Register");
+    const form = el(
+      "form",
+      {
+        class: "panel",
+        hidden: true,
+        "aria-label": "Register a model",
+        onsubmit: (event) => {
+          event.preventDefault();
+          this.#register();
+        },
+      },
+      el(
+        "div",
+        { class: "bar" },
+        el("h2", {}, "Register a model"),
+        (this.fileText = el("span", { class: "dim" })),
+      ),
+      el(
+        "div",
+        { class: "body" },
+        el(
+          "div",
+          { class: "fields" },
+          el("label", {}, "Name", this.name),
+          el("label", {}, "Class", this.class),
+          el("label", {}, "SLO in milliseconds", this.slo),
+          el("label", { class: "wide" }, "Labels of its classes", this.labels),
+        ),
+        el(
+          "p",
+          { class: "note" },
+          "The file is checked in a process without rights before the server reads it; what the " +
+            "check says is shown here.",
+        ),
+        el(
+          "menu",
+          {},
+          el("button", { type: "button", onclick: () => this.#take(null) }, "Cancel"),
+          this.submit,
+        ),
+      ),
+    );
+    return form;
+  }
+
+  /** Takes a file to register. */
+  #take(file) {
+    this.error.textContent = "";
+    this.#file = file || null;
+    this.form.hidden = !file;
+    if (!file) {
+      this.input.value = "";
+      return;
+    }
+    this.fileText.textContent = `${file.name}, ${bytes(file.size)}`;
+    this.name.value = modelName(file.name);
+    this.name.focus();
+  }
+
+  async #register() {
+    const data = new FormData();
+    data.set("name", this.name.value);
+    data.set("model", this.#file);
+    if (this.class.value) data.set("class", this.class.value);
+    if (this.slo.value) data.set("slo_ms", this.slo.value);
+    if (this.labels.value.trim()) data.set("labels", this.labels.value.trim());
+    const name = this.name.value;
+    await this.#work(`Checking and loading ${name}`, async () => {
+      this.submit.disabled = true;
+      try {
+        const response = await send("/v2/atoll/register", { method: "POST", body: data });
+        const registered = await response.json();
+        this.#take(null);
+        this.#chosen = registered.name;
+        return `Registered ${registered.name}, version ${registered.version}`;
+      } finally {
+        this.submit.disabled = false;
+      }
+    });
+    if (this.#chosen === name) this.#showDetail(name);
+  }
+
+  async #work(doing, work) {
+    this.error.textContent = "";
+    this.message.textContent = doing;
+    try {
+      this.message.textContent = await work();
+    } catch (error) {
+      this.message.textContent = "";
+      this.error.textContent = error.message;
+    }
+    await this.refresh();
+  }
+
+  async refresh() {
+    try {
+      const index = await postJson("/v2/repository/index", {});
+      if (this.#node) this.#list(index);
+    } catch (error) {
+      if (this.#node) this.error.textContent = error.message;
+    }
+  }
+
+  #list(index) {
+    const key = JSON.stringify([index, this.#chosen]);
+    if (key === this.key) return;
+    this.key = key;
+    const focused = document.activeElement?.dataset?.key;
+    this.empty.hidden = index.length > 0;
+    const change = (what, name, doing, done) =>
+      el(
+        "button",
+        {
+          "data-key": `${what} ${name}`,
+          "aria-label": `${what} ${name}`,
+          onclick: () =>
+            this.#work(`${doing} ${name}`, async () => {
+              await postJson(
+                `/v2/repository/models/${encodeURIComponent(name)}/${what.toLowerCase()}`,
+                {},
+              );
+              return `${done} ${name}`;
+            }),
+        },
+        what,
+      );
+    show(
+      this.body,
+      index.map((entry) => {
+        const ready = entry.state === "READY";
+        const failed = entry.state === "UNAVAILABLE" && entry.reason;
+        return el(
+          "tr",
+          { class: entry.name === this.#chosen ? "chosen" : null },
+          el(
+            "th",
+            { scope: "row" },
+            ready
+              ? el(
+                  "button",
+                  {
+                    class: "link",
+                    "data-key": `show ${entry.name}`,
+                    onclick: () => this.#showDetail(entry.name),
+                  },
+                  entry.name,
+                )
+              : entry.name,
+          ),
+          el("td", {}, entry.version || "–"),
+          el(
+            "td",
+            {},
+            el(
+              "span",
+              {
+                class: `tag ${ready ? "good" : failed ? "bad" : "plain"}`,
+              },
+              (entry.state || "not loaded").toLowerCase(),
+            ),
+          ),
+          el("td", { class: "dim" }, entry.reason || ""),
+          el(
+            "td",
+            { class: "actions" },
+            ready
+              ? change("Unload", entry.name, "Unloading", "Unloaded")
+              : change("Load", entry.name, "Loading", "Loaded"),
+          ),
+        );
+      }),
+    );
+    if (focused) this.body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+    if (!this.#chosen && index.length === 1 && index[0].state === "READY")
+      this.#showDetail(index[0].name);
+    if (
+      this.#chosen &&
+      !index.some((entry) => entry.name === this.#chosen && entry.state === "READY")
+    ) {
+      this.#chosen = null;
+      this.shown = null;
+      show(this.detail);
+    }
+  }
+
+  async #showDetail(name) {
+    this.#chosen = name;
+    this.shown = name;
+    try {
+      const details = await getJson(`/v2/atoll/models/${encodeURIComponent(name)}`);
+      if (this.shown !== name || !this.#node) return;
+      this.#detail(details);
+    } catch (error) {
+      // A frontend has no details; what it knows of inputs is enough to try the model.
+      if (error.status !== 501) {
+        this.error.textContent = error.message;
+        return;
+      }
+      const metadata = await getJson(`/v2/models/${encodeURIComponent(name)}`);
+      if (this.shown !== name || !this.#node) return;
+      const tensor = (t) => ({ ...t, shape: t.shape.map(String) });
+      show(
+        this.detail,
+        this.#tryPanel({
+          name,
+          inputs: metadata.inputs.map(tensor),
+          outputs: metadata.outputs.map(tensor),
+        }),
+      );
+    }
+    this.key = null;
+    this.refresh();
+  }
+
+  #tryPanel(details) {
+    return el(
+      "section",
+      { class: "panel", "aria-label": `Try ${details.name}` },
+      el("div", { class: "bar" }, el("h2", {}, `Try ${details.name}`)),
+      el("div", { class: "body" }, new TryForm(details).node),
+    );
+  }
+
+  #detail(details) {
+    const { settings } = details;
+    const pair = (name, value) => [el("dt", {}, name), el("dd", {}, value)];
+    const tensor = (t) =>
+      el(
+        "div",
+        { class: "mono" },
+        `${t.name}: ${t.datatype.toLowerCase()}[${t.shape ? t.shape.join(", ") : "?"}]`,
+      );
+    const operators = Object.entries(details.operators).sort((a, b) => b[1] - a[1]);
+    show(
+      this.detail,
+      el(
+        "section",
+        { class: "panel", "aria-label": `Settings of ${details.name}` },
+        el("div", { class: "bar" }, el("h2", {}, details.name), classTag(settings.class)),
+        el(
+          "div",
+          { class: "body" },
+          el(
+            "dl",
+            { class: "pairs" },
+            pair("Version", details.version),
+            pair("Devices", details.devices.join(", ")),
+            pair("Priority", settings.priority),
+            pair("SLO", settings.slo_ms ? `${settings.slo_ms} ms` : "none"),
+            pair("Deadline", settings.timeout_ms ? `${settings.timeout_ms} ms` : "none"),
+            pair("Queue", `${number(settings.queue_capacity)} requests`),
+            pair(
+              "Batching",
+              details.batching.possible
+                ? `${settings.batching}, along ${details.batching.symbol}`
+                : `none: ${details.batching.reason}`,
+            ),
+            details.batch_times_us.length
+              ? pair(
+                  "Measured",
+                  details.batch_times_us
+                    .map(([rows, us]) => `${rows}: ${time(us * 1e3)}`)
+                    .join(", "),
+                )
+              : [],
+            pair("Inputs", details.inputs.map(tensor)),
+            pair("Outputs", details.outputs.map(tensor)),
+            pair("Weights", `${bytes(details.weight_bytes)}${settings.pinned ? ", pinned" : ""}`),
+            pair(
+              "Steps",
+              `${details.steps}: ${operators
+                .slice(0, 14)
+                .map(([op, count]) => (count > 1 ? `${count} ${op}` : op))
+                .join(", ")}${operators.length > 14 ? " …" : ""}`,
+            ),
+          ),
+          el(
+            "p",
+            { class: "note" },
+            "Settings are in the model's file in the repository; a new registration replaces them.",
+          ),
+        ),
+      ),
+      this.#tryPanel(details),
+    );
+  }
+}

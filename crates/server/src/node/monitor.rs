@@ -1,0 +1,484 @@
+//! What a node's viewers see: figures of the last moments, spans, traces and explanations.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use api::monitor::{LiveCursor, LiveUpdate, Monitor, SPAN_NUMBERS};
+use base::Nanos;
+use device::PreemptionLevel;
+use model::config::Class;
+use runtime::core::End;
+use runtime::spans::explanation::{Explanation, explain};
+use runtime::spans::trace_events::{self, DeviceTrace, SpansByEnd};
+use runtime::spans::{RequestSpan, RunEnd, RunSpan, Span, end_name};
+use runtime::{ModelKey, Node};
+use serde_json::{Value, json};
+
+use super::Inner;
+
+/// Spans of one device that an update reads; a viewer loses the others.
+const MAX_SPANS: usize = 8_192;
+/// Spans of the past that a viewer gets first.
+const MAX_HISTORY: u64 = 20_000;
+/// Maximum number of spans that are read for a trace or an explanation.
+const MAX_READ: usize = 1 << 20;
+/// Requests of a trace that say why they took as long as they did.
+const MAX_EXPLAINED: usize = 5_000;
+/// The time that the first figures of a viewer cover.
+const FIRST_WINDOW: Nanos = Nanos::from_millis(1_000);
+
+/// Names of the models of each device.
+struct Names(Vec<BTreeMap<ModelKey, String>>);
+
+impl Names {
+    fn of(inner: &Inner) -> Names {
+        let group = &inner.device_group;
+        let mut names = vec![BTreeMap::new(); group.nodes().len()];
+        let prefixes = inner.prefix_batching.prefixes();
+        let prefixes = prefixes.iter().map(|prefix| (prefix.key, prefix.name.clone()));
+        let models = inner.models.all();
+        let models = models.iter().map(|served| (served.key, served.name.to_string()));
+        for (model, name) in prefixes.chain(models) {
+            for (replica, key) in group.replicas(model) {
+                names[replica.device].insert(key, name.clone());
+            }
+        }
+        Names(names)
+    }
+
+    fn name(&self, device: usize, model: ModelKey) -> String {
+        match self.0.get(device).and_then(|names| names.get(&model)) {
+            Some(name) => name.clone(),
+            None => format!("model {} (removed)", model.number()),
+        }
+    }
+}
+
+/// Counts by size; bucket `n` begins at `2^(n/8)` microseconds.
+#[derive(Default)]
+struct Times(BTreeMap<u32, u64>);
+
+impl Times {
+    fn count(&mut self, time: Nanos) {
+        let micros = time.0 as f64 / 1e3;
+        let bucket = (micros.max(1.0).log2() * 8.0).floor() as u32;
+        *self.0.entry(bucket).or_default() += 1;
+    }
+
+    fn json(&self) -> Value {
+        self.0.iter().map(|(bucket, count)| json!([bucket, count])).collect()
+    }
+}
+
+/// Requests of one model and class since the last update.
+#[derive(Default)]
+struct Flow {
+    done: u64,
+    failed: u64,
+    late: u64,
+    latency: Times,
+    waits: Times,
+    rows: BTreeMap<u32, u64>,
+}
+
+/// What happened on a device since the last update.
+#[derive(Default)]
+struct DeviceFlow {
+    busy: [Nanos; 2],
+    leaving: Times,
+    preemptions: u64,
+}
+
+fn preemption_text(level: PreemptionLevel) -> &'static str {
+    match level {
+        PreemptionLevel::None => "none",
+        PreemptionLevel::BetweenLaunches => "between launches",
+        PreemptionLevel::TileBoundaries => "at tile boundaries",
+        PreemptionLevel::InsideTile => "inside a tile",
+    }
+}
+
+fn class_index(class: Class) -> usize {
+    match class {
+        Class::RealTime => 0,
+        Class::BestEffort => 1,
+    }
+}
+
+impl DeviceFlow {
+    fn count(&mut self, run: &RunSpan, since: Nanos) {
+        self.busy[class_index(run.class)] += run.ended - run.began.max(since);
+        if run.preempted_for.is_some() {
+            self.preemptions += u64::from(run.end == RunEnd::Preempted);
+            self.leaving.count(run.ended - run.preempt_requested);
+        }
+    }
+}
+
+impl Flow {
+    fn count(&mut self, request: &RequestSpan, slo: Option<Nanos>) {
+        let total = request.answered - request.arrived;
+        self.late +=
+            u64::from(request.answered > request.deadline || slo.is_some_and(|slo| total > slo));
+        if request.end != End::Done {
+            self.failed += 1;
+            return;
+        }
+        self.done += 1;
+        self.latency.count(total);
+        self.waits.count(request.started - request.arrived);
+        *self.rows.entry(request.rows.max(1)).or_default() += 1;
+    }
+
+    fn json(&self, model: &str, class: usize) -> Value {
+        let rows: Vec<Value> = self.rows.iter().map(|(rows, n)| json!([rows, n])).collect();
+        json!({
+            "model": model,
+            "class": if class == 0 { "rt" } else { "be" },
+            "done": self.done,
+            "failed": self.failed,
+            "late": self.late,
+            "latency": self.latency.json(),
+            "wait": self.waits.json(),
+            "rows": rows,
+        })
+    }
+}
+
+/// The monitor of a node.
+pub(super) struct NodeMonitor(pub(super) Arc<Inner>);
+
+impl NodeMonitor {
+    fn nodes(&self) -> &[Arc<Node>] {
+        self.0.device_group.nodes()
+    }
+
+    fn now(&self) -> Nanos {
+        self.nodes().first().map_or(Nanos::ZERO, |node| node.clock().now())
+    }
+
+    /// Reads the spans of a device that are new to a viewer; returns how many it lost.
+    fn read(&self, device: usize, cursor: &mut LiveCursor, spans: &mut Vec<Span>) -> u64 {
+        let node = &self.nodes()[device];
+        let (position, end) = (cursor.positions[device], node.spans_end());
+        let skipped = end.saturating_sub(position).saturating_sub(MAX_SPANS as u64);
+        let read = node.spans_since(position + skipped, MAX_SPANS, spans);
+        cursor.positions[device] = read.next;
+        read.lost + skipped
+    }
+
+    fn figures(
+        &self,
+        (now, since): (Nanos, Nanos),
+        names: &Names,
+        flows: &BTreeMap<(String, usize), Flow>,
+        devices: &[DeviceFlow],
+        lost: u64,
+    ) -> Value {
+        let flows: Vec<Value> =
+            flows.iter().map(|((model, class), flow)| flow.json(model, *class)).collect();
+        let named = names.0.iter().enumerate().flat_map(|(device, names)| {
+            names.iter().map(move |(key, name)| json!([device, key.number(), name]))
+        });
+        json!({
+            "now_ns": now.0,
+            "interval_ns": (now - since).0,
+            "lost": lost,
+            "devices": self.device_figures(devices),
+            "models": self.model_figures(),
+            "names": named.collect::<Vec<_>>(),
+            "flows": flows,
+        })
+    }
+
+    fn device_figures(&self, flows: &[DeviceFlow]) -> Vec<Value> {
+        let group = &self.0.device_group;
+        let one = |((node, name), flow): ((&Arc<Node>, &String), &DeviceFlow)| {
+            let (info, memory) = (node.device().info(), node.memory());
+            json!({
+                "name": name,
+                "description": info.description,
+                "policy": node.policy(),
+                "preemption": preemption_text(info.preemption),
+                "fault": node.fault().map(|fault| fault.to_string()),
+                "busy_ns": { "rt": flow.busy[0].0, "be": flow.busy[1].0 },
+                "preemptions": flow.preemptions,
+                "leaving": flow.leaving.json(),
+                "budget_bytes": memory.budget.0,
+                "resident_bytes": node.resident().0,
+                "used_bytes": memory.device.and_then(|used| used.system).map(|bytes| bytes.0),
+                "loads": memory.swaps.loads,
+                "evictions": memory.swaps.evictions,
+                "pending_loads": memory.pending_loads,
+            })
+        };
+        group.nodes().iter().zip(group.names()).zip(flows).map(one).collect()
+    }
+
+    fn model_figures(&self) -> Vec<Value> {
+        let group = &self.0.device_group;
+        let models = self.0.models.all();
+        let one = |served: &Arc<super::ServedModel>| {
+            let resident: Vec<Value> = group
+                .replicas(served.key)
+                .into_iter()
+                .map(|(replica, key)| {
+                    let bytes = group.nodes()[replica.device].resident_of(key);
+                    json!([replica.device, bytes.unwrap_or_default().0])
+                })
+                .collect();
+            let counters = &served.counters;
+            json!({
+                "name": *served.name,
+                "version": *served.version_text,
+                "class": served.config.class.as_str(),
+                "priority": served.config.priority,
+                "slo_ms": served.config.slo_ms,
+                "pending": counters.pending.load(Relaxed),
+                "inferences": counters.inferences.load(Relaxed),
+                "executions": counters.executions.load(Relaxed),
+                "resident": resident,
+            })
+        };
+        models.iter().map(one).collect()
+    }
+
+    fn all_spans(&self, device: usize) -> (Vec<Span>, u64) {
+        let mut spans = Vec::new();
+        let read = self.nodes()[device].spans_since(0, MAX_READ, &mut spans);
+        (spans, read.lost)
+    }
+}
+
+impl Monitor for NodeMonitor {
+    fn update(&self, cursor: &mut LiveCursor, with_spans: bool) -> LiveUpdate {
+        let now = self.now();
+        if cursor.positions.len() != self.nodes().len() {
+            let history = if with_spans { MAX_HISTORY } else { MAX_SPANS as u64 };
+            let begin = |node: &Arc<Node>| node.spans_end().saturating_sub(history);
+            cursor.positions = self.nodes().iter().map(begin).collect();
+            cursor.at = now - FIRST_WINDOW;
+        }
+        let since = std::mem::replace(&mut cursor.at, now);
+        let names = Names::of(&self.0);
+        let slos: BTreeMap<String, Nanos> = self
+            .0
+            .models
+            .all()
+            .iter()
+            .filter_map(|m| Some((m.name.to_string(), Nanos::from_millis(m.config.slo_ms?))))
+            .collect();
+        let mut flows: BTreeMap<(String, usize), Flow> = BTreeMap::new();
+        let mut devices = Vec::new();
+        let (mut lost, mut encoded, mut spans) = (0, Vec::new(), Vec::new());
+        for device in 0..self.nodes().len() {
+            spans.clear();
+            lost += self.read(device, cursor, &mut spans);
+            let mut device_flow = DeviceFlow::default();
+            for span in spans.iter().filter(|span| span.ended() > since) {
+                match span {
+                    Span::Run(run) => device_flow.count(run, since),
+                    Span::Request(request) => {
+                        let name = names.name(device, request.model);
+                        let slo = slos.get(&name).copied();
+                        let key = (name, class_index(request.class));
+                        flows.entry(key).or_default().count(request, slo);
+                    }
+                    Span::Load(_) | Span::Eviction(_) => {}
+                }
+            }
+            devices.push(device_flow);
+            if with_spans {
+                spans.iter().for_each(|span| encode(device, span, &mut encoded));
+            }
+        }
+        let figures = self.figures((now, since), &names, &flows, &devices, lost);
+        LiveUpdate { figures, spans: encoded }
+    }
+
+    fn trace(&self, window: Nanos) -> String {
+        let (names, since) = (Names::of(&self.0), self.now() - window);
+        let read: Vec<(Vec<Span>, u64)> = (0..self.nodes().len())
+            .map(|device| {
+                let (mut spans, lost) = self.all_spans(device);
+                // What was dropped matters only if it would be in the window.
+                let complete = spans.first().is_some_and(|span| span.ended() < since);
+                spans.retain(|span| span.ended() >= since);
+                (spans, if complete { 0 } else { lost })
+            })
+            .collect();
+        let model_names: Vec<_> = (0..read.len())
+            .map(|device| {
+                let names = &names;
+                move |model: ModelKey| names.name(device, model)
+            })
+            .collect();
+        let traces: Vec<DeviceTrace<'_>> = read
+            .iter()
+            .zip(&model_names)
+            .zip(self.0.device_group.names())
+            .map(|(((spans, lost), model_name), name)| DeviceTrace {
+                name,
+                spans,
+                model_name,
+                lost: *lost,
+            })
+            .collect();
+        trace_events::write(&traces, MAX_EXPLAINED)
+    }
+
+    fn explain(&self, device: usize, number: u64) -> Option<Value> {
+        self.nodes().get(device)?;
+        let (spans, _) = self.all_spans(device);
+        let request = spans.iter().find_map(|span| match span {
+            Span::Request(request) if request.number == number => Some(*request),
+            _ => None,
+        })?;
+        let names = Names::of(&self.0);
+        let name = |model: ModelKey| names.name(device, model);
+        let by_end = SpansByEnd::new(&spans);
+        let explanation = explain(&request, by_end.around(&request), &name);
+        Some(explanation_json(&request, &explanation, &spans, &name))
+    }
+}
+
+fn explanation_json(
+    request: &RequestSpan,
+    explanation: &Explanation,
+    spans: &[Span],
+    name: &dyn Fn(ModelKey) -> String,
+) -> Value {
+    let parts: Vec<Value> = explanation
+        .parts
+        .iter()
+        .map(|part| json!({ "kind": part.kind.name(), "ns": part.time.0, "text": part.text }))
+        .collect();
+    let runs: Vec<Value> = explanation.runs.iter().map(|run| run_json(run, name)).collect();
+    let model_of = |job: &u64| {
+        spans.iter().find_map(|span| match span {
+            Span::Run(run) if run.job == *job => Some(name(run.model)),
+            _ => None,
+        })
+    };
+    let preempted: Vec<Value> = explanation
+        .preempted
+        .iter()
+        .map(|job| json!({ "job": job, "model": model_of(job) }))
+        .collect();
+    json!({
+        "request": request.number,
+        "job": request.job,
+        "model": name(request.model),
+        "class": request.class.as_str(),
+        "priority": request.priority,
+        "rows": request.rows,
+        "end": end_name(request.end),
+        "arrived_ns": request.arrived.0,
+        "staged_ns": request.staged.0,
+        "started_ns": (request.started > Nanos::ZERO).then_some(request.started.0),
+        "answered_ns": request.answered.0,
+        "total_ns": explanation.total.0,
+        "parts": parts,
+        "members": explanation.members,
+        "preempted": preempted,
+        "runs": runs,
+        "sentence": explanation.sentence,
+    })
+}
+
+fn run_json(run: &RunSpan, name: &dyn Fn(ModelKey) -> String) -> Value {
+    json!({
+        "queue": run.queue,
+        "began_ns": run.began.0,
+        "ended_ns": run.ended.0,
+        "steps": [run.first_step, run.next_step, run.step_count],
+        "end": match run.end {
+            RunEnd::Done => "done",
+            RunEnd::Preempted => "preempted",
+            RunEnd::Failed => "failed",
+        },
+        "preempt_requested_ns":
+            (run.preempt_requested > Nanos::ZERO).then_some(run.preempt_requested.0),
+        "preempted_for": run.preempted_for.map(name),
+    })
+}
+
+/// A span as [`SPAN_NUMBERS`] numbers. The first is its kind, the second its device, the third its
+/// model, the last two are its begin and end.
+fn encode(device: usize, span: &Span, out: &mut Vec<u8>) {
+    let device = device as f64;
+    let at = |at: Nanos| at.0 as f64;
+    let number = |model: ModelKey| model.number() as f64;
+    let numbers: [f64; SPAN_NUMBERS] = match span {
+        Span::Request(span) => [
+            0.0,
+            device,
+            number(span.model),
+            class_index(span.class) as f64,
+            span.number as f64,
+            span.job as f64,
+            f64::from(span.rows),
+            f64::from(span.priority),
+            if span.deadline == Nanos::MAX { 0.0 } else { at(span.deadline) },
+            span.end as u8 as f64,
+            at(span.staged),
+            at(span.started),
+            at(span.arrived),
+            at(span.answered),
+        ],
+        Span::Run(span) => [
+            1.0,
+            device,
+            number(span.model),
+            class_index(span.class) as f64,
+            span.job as f64,
+            f64::from(span.queue),
+            f64::from(span.rows),
+            f64::from(span.first_step),
+            f64::from(span.next_step),
+            span.end as u8 as f64,
+            at(span.preempt_requested),
+            span.preempted_for.map_or(-1.0, number),
+            at(span.began),
+            at(span.ended),
+        ],
+        Span::Load(span) => [
+            2.0,
+            device,
+            number(span.model),
+            0.0,
+            span.bytes as f64,
+            f64::from(u8::from(span.urgent)),
+            0.0,
+            0.0,
+            0.0,
+            f64::from(u8::from(span.failed)),
+            0.0,
+            0.0,
+            at(span.began),
+            at(span.ended),
+        ],
+        Span::Eviction(span) => {
+            let mut numbers = [0.0; SPAN_NUMBERS];
+            (numbers[0], numbers[1], numbers[2]) = (3.0, device, number(span.model));
+            (numbers[12], numbers[13]) = (at(span.at), at(span.at));
+            numbers
+        }
+    };
+    numbers.iter().for_each(|number| out.extend_from_slice(&number.to_le_bytes()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_of_times_grow_by_an_eighth_of_an_octave() {
+        let mut times = Times::default();
+        for micros in [0, 1, 2, 1_024, 1_100] {
+            times.count(Nanos::from_micros(micros));
+        }
+        assert_eq!(times.json(), json!([[0, 2], [8, 1], [80, 2]]));
+    }
+}

@@ -1,0 +1,218 @@
+"""The console in a real browser: its pages, the timeline, registration, and the form."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from browser import CHROMIUM, Browser
+from support import ASSETS, BINARY, Server, free_ports, serve, wait_for
+
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM, reason="Chromium is missing: apt-get install chromium"
+)
+PAGES = ["now", "timeline", "models", "plan", "cluster"]
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    running = Browser(tmp_path / "profile")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[str]:
+    """A demo under load for as long as the tests take; its URL."""
+    http, grpc, metrics = free_ports(3)
+    command = [str(BINARY), "demo", "--seconds", "600", "--http-port", str(http), "--grpc-port",
+               str(grpc), "--metrics-port", str(metrics)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{http}"
+
+    def ready() -> bool:
+        try:
+            return requests.get(f"{url}/v2/health/ready", timeout=5).ok
+        except requests.ConnectionError:
+            return False
+
+    assert wait_for(ready)
+    yield url
+    process.terminate()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("console")
+    (folder / "models").mkdir()
+    running = serve(folder / "models", folder / "server.log", "--data-dir", str(folder / "data"))
+    yield running
+    running.stop()
+
+
+@pytest.mark.parametrize("width", [1280, 380])
+def test_every_page_opens_without_an_error(demo: str, browser: Browser, width: int) -> None:
+    browser.resize(width, 800)
+    browser.open(demo)
+    for scheme in ["light", "dark"]:
+        browser.scheme(scheme)
+        for page in PAGES:
+            browser.evaluate(f"location.hash = '#{page}'")
+            assert browser.wait("document.querySelector('main h1')")
+            title = browser.evaluate("document.querySelector('main h1').textContent")
+            assert title.lower() == page
+            current = "document.querySelector('nav [aria-current]').textContent.toLowerCase()"
+            assert browser.evaluate(current) == page
+            # Tables scroll by themselves; the page does not.
+            wide = browser.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, (page, scheme, wide)
+    assert browser.wait("document.getElementById('status').className === 'status live'")
+    # Every control has a name.
+    unnamed = browser.evaluate(
+        "[...document.querySelectorAll('button, a, input, select, textarea')].filter((node) =>"
+        " !(node.textContent.trim() || node.ariaLabel || node.labels?.length)).length"
+    )
+    assert unnamed == 0
+    assert browser.errors() == []
+
+
+def test_now_shows_both_classes(demo: str, browser: Browser) -> None:
+    browser.open(f"{demo}/#now")
+    rows = "[...document.querySelectorAll('tbody tr')].map((row) => row.innerText)"
+    both = f"{rows}.length >= 2 && {rows}.join().includes('best effort')"
+    assert browser.wait(both), browser.evaluate(rows)
+    assert browser.wait(f"{rows}.some((text) => /real time\\s+[1-9]/.test(text))")
+    assert browser.errors() == []
+
+
+CUT_RUNS = """
+(() => {
+  const { store } = atoll.pages.timeline;
+  const runs = [];
+  store.forEach((slot) => {
+    if (store.at(slot, 0) === 1) {
+      runs.push({
+        slot, kind: store.at(slot, 3), job: store.at(slot, 4), end: store.at(slot, 9),
+        asked: store.at(slot, 10), from: store.at(slot, 12), to: store.at(slot, 13),
+      });
+    }
+  });
+  // A best-effort run that was cut, a real-time run after it, and the rest of the same job.
+  return runs.filter((cut) => cut.kind === 1 && cut.end === 1 && cut.asked > cut.from
+    && runs.some((run) => run.kind === 0 && run.from >= cut.asked && run.from <= cut.to + 5e6
+      && runs.some((rest) => rest.job === cut.job && rest.from >= run.from)));
+})()
+"""
+
+
+def test_the_timeline_shows_real_time_cutting_best_effort(demo: str, browser: Browser) -> None:
+    browser.open(f"{demo}/#timeline")
+    assert browser.wait(f"{CUT_RUNS}.length > 0")
+    # The job that was cut says so in a sentence.
+    browser.evaluate(f"window.cut = {CUT_RUNS}[0]")
+    found = """
+    (() => {
+      const { store } = atoll.pages.timeline;
+      let found = -1;
+      store.forEach((slot) => {
+        if (store.at(slot, 0) === 0 && store.at(slot, 5) === cut.job) found = slot;
+      });
+      return found;
+    })()
+    """
+    assert browser.wait(f"({found}) >= 0")
+    browser.evaluate(f"atoll.pages.timeline.select({found})")
+    assert browser.wait("document.querySelector('.why')")
+    sentence = browser.evaluate("document.querySelector('.why').textContent")
+    assert "It took" in sentence and "preempted" in sentence and "for 'digits'" in sentence
+    way = browser.evaluate("document.querySelector('.way').innerText")
+    for step in ["arrived", "started on queue", "asked to leave", "resumed", "answered"]:
+        assert step in way, way
+    # Paused: the view stays. Keys move and zoom it.
+    browser.evaluate("document.querySelector('.timeline canvas').focus()")
+    before = browser.evaluate("atoll.pages.timeline.view")
+    for key in ["+", "ArrowRight"]:
+        browser.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key[0])
+    after = browser.evaluate("atoll.pages.timeline.view")
+    assert after["width"] < before["width"] and after["from"] > before["from"]
+    assert browser.errors() == []
+
+
+def test_dropping_a_file_registers_it(registry: Server, browser: Browser) -> None:
+    browser.open(f"{registry.url}/#models")
+    assert browser.wait("document.querySelector('.drop')")
+    data = base64.b64encode((ASSETS / "digits.onnx").read_bytes()).decode()
+    browser.evaluate(
+        "(() => { const bytes = Uint8Array.from(atob('" + data + "'), (c) => c.charCodeAt(0));"
+        " const transfer = new DataTransfer();"
+        " transfer.items.add(new File([bytes], 'my digits.onnx'));"
+        " document.querySelector('.drop').dispatchEvent(new DragEvent('drop',"
+        " { dataTransfer: transfer, bubbles: true, cancelable: true })); })()"
+    )
+    assert browser.evaluate("document.querySelector('form input').value") == "my_digits"
+    labels = "document.querySelector('form textarea')"
+    browser.evaluate(f"{labels}.value = [...'0123456789'].join('\\n')")
+    browser.evaluate("document.querySelector('form.panel').requestSubmit()")
+    rows = "document.querySelector('tbody').innerText"
+    error = "document.querySelector('.error').textContent"
+    assert browser.wait(f"/my_digits\\s+1\\s+ready/.test({rows})"), browser.evaluate(error)
+    assert requests.get(f"{registry.url}/v2/models/my_digits/ready", timeout=60).ok
+    assert browser.errors() == []
+
+
+def line(begin: tuple[float, float], end: tuple[float, float]) -> list[tuple[float, float]]:
+    steps = 12
+    shares = [step / steps for step in range(steps + 1)]
+    (x, y), (to_x, to_y) = begin, end
+    return [(x + (to_x - x) * share, y + (to_y - y) * share) for share in shares]
+
+
+def test_a_drawn_seven_is_a_seven(demo: str, browser: Browser) -> None:
+    browser.open(f"{demo}/#models")
+    assert browser.wait("document.querySelector('canvas.draw')")
+    box = browser.evaluate(
+        "(() => { const box = document.querySelector('canvas.draw').getBoundingClientRect();"
+        " return [box.left, box.top]; })()"
+    )
+    points = line((62, 40), (160, 40)) + line((160, 40), (95, 190))
+    browser.drag([(box[0] + x, box[1] + y) for x, y in points])
+    assert browser.wait("document.querySelector('.scores li')")
+    assert browser.evaluate("document.querySelector('.scores .label').textContent") == "7"
+    assert browser.errors() == []
+
+
+def test_sliders_plan_again(demo: str, browser: Browser) -> None:
+    browser.open(f"{demo}/#plan")
+    count = "Number(document.querySelector('.figures dd')?.firstChild.data)"
+    assert browser.wait(f"{count} > 0")
+    before = browser.evaluate(count)
+    browser.evaluate(
+        "(() => { const rates = document.querySelector('input[type=range]'); rates.value = 3;"
+        " rates.dispatchEvent(new Event('input', { bubbles: true })); })()"
+    )
+    assert browser.wait(f"{count} > {before}")
+    assert browser.wait("document.querySelector('pre').textContent.includes('nvidia-smi')")
+    assert browser.errors() == []
+
+
+def test_a_page_that_stays_open_does_not_grow(demo: str, browser: Browser) -> None:
+    browser.open(f"{demo}/#timeline")
+    assert browser.wait("atoll.pages.timeline.store.size > 100")
+    # A ring smaller than what arrives: it drops the oldest and keeps its size.
+    browser.evaluate(
+        "(() => { const { store } = atoll.pages.timeline; store.clear(); store.capacity = 200;"
+        " store.data = new Float64Array(0); })()"
+    )
+    assert browser.wait("atoll.pages.timeline.store.count > 450")
+    assert browser.evaluate("atoll.pages.timeline.store.size") == 200
+    kept = "[...atoll.pages.timeline.store.lanes.values()].reduce((n, lane) => n + lane.length, 0)"
+    assert browser.evaluate(kept) == 200
+    time.sleep(0.5)
+    assert browser.errors() == []
