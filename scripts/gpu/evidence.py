@@ -17,6 +17,8 @@ Writes these files of evidence/, each if RUN_DIR has the results it is made from
     pairs, sm_partition       atoll bench disb with other workloads and settings
     padding                   atoll bench padding
     soak_swap, soak_real      atoll bench swap --soak, atoll bench disb --soak
+    new_sizes                 scripts/gpu/new_sizes.py
+    strangers                 atoll bench strangers (strangers*.json, one per seed)
 
 `cargo xtask evidence` reports which of them are stale.
 """
@@ -69,6 +71,19 @@ def header(folder: Path, command: str, quantized: bool = False) -> dict:
         "command": command,
         "sha256": hashes,
     }
+
+
+# What decides how long a request of new sizes takes, and who waits for it.
+OF_NEW_SIZES = (
+    "crates/cuda/src/program.rs",
+    "crates/cuda/src/program/batches.rs",
+    "crates/cuda/src/program/sizes_ahead.rs",
+    "crates/runtime/src/node/preparation.rs",
+)
+
+
+def of_new_sizes(head: dict) -> dict:
+    return {**head, "sha256": {name: source_hash(ROOT / name) for name in OF_NEW_SIZES}}
 
 
 def steps(plan: dict) -> list[dict]:
@@ -227,6 +242,14 @@ def main() -> None:
             "best_effort.json",
             {**head, "command": "scripts/gpu/best_effort.py ATOLL MODELS OUT.json", **found},
         )
+    if (args.run / "new_sizes.json").is_file():
+        found = json.loads((args.run / "new_sizes.json").read_text())
+        write("new_sizes.json", {**of_new_sizes(head), **found})
+    seeds = [json.loads(path.read_text()) for path in sorted(args.run.glob("strangers*.json"))]
+    if seeds:
+        for found in seeds:
+            found.pop("device"), found.pop("driver")
+        write("strangers.json", {**of_new_sizes(head), "seeds": seeds})
     for name in (
         "batching.json",
         "swap.json",
