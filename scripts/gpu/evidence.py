@@ -248,7 +248,8 @@ def main() -> None:
     seeds = [json.loads(path.read_text()) for path in sorted(args.run.glob("strangers*.json"))]
     if seeds:
         for found in seeds:
-            found.pop("device"), found.pop("driver")
+            for name in ("device", "driver", "date", "command"):
+                found.pop(name)
         write("strangers.json", {**of_new_sizes(head), "seeds": seeds})
     for name in (
         "batching.json",

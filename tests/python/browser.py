@@ -130,7 +130,8 @@ class Browser:
 
     def wait(self, expression: str, seconds: float = 60) -> bool:
         """Whether `expression` became true within `seconds`."""
-        return wait_for(lambda: bool(self.evaluate(expression)), seconds)
+        # An element as a value is an empty object, which Python takes for false.
+        return wait_for(lambda: self.evaluate(f"Boolean({expression})"), seconds)
 
     def drag(self, points: list[tuple[float, float]]) -> None:
         """Moves the pressed mouse along `points`."""

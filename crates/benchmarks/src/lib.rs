@@ -53,7 +53,7 @@ enum Benchmark {
     Frontend(FrontendBenchArgs),
     /// Share of the engine's throughput that remains over gRPC and REST, and the cores it takes
     Server(Box<ServerBenchArgs>),
-    /// Real-time latency over HTTP beside clients that change shapes, load, update, unload and cancel
+    /// Real-time latency beside clients that change shapes, load, update, unload and cancel
     Strangers(Box<StrangersArgs>),
     /// More models than memory: what loading and evicting weights costs
     Swap(Box<SwapArgs>),

@@ -30,6 +30,9 @@ const MODEL: &str = "digits";
 const SAMPLES_JSON: &str = include_str!("../../../assets/digits_samples.json");
 const IMAGE_ELEMENTS: usize = 64;
 
+/// Real time is alone for this long, at most.
+const MAX_ALONE: Duration = Duration::from_secs(5);
+
 /// Default seconds of load.
 const DEFAULT_SECONDS: u64 = 5;
 /// Period of real-time requests, independent of replies.
@@ -194,11 +197,12 @@ impl DemoClients {
         Ok(client.max_decoding_message_size(64 << 20))
     }
 
-    /// Half of the time real time alone, half beside best effort.
+    /// Real time alone, half of the time and not for long, then beside best effort.
     async fn run(&self, span: Duration) -> Result<DemoReport, Failure> {
-        let half = span / 2;
+        let alone_span = (span / 2).min(MAX_ALONE);
+        let beside_span = span - alone_span;
         let started = Instant::now();
-        let alone = self.real_time(half).await?;
+        let alone = self.real_time(alone_span).await?;
         let stop = Arc::new(AtomicBool::new(false));
         let mut best_effort = Vec::with_capacity(BEST_EFFORT_CLIENTS);
         for _ in 0..BEST_EFFORT_CLIENTS {
@@ -209,7 +213,7 @@ impl DemoClients {
                 stop.clone(),
             )));
         }
-        let beside = self.real_time(half).await?;
+        let beside = self.real_time(beside_span).await?;
         stop.store(true, Ordering::Relaxed);
         let mut best_effort_stats = ClientStats::default();
         for client in best_effort {
@@ -222,9 +226,9 @@ impl DemoClients {
             preemptions: 0,
             correct: alone.correct + beside.correct + best_effort_stats.correct,
             replies,
-            rt_alone: alone.report(half),
-            rt_beside_be: beside.report(half),
-            be: best_effort_stats.report(half),
+            rt_alone: alone.report(alone_span),
+            rt_beside_be: beside.report(beside_span),
+            be: best_effort_stats.report(beside_span),
         })
     }
 

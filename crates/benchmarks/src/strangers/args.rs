@@ -13,9 +13,9 @@ use clap::Args;
 
 Starts a server on the ONNX files of the folder. A client per real-time network sends at --rate over
 HTTP; a reply is timed from the moment its request was due. First real time is alone, then strangers
-are there, then it is alone again. Every stranger has a best-effort model of its own. Of 100 actions,
-78 send a request of new sizes, 8 close the connection before the reply, 4 unload the model and load
-it again, 3 load a new version of it, 4 send a request that is wrong, 3 pause.
+are there, then it is alone again. Every stranger has a best-effort model of its own. Of 100
+actions, 78 send a request of new sizes, 8 close the connection before the reply, 4 unload the model
+and load it again, 3 load a new version of it, 4 send a request that is wrong, 3 pause.
 
 Lengths of sentences are log-normal with a median of 14 tokens and a sigma of 0.75, 3 to 200: a mean
 of 18, near the 15.3 words of a sentence in Universal Dependencies' English Web Treebank (254,825
