@@ -499,7 +499,7 @@ impl<'a> Lowering<'a> {
             Some((_, whole, at))
                 if whole.dtype() == tensor.dtype()
                     && at % size == 0
-                    && (at / size * element.size()) % ALIGNMENT == 0 =>
+                    && (at / size * element.size()).is_multiple_of(ALIGNMENT) =>
             {
                 (whole, at / size)
             }

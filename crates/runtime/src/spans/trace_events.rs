@@ -35,10 +35,10 @@ pub fn write(devices: &[DeviceTrace<'_>], explained: usize) -> String {
         write_device(&mut out, index + 1, device, explained);
     }
     let lost: u64 = devices.iter().map(|device| device.lost).sum();
-    let _ = write!(
+    let _ = writeln!(
         out.text,
         "],\"displayTimeUnit\":\"ns\",\"otherData\":{{\"source\":\"atoll\",\
-         \"lost_spans\":{lost}}}}}\n"
+         \"lost_spans\":{lost}}}}}"
     );
     out.text
 }

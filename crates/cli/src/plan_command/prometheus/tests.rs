@@ -18,9 +18,12 @@ fn args(more: &[&str]) -> PlanArgs {
     }
 }
 
+/// How the server answers a request.
+type Answer = Box<dyn FnOnce(&mut TcpStream) + Send>;
+
 /// A server on this machine that gives every connection the next of these answers, and reports the
 /// heads of the requests.
-fn server(answers: Vec<Box<dyn FnOnce(&mut TcpStream) + Send>>) -> (String, Receiver<String>) {
+fn server(answers: Vec<Answer>) -> (String, Receiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}/prefix/", listener.local_addr().unwrap());
     let (send, heads) = channel();
@@ -37,7 +40,7 @@ fn server(answers: Vec<Box<dyn FnOnce(&mut TcpStream) + Send>>) -> (String, Rece
     (address, heads)
 }
 
-fn reply(status: &str, more: &str, body: &str) -> Box<dyn FnOnce(&mut TcpStream) + Send> {
+fn reply(status: &str, more: &str, body: &str) -> Answer {
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\
          Connection: close\r\n{more}\r\n",
@@ -105,7 +108,7 @@ fn failures_name_address_query_and_remedy() {
     let other = |stream: &mut TcpStream| {
         let _ = stream.write_all(b"SSH-2.0-OpenSSH_9.2\r\n");
     };
-    let cases: Vec<(Box<dyn FnOnce(&mut TcpStream) + Send>, u8, &str)> = vec![
+    let cases: Vec<(Answer, u8, &str)> = vec![
         (reply("400 Bad Request", "", bad), 2, "invalid parameter"),
         (reply("503 Service Unavailable", "", late), 1, "query timed out (timeout)"),
         (reply("503 Service Unavailable", "", "busy"), 1, "HTTP 503: busy"),
