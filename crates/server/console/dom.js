@@ -30,18 +30,29 @@ export function show(node, ...children) {
   return fill(node, null, children);
 }
 
+const UNITS = [
+  [1e9, "s"],
+  [1e6, "ms"],
+  [1e3, "µs"],
+  [1, "ns"],
+];
+
+const unitOf = (size) => UNITS.find(([unit]) => size >= unit) || [1, "ns"];
+
+/** A time in nanoseconds, with the digits that tell it from one `step` later. */
+export function tick(ns, step) {
+  const size = Math.abs(ns);
+  const [unit, name] = unitOf(size + step / 2);
+  const digits = Math.max(0, Math.ceil(Math.log10(unit / step) - 1e-9));
+  return `${ns < 0 ? "−" : ""}${(size / unit).toFixed(digits)} ${name}`;
+}
+
 /** A time in nanoseconds, with three digits. */
 export function time(ns) {
   if (ns === undefined || ns === null || Number.isNaN(ns)) return "–";
   const sign = ns < 0 ? "−" : "";
   const size = Math.abs(ns);
-  const units = [
-    [1e9, "s"],
-    [1e6, "ms"],
-    [1e3, "µs"],
-    [1, "ns"],
-  ];
-  const [unit, name] = units.find(([unit]) => size >= unit) || [1, "ns"];
+  const [unit, name] = unitOf(size);
   const value = size / unit;
   const digits = unit === 1 || value >= 100 ? 0 : value >= 10 ? 1 : 2;
   return `${sign}${value.toFixed(digits)} ${name}`;

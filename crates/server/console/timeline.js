@@ -1,7 +1,7 @@
 // The page Timeline: the latest runs and requests of each device, and why a request took its time.
 
 import { getJson, send } from "./api.js";
-import { classTag, el, show, time } from "./dom.js";
+import { classTag, el, show, tick, time } from "./dom.js";
 import { EVICTION, F, LOAD, REQUEST, RUN, SpanStore } from "./spans.js";
 
 const LABEL_WIDTH = 132;
@@ -754,7 +754,7 @@ export class Timeline {
       c.lineTo(x, height);
       c.stroke();
       c.fillStyle = this.colours.dim;
-      c.fillText(Math.abs(at) < step / 2 ? "0" : time(at), x + 4, RULER / 2 + 1);
+      c.fillText(Math.abs(at) < step / 2 ? "0" : tick(at, step), x + 4, RULER / 2 + 1);
     }
     c.strokeStyle = this.colours.line;
     c.beginPath();
