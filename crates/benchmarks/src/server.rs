@@ -22,7 +22,7 @@ use std::time::Duration;
 use assembly::{Failure, write_file};
 
 pub(crate) use self::args::ServerBenchArgs;
-use self::child::ServerProcess;
+use self::child::{ServerProcess, common_arguments};
 use self::engine_load::EngineUnderTest;
 pub use self::engine_load::{ParseServeArguments, ServeSettings};
 use self::report::{Measurement, MeasurementRound, MeasurementSummary, ServerReport, table};
@@ -37,25 +37,10 @@ const WARM_CHANGE: f64 = 0.05;
 
 /// The arguments of the server.
 fn serve_arguments(args: &ServerBenchArgs, model: &Path) -> Vec<String> {
-    let settings = &args.device.settings;
-    let mut arguments = vec!["serve".to_string()];
-    let mut add = |flag: &str, value: String| arguments.extend([flag.to_string(), value]);
-    add("--model-repository", model.display().to_string());
-    add("--host", "127.0.0.1".to_string());
-    for flag in ["--http-port", "--grpc-port", "--metrics-port"] {
-        add(flag, "0".to_string());
-    }
-    add("--device", args.device.device.clone());
-    add("--precision", settings.precision.name().to_string());
-    add("--best-effort-chain", settings.best_effort_chain.to_string());
-    add("--threads", settings.threads.to_string());
-    add("--cpu-queues", settings.cpu_queues.to_string());
-    if let Some(folder) = &settings.kernel_cache {
-        add("--kernel-cache", folder.display().to_string());
-    }
-    if let Some(folder) = &settings.cuda_toolkit {
-        add("--cuda-toolkit", folder.display().to_string());
-    }
+    let repository = ["serve", "--model-repository"].map(str::to_string);
+    let mut arguments = repository.to_vec();
+    arguments.push(model.display().to_string());
+    arguments.extend(common_arguments(&args.device));
     arguments.extend(args.serve.iter().cloned());
     arguments
 }

@@ -16,7 +16,7 @@ use self::load::{ClientRecord, Network, Stranger, real_time};
 use self::report::{Latency, StrangersReport, table};
 use self::wire::{Connection, plain};
 use crate::environment;
-use crate::server::child::ServerProcess;
+use crate::server::child::{ServerProcess, common_arguments};
 use crate::server::transport::Transport;
 
 /// How long the server may take to start.
@@ -100,7 +100,6 @@ fn start(
     real_time: &[Network],
     folder: &Path,
 ) -> Result<ServerProcess, Failure> {
-    let settings = &args.device.settings;
     let mut arguments = vec!["serve".to_string()];
     let mut add = |flag: &str, value: String| arguments.extend([flag.to_string(), value]);
     add("--model-repository", repository.display().to_string());
@@ -108,20 +107,7 @@ fn start(
     for network in real_time {
         add("--load-model", network.name.clone());
     }
-    add("--host", "127.0.0.1".to_string());
-    for flag in ["--http-port", "--grpc-port", "--metrics-port"] {
-        add(flag, "0".to_string());
-    }
-    add("--device", args.device.device.clone());
-    add("--precision", settings.precision.name().to_string());
-    add("--threads", settings.threads.to_string());
-    add("--cpu-queues", settings.cpu_queues.to_string());
-    if let Some(folder) = &settings.kernel_cache {
-        add("--kernel-cache", folder.display().to_string());
-    }
-    if let Some(folder) = &settings.cuda_toolkit {
-        add("--cuda-toolkit", folder.display().to_string());
-    }
+    arguments.extend(common_arguments(&args.device));
     arguments.extend(args.serve.iter().cloned());
     let binary = std::env::current_exe().map_err(Failure::failed)?;
     let data = folder.join("data");

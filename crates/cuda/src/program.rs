@@ -211,13 +211,17 @@ impl ProgramState {
         let over = plans.len().saturating_sub(services.device.options().max_specializations.max(1));
         let dropped: Vec<_> = plans.drain(..over).collect();
         let mut kept: u64 = 0;
-        for (_, specialization) in plans.iter().rev().filter(|(_, plan)| !plan.is_reserved()) {
-            kept += specialization.spare_bytes();
-            if kept > MAX_SPARE_BYTES {
-                specialization.drop_spares();
-            }
-        }
+        let mut beyond = |plan: &Specialization| {
+            kept += plan.spare_bytes();
+            kept > MAX_SPARE_BYTES
+        };
+        let plain = plans.iter().rev().map(|(_, plan)| plan).filter(|plan| !plan.is_reserved());
+        let trimmed: Vec<_> = plain.filter(|plan| beyond(plan)).cloned().collect();
+        // Requests look for their specialization under this lock: graphs are destroyed without it.
         drop(plans);
+        for plan in &trimmed {
+            plan.drop_spares();
+        }
         drop(dropped);
     }
 

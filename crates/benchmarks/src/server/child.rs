@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
-use assembly::Failure;
+use assembly::{DeviceArgs, Failure};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -28,6 +28,30 @@ const NOT_INHERITED: [&str; 7] = [
 
 /// Max time until its metrics are read.
 const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Arguments of `atoll serve` that a benchmark's server has in any case: free ports of this machine,
+/// and the device as the benchmark was told.
+pub(crate) fn common_arguments(device: &DeviceArgs) -> Vec<String> {
+    let settings = &device.settings;
+    let mut arguments = Vec::new();
+    let mut add = |flag: &str, value: String| arguments.extend([flag.to_string(), value]);
+    add("--host", "127.0.0.1".to_string());
+    for flag in ["--http-port", "--grpc-port", "--metrics-port"] {
+        add(flag, "0".to_string());
+    }
+    add("--device", device.device.clone());
+    add("--precision", settings.precision.name().to_string());
+    add("--best-effort-chain", settings.best_effort_chain.to_string());
+    add("--threads", settings.threads.to_string());
+    add("--cpu-queues", settings.cpu_queues.to_string());
+    if let Some(folder) = &settings.kernel_cache {
+        add("--kernel-cache", folder.display().to_string());
+    }
+    if let Some(folder) = &settings.cuda_toolkit {
+        add("--cuda-toolkit", folder.display().to_string());
+    }
+    arguments
+}
 
 /// A running `atoll serve`.
 pub(crate) struct ServerProcess {

@@ -5,8 +5,9 @@
 //! size that was never seen then finds its kernels loaded.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use device::LaunchChoices;
 use model::{Dim, LaunchPlan};
@@ -34,6 +35,9 @@ const GROUP: usize = 8;
 /// How much lower the priority of the thread and of its compilers is, as for `nice`.
 const NICE: i32 = 10;
 
+/// Time between two looks whether it is a model's turn.
+const TURN_INTERVAL: Duration = Duration::from_millis(20);
+
 /// One model at a time: compilers take memory and processors.
 static COMPILING: Mutex<()> = Mutex::new(());
 
@@ -55,8 +59,9 @@ impl SizesAhead {
         let work = move || {
             // SAFETY: changes the priority of the calling thread only, and no memory.
             unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
-            let _turn = COMPILING.lock().unwrap_or_else(PoisonError::into_inner);
-            compile(&program, &sizes, &stop);
+            if let Some(_turn) = turn(&stop) {
+                compile(&program, &sizes, &stop);
+            }
         };
         match std::thread::Builder::new().name("cuda-sizes".to_string()).spawn(work) {
             Ok(thread) => Some(SizesAhead { stopped, thread: Some(thread) }),
@@ -78,6 +83,19 @@ impl Drop for SizesAhead {
             let _ = thread.join();
         }
     }
+}
+
+/// Waits until no other model is compiled ahead; `None` when the program is gone before. A thread
+/// that slept in the lock would keep the unloading of its model waiting for the other model.
+fn turn(stop: &AtomicBool) -> Option<MutexGuard<'static, ()>> {
+    while !stop.load(Ordering::SeqCst) {
+        match COMPILING.try_lock() {
+            Ok(turn) => return Some(turn),
+            Err(TryLockError::Poisoned(turn)) => return Some(turn.into_inner()),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(TURN_INTERVAL),
+        }
+    }
+    None
 }
 
 /// Sizes to lower for: all symbols of the inputs, the batch and the others.
@@ -154,6 +172,19 @@ mod tests {
         let shape = Some(shape.iter().map(dim).collect());
         let value = ValueInfo { name: "x".to_string(), dtype: DataType::F32, shape };
         LaunchPlan { values: vec![value], inputs: vec![ValueId(0)], ..LaunchPlan::default() }
+    }
+
+    #[test]
+    fn a_model_that_is_unloaded_does_not_wait_for_its_turn() {
+        let other = turn(&AtomicBool::new(false)).expect("nobody else compiles");
+        let stop = Arc::new(AtomicBool::new(false));
+        let waiting = std::thread::spawn({
+            let stop = stop.clone();
+            move || turn(&stop).is_some()
+        });
+        stop.store(true, Ordering::SeqCst);
+        assert!(!waiting.join().expect("no panic"), "it ends while the other has the turn");
+        drop(other);
     }
 
     #[test]
