@@ -29,8 +29,8 @@ const NOT_INHERITED: [&str; 7] = [
 /// Max time until its metrics are read.
 const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Arguments of `atoll serve` that a benchmark's server has in any case: free ports of this machine,
-/// and the device as the benchmark was told.
+/// Arguments of `atoll serve` that a benchmark's server has in any case: free ports of this
+/// machine, and the device as the benchmark was told.
 pub(crate) fn common_arguments(device: &DeviceArgs) -> Vec<String> {
     let settings = &device.settings;
     let mut arguments = Vec::new();
