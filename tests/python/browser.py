@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from support import wait_for
+from support import stop_process, wait_for
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -49,7 +49,7 @@ class Browser:
         pages: list[dict[str, Any]] = []
 
         def found() -> bool:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=60) as answer:
                 pages[:] = [target for target in json.load(answer) if target["type"] == "page"]
             return bool(pages)
 
@@ -166,5 +166,4 @@ class Browser:
     def close(self) -> None:
         if self.socket:
             self.socket.close()
-        self.process.terminate()
-        self.process.wait()
+        stop_process(self.process)

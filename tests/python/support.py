@@ -61,6 +61,16 @@ def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -
     return True
 
 
+def stop_process(process: subprocess.Popen[bytes]) -> None:
+    """Ends `process`, by force when it does not end by itself."""
+    process.terminate()
+    try:
+        process.wait(timeout=STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def make_models(folder: Path, names: list[str]) -> None:
     """Makes test models with scripts/models.py; existing ones are kept."""
     command = [
@@ -141,14 +151,8 @@ class Server:
         return self.process.wait(timeout=seconds)
 
     def stop(self) -> None:
-        if self.process is None or self.process.poll() is not None:
-            return
-        self.terminate()
-        try:
-            self.wait()
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if self.process is not None and self.process.poll() is None:
+            stop_process(self.process)
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace") if self.log else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from support import ASSETS, BINARY
+from support import ASSETS, BINARY, STOP_SECONDS
 
 DIGITS = ASSETS / "digits.onnx"
 
@@ -98,6 +99,21 @@ def test_run_reports_bad_inputs(tmp_path: Path) -> None:
         assert "panicked" not in done.stderr
         assert done.stderr.strip()
     assert atoll("run", tmp_path / "nowhere.onnx").returncode not in (0, 101)
+
+
+def test_demo_ends_at_a_signal_while_clients_send() -> None:
+    ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    # Which client notices the end of its server first is a race: several times.
+    for _ in range(5):
+        process = subprocess.Popen([str(BINARY), "demo", "--seconds", "4", *ports],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            # Best effort is sent in the second half.
+            time.sleep(2.5)
+            process.terminate()
+            assert process.wait(timeout=STOP_SECONDS) == 0
+        finally:
+            process.kill()
 
 
 def test_demo_ends_after_its_seconds() -> None:

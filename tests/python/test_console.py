@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from browser import CHROMIUM, Browser
-from support import ASSETS, BINARY, Server, free_ports, serve, wait_for
+from support import ASSETS, BINARY, STOP_SECONDS, Server, free_ports, serve, wait_for
 
 pytestmark = pytest.mark.skipif(
     not CHROMIUM, reason="Chromium is missing: apt-get install chromium"
@@ -33,7 +33,7 @@ def demo() -> Iterator[str]:
     http, grpc, metrics = free_ports(3)
     command = [str(BINARY), "demo", "--seconds", "600", "--http-port", str(http), "--grpc-port",
                str(grpc), "--metrics-port", str(metrics)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{http}"
 
     def ready() -> bool:
@@ -45,7 +45,7 @@ def demo() -> Iterator[str]:
     assert wait_for(ready)
     yield url
     process.terminate()
-    process.wait()
+    assert process.wait(timeout=STOP_SECONDS) == 0
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 import requests
 
-from support import REPOSITORY, Server, fp32_body, free_ports, infer_url, wait_for
+from support import (
+    REPOSITORY,
+    Server,
+    fp32_body,
+    free_ports,
+    infer_url,
+    stop_process,
+    wait_for,
+)
 
 PROMETHEUS = shutil.which("prometheus")
 PROMTOOL = shutil.which("promtool")
@@ -55,8 +63,7 @@ def prometheus(server: Server, tmp_path: Path) -> Iterator[str]:
         assert wait_for(ready)
         yield url
     finally:
-        process.terminate()
-        process.wait()
+        stop_process(process)
 
 
 def results(url: str, expression: str) -> list[object]:

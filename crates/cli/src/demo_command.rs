@@ -177,6 +177,15 @@ struct DemoClients {
     samples: Arc<DigitSamples>,
 }
 
+/// Sets its flag when it goes out of scope.
+struct SetOnDrop(Arc<AtomicBool>);
+
+impl Drop for SetOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Results of one kind of client.
 #[derive(Default)]
 struct ClientStats {
@@ -204,6 +213,9 @@ impl DemoClients {
         let started = Instant::now();
         let alone = self.real_time(alone_span).await?;
         let stop = Arc::new(AtomicBool::new(false));
+        // Set also when a signal drops this future: a client that goes on after its server has
+        // gone would keep the process from ending.
+        let stop_at_end = SetOnDrop(stop.clone());
         let mut best_effort = Vec::with_capacity(BEST_EFFORT_CLIENTS);
         for _ in 0..BEST_EFFORT_CLIENTS {
             let client = self.client().await?;
@@ -214,7 +226,7 @@ impl DemoClients {
             )));
         }
         let beside = self.real_time(beside_span).await?;
-        stop.store(true, Ordering::Relaxed);
+        drop(stop_at_end);
         let mut best_effort_stats = ClientStats::default();
         for client in best_effort {
             best_effort_stats.add(client.await.map_err(Failure::failed)?);
