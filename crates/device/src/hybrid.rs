@@ -114,6 +114,14 @@ impl Device for HybridDevice {
         self.accelerator.command(commands);
     }
 
+    fn fault(&self) -> Option<DeviceError> {
+        self.accelerator.fault()
+    }
+
+    fn give_up(&self, reason: &str) {
+        self.accelerator.give_up(reason);
+    }
+
     fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
         self.accelerator.host_pool()
     }

@@ -195,10 +195,14 @@ pub trait Device: Send + Sync {
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
 
-    /// Why it can run nothing any more, if so; only a new process can use it again.
+    /// Why it can run nothing any more, if so. It can be opened again once everything of it is
+    /// dropped.
     fn fault(&self) -> Option<DeviceError> {
         None
     }
+
+    /// Makes it faulted for `reason`, so that every wait for it ends.
+    fn give_up(&self, _reason: &str) {}
 
     /// SMs of the partition that queues can be confined to, if there is one.
     fn best_effort_sms(&self) -> Option<u32> {

@@ -93,6 +93,10 @@ impl Device for PagedDevice {
         self.inner.fault()
     }
 
+    fn give_up(&self, reason: &str) {
+        self.inner.give_up(reason);
+    }
+
     fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError> {
         self.inner.unsupported_steps(plan)
     }

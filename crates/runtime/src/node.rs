@@ -19,6 +19,7 @@ mod announcement;
 mod batch_jobs;
 mod batcher;
 mod completion;
+mod fault;
 mod layout;
 mod lock;
 mod preemptions;
@@ -101,6 +102,8 @@ pub struct NodeOptions {
     pub spans_kept: usize,
     /// Memory for weights on devices that load and evict them; all of it when absent.
     pub memory: Option<Bytes>,
+    /// A segment that does not end within this time makes the device faulted; never when absent.
+    pub watchdog: Option<Nanos>,
     /// Observer of the core.
     pub observer: Option<Arc<dyn Observer>>,
 }
@@ -119,6 +122,7 @@ impl Default for NodeOptions {
             preemptions_kept: 1_024,
             spans_kept: 65_536,
             memory: None,
+            watchdog: None,
             observer: None,
         }
     }
@@ -221,6 +225,8 @@ struct State {
     swaps: SwapStats,
     /// Why the device takes no more requests.
     fault: Option<DeviceError>,
+    /// Everything was answered, and nothing that the device does matters any more.
+    abandoned: bool,
     stopping: bool,
 }
 
@@ -344,6 +350,7 @@ impl Node {
             capabilities,
             max_rt_slowdown: options.max_rt_slowdown_percent / 100.0,
             reply_before_best_effort: true,
+            watchdog: options.watchdog,
             ..CoreOptions::default()
         };
         let state = State {
@@ -360,6 +367,7 @@ impl Node {
             drain_sent: false,
             swaps: SwapStats::default(),
             fault: None,
+            abandoned: false,
             stopping: false,
         };
         let no_thread = |device: &dyn Device, err: std::io::Error| DeviceError::Faulted {
@@ -508,12 +516,6 @@ impl Node {
         Some(self.shared.lock().model(model)?.preemption_stats.clone())
     }
 
-    /// Why the device no longer runs anything, if so.
-    pub fn fault(&self) -> Option<DeviceError> {
-        let fault = self.shared.lock().fault.clone();
-        fault.or_else(|| self.shared.device.fault())
-    }
-
     /// The latest preemptions.
     pub fn preemptions(&self) -> PreemptionLog {
         self.shared.lock().record.snapshot()
@@ -542,7 +544,7 @@ impl Node {
         let end = self.shared.clock.now() + Nanos::from(limit);
         let mut state = self.shared.lock();
         let unsent = || self.shared.unsent.load(Ordering::SeqCst);
-        while state.core.pending() + state.batches.members + unsent() > 0 {
+        while state.pending() + unsent() > 0 {
             let remaining = end - self.shared.clock.now();
             if remaining == Nanos::ZERO {
                 return false;
@@ -573,7 +575,16 @@ impl Drop for Node {
 impl State {
     /// The next timer of the core or of a batcher.
     fn next_timer(&self) -> Option<Nanos> {
-        self.core.next_timer().into_iter().chain(self.batch_timer()).min()
+        let timers = self.core.next_timer().into_iter().chain(self.batch_timer());
+        timers.filter(|_| !self.abandoned).min()
+    }
+
+    /// Number of pending requests and batches.
+    fn pending(&self) -> usize {
+        match self.abandoned {
+            true => 0,
+            false => self.core.pending() + self.batches.members,
+        }
     }
 
     fn model(&self, key: ModelKey) -> Option<&ModelEntry> {
@@ -614,6 +625,9 @@ impl Shared {
     }
 
     fn run(&self, mut state: MutexGuard<'_, State>, mut events: VecDeque<Event>) {
+        if state.abandoned {
+            return;
+        }
         let mut due: Vec<DueReply> = Vec::new();
         loop {
             if events.is_empty() {
@@ -743,7 +757,7 @@ impl Shared {
             Action::ResetDevice => {
                 let device = self.device.info().name.clone();
                 tracing::error!(device, "device does not respond; new requests are refused");
-                let reason = "a segment never ended".to_string();
+                let reason = "a run did not end in time".to_string();
                 state.fault = Some(DeviceError::Faulted { device, reason });
             }
             // Queue commands are sent before; no device declares a capability for the last.

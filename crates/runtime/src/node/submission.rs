@@ -181,10 +181,15 @@ impl Shared {
             shared.step(state, event);
             state = shared.lock();
         }
-        if state.model(key).is_none() {
+        // The device may have faulted, and the model may be gone, since the request arrived.
+        let refusal = match &state.fault {
+            Some(fault) => Some(Rejection::Device(fault.clone())),
+            None => state.model(key).is_none().then_some(Rejection::NoSuchModel),
+        };
+        if let Some(refusal) = refusal {
             drop(state);
             withdraw(withdrawn);
-            return submission.refuse(Rejection::NoSuchModel);
+            return submission.refuse(refusal);
         }
         let full = state.core.pending() + state.batches.members >= shared.max_requests;
         let id = if full { None } else { state.core.next_request_id() };
