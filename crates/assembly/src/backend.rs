@@ -324,7 +324,7 @@ impl RunningBackend {
             ),
         });
         let device_group = parts.device_group;
-        let info = device_group.nodes()[0].device().info().clone();
+        let info = device_group.node(0).device().info().clone();
         let node = LocalNode::new(device_group.clone(), loader.clone());
         node.forbid_control();
         node.set_started();

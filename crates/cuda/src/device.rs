@@ -2,20 +2,20 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use base::Bytes;
 use device::residency::MemoryUse;
 use device::{
-    CompletionSink, Device, DeviceError, DeviceInfo, KernelCompiler, PreemptionLevel, Program,
-    Queue, QueueCommand, QueueOptions,
+    CompletionSink, Device, DeviceError, DeviceInfo, InjectedFault, KernelCompiler,
+    PreemptionLevel, Program, Queue, QueueCommand, QueueOptions,
 };
 use model::LaunchPlan;
 use model::gpu::{GpuTarget, Precision};
 
 use crate::compile::CompileService;
 use crate::compile::cubin_cache::CubinCache;
-use crate::compile::kernel_cache::{CompileProgress, KernelCache};
+use crate::compile::kernel_cache::{CompileProgress, KernelCache, LoadedKernel};
 use crate::compile::kernel_text::architecture;
 use crate::compile::nvrtc::Nvrtc;
 use crate::compile::toolkit::Toolkit;
@@ -24,6 +24,7 @@ use crate::device_context::DeviceContext;
 use crate::driver::nvml::{Health, Nvml};
 use crate::driver::{Context, DriverFacts, Priority, Stream};
 use crate::error::{CudaError, OpenError};
+use crate::fault_injection;
 use crate::measure::timeline::Timeline;
 use crate::memory::MemoryServices;
 use crate::memory::input_copier::InputCopier;
@@ -45,6 +46,8 @@ const CAPABILITY_NEEDED: u32 = 80;
 /// One GPU.
 pub struct CudaDevice {
     services: DeviceServices,
+    /// Kernels of injected faults, which may still run.
+    injected: Mutex<Vec<Arc<LoadedKernel>>>,
     dispatcher: Dispatcher,
     /// RT runs, while `atoll bench` records them.
     timeline: Arc<Timeline>,
@@ -138,6 +141,7 @@ impl CudaDevice {
         };
         let device = CudaDevice {
             services,
+            injected: Mutex::default(),
             dispatcher: Dispatcher::default(),
             timeline: Arc::default(),
             nvml: OnceLock::new(),
@@ -239,7 +243,19 @@ impl Device for CudaDevice {
     }
 
     fn fault(&self) -> Option<DeviceError> {
+        // A query finds faults of kernels that nobody waits for; its error is not needed.
+        let _ = self.services.memory.memory_stream.is_idle();
         self.services.device.check_healthy().err()
+    }
+
+    fn give_up(&self, reason: &str) {
+        self.services.device.context().set_faulted(reason);
+    }
+
+    fn inject(&self, fault: InjectedFault) -> Result<(), DeviceError> {
+        let kernel = fault_injection::inject(&self.services, fault)?;
+        self.injected.lock().unwrap_or_else(PoisonError::into_inner).extend(kernel);
+        Ok(())
     }
 
     fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {

@@ -25,8 +25,8 @@ use model::LaunchPlan;
 
 use crate::residency::MemoryUse;
 use crate::{
-    CompletionSink, Device, DeviceCapabilities, DeviceError, DeviceInfo, HostSection, Program,
-    Queue, QueueCommand, QueueOptions,
+    CompletionSink, Device, DeviceCapabilities, DeviceError, DeviceInfo, HostSection,
+    InjectedFault, Program, Queue, QueueCommand, QueueOptions,
 };
 pub use placement::{HostReason, Placement};
 pub use program::HybridProgram;
@@ -120,6 +120,10 @@ impl Device for HybridDevice {
 
     fn give_up(&self, reason: &str) {
         self.accelerator.give_up(reason);
+    }
+
+    fn inject(&self, fault: InjectedFault) -> Result<(), DeviceError> {
+        self.accelerator.inject(fault)
     }
 
     fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {

@@ -171,6 +171,29 @@ pub enum DeviceError {
     },
 }
 
+/// A fault that is made on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InjectedFault {
+    /// A kernel writes where nothing is mapped.
+    IllegalAddress,
+    /// A kernel writes a word to an odd address.
+    MisalignedAddress,
+    /// A kernel traps, as a failed assertion does.
+    Trap,
+    /// Kernels occupy the whole device and end by themselves after this time.
+    Hang {
+        /// The time in milliseconds.
+        millis: u64,
+    },
+    /// The driver reports that the device is lost.
+    Lost,
+    /// The allocation after `after` others fails.
+    OutOfMemory {
+        /// Allocations that succeed before it.
+        after: u64,
+    },
+}
+
 /// Runs launch plans.
 pub trait Device: Send + Sync {
     /// Its fixed properties.
@@ -203,6 +226,12 @@ pub trait Device: Send + Sync {
 
     /// Makes it faulted for `reason`, so that every wait for it ends.
     fn give_up(&self, _reason: &str) {}
+
+    /// Makes `fault` happen, to test how it is survived. Fails on devices that cannot.
+    fn inject(&self, _fault: InjectedFault) -> Result<(), DeviceError> {
+        let device = &self.info().name;
+        Err(DeviceError::BadInput(format!("{device} has no faults that can be injected")))
+    }
 
     /// SMs of the partition that queues can be confined to, if there is one.
     fn best_effort_sms(&self) -> Option<u32> {
@@ -442,6 +471,12 @@ pub trait Queue: Send + Sync {
     /// by itself: it is preempted and resumes there. It moves out at its next preemption point. Has
     /// no effect without [`Device::best_effort_sms`] or on a queue that is not preemptible.
     fn confine(&self, _confined: bool) {}
+
+    /// A number that changes while a segment makes progress, if the device can tell. A segment whose
+    /// time is up and whose number stays the same hangs.
+    fn progress(&self) -> u64 {
+        0
+    }
 
     /// Carries out `command`.
     fn command(&self, command: QueueCommand) {

@@ -16,8 +16,8 @@ use model::{LaunchPlan, Tensor};
 
 use crate::residency::{LoadCallback, LoadProgress, MemoryUse, Residency};
 use crate::{
-    Completion, CompletionSink, Device, DeviceError, DeviceInfo, Outcome, Program, Queue,
-    QueueOptions, Segment, Task,
+    Completion, CompletionSink, Device, DeviceError, DeviceInfo, InjectedFault, Outcome, Program,
+    Queue, QueueOptions, Segment, Task,
 };
 
 /// Properties of the memory.
@@ -95,6 +95,10 @@ impl Device for PagedDevice {
 
     fn give_up(&self, reason: &str) {
         self.inner.give_up(reason);
+    }
+
+    fn inject(&self, fault: InjectedFault) -> Result<(), DeviceError> {
+        self.inner.inject(fault)
     }
 
     fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError> {

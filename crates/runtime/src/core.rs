@@ -384,6 +384,7 @@ impl Core {
             }
             Event::DeviceLost => self.device_lost(actions),
             Event::DeviceReady => self.device_ready(now, actions),
+            Event::DeviceAlive => self.device_alive(now),
             Event::Cancel { request } => self.abandon(request, End::Cancelled, actions),
             Event::Timer => self.expire(now, actions),
             Event::Drain => self.draining = true,

@@ -102,7 +102,8 @@ pub struct NodeOptions {
     pub spans_kept: usize,
     /// Memory for weights on devices that load and evict them; all of it when absent.
     pub memory: Option<Bytes>,
-    /// A segment that does not end within this time makes the device faulted; never when absent.
+    /// A segment that makes no progress within this time makes the device faulted; never when
+    /// absent.
     pub watchdog: Option<Nanos>,
     /// Observer of the core.
     pub observer: Option<Arc<dyn Observer>>,
@@ -227,6 +228,8 @@ struct State {
     fault: Option<DeviceError>,
     /// Everything was answered, and nothing that the device does matters any more.
     abandoned: bool,
+    /// By queue: the run that the watchdog looked at last, and its progress.
+    watched: Vec<Option<(RequestId, Nanos, u64)>>,
     stopping: bool,
 }
 
@@ -350,7 +353,8 @@ impl Node {
             capabilities,
             max_rt_slowdown: options.max_rt_slowdown_percent / 100.0,
             reply_before_best_effort: true,
-            watchdog: options.watchdog,
+            // Two looks at a run show whether it makes progress.
+            watchdog: options.watchdog.map(|limit| Nanos(limit.0 / 2)),
             ..CoreOptions::default()
         };
         let state = State {
@@ -368,6 +372,7 @@ impl Node {
             swaps: SwapStats::default(),
             fault: None,
             abandoned: false,
+            watched: vec![None; opened.len()],
             stopping: false,
         };
         let no_thread = |device: &dyn Device, err: std::io::Error| DeviceError::Faulted {
@@ -755,9 +760,13 @@ impl Shared {
             Action::Load { model, urgent } => self.start_load(state, now, model, urgent),
             Action::Evict { model } => state.evict(now, model),
             Action::ResetDevice => {
+                if self.makes_progress(state, now) {
+                    events.push_back(Event::DeviceAlive);
+                    return;
+                }
                 let device = self.device.info().name.clone();
                 tracing::error!(device, "device does not respond; new requests are refused");
-                let reason = "a run did not end in time".to_string();
+                let reason = "a run made no progress in time".to_string();
                 state.fault = Some(DeviceError::Faulted { device, reason });
             }
             // Queue commands are sent before; no device declares a capability for the last.

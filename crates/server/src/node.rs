@@ -237,7 +237,7 @@ fn rejection(model: &ServedModel, rejection: Rejection) -> ApiError {
             ApiError { message: message().into(), ..ApiError::from(*error) }
         }
         Rejection::Device(DeviceError::Unsupported { .. }) => ApiError::unsupported(message()),
-        Rejection::Device(DeviceError::OutOfMemory { .. }) => {
+        Rejection::Device(DeviceError::OutOfMemory { .. } | DeviceError::Faulted { .. }) => {
             ApiError::unavailable(message()).retry_after(1)
         }
         Rejection::Device(_) => ApiError::internal(message()),
@@ -277,7 +277,7 @@ impl Inner {
             let request = Request { model: served.key, inputs, class, priority, timeout };
             return self.submit(served, request, pending).await.map(|(outputs, _)| outputs);
         };
-        let clock = self.device_group.nodes()[0].clock().clone();
+        let clock = self.device_group.node(0).clock().clone();
         let start = clock.now();
         let class = Some(options.class.unwrap_or(served.config.class));
         let priority = Some(options.priority.unwrap_or(served.config.priority));
@@ -532,15 +532,21 @@ impl InferenceService for LocalNode {
     }
 
     fn ready(&self) -> bool {
-        // Models of a faulted device cannot be served, and only a restart repairs it.
-        let faulted = self.inner.device_group.nodes().iter().any(|node| node.fault().is_some());
+        // While one of several devices is opened again, the others serve.
+        let works = self.inner.device_group.nodes().iter().any(|node| node.fault().is_none());
         self.inner.started.load(Ordering::SeqCst)
             && !self.inner.draining.load(Ordering::SeqCst)
-            && !faulted
+            && works
     }
 
     fn model_ready<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, bool> {
-        let ready = self.inner.models.is_ready(model);
+        let inner = &self.inner;
+        // After a fault of its device a model is loaded again.
+        let loaded = |served: Arc<ServedModel>| inner.device_group.is_loaded(served.key);
+        let ready = match inner.models.is_ready(model) {
+            Ok(true) => Ok(inner.models.find(model).is_ok_and(loaded)),
+            other => other,
+        };
         Box::pin(std::future::ready(ready))
     }
 

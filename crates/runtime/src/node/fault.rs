@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
+use base::Nanos;
 use device::DeviceError;
 
 use super::{DueReply, ModelId, ModelStats, Node, ReplyTarget, Shared, State};
@@ -43,6 +44,22 @@ impl Node {
 }
 
 impl Shared {
+    /// Whether every run has got further since the watchdog looked last, or is seen for the first
+    /// time.
+    pub(super) fn makes_progress(&self, state: &mut State, now: Nanos) -> bool {
+        let queues = self.queues.get().map(Vec::as_slice).unwrap_or_default();
+        let mut progress = true;
+        for (index, queue) in queues.iter().enumerate() {
+            let running = state.record.queues.get(index).copied().flatten();
+            // What began after the last look is not late.
+            let seen = running.filter(|job| job.began < now);
+            let seen = seen.map(|job| (job.request, job.began, queue.progress()));
+            progress &= seen.is_none() || seen != state.watched[index];
+            state.watched[index] = seen;
+        }
+        progress
+    }
+
     /// The replies of all pending requests, counted as unsent.
     fn refuse_pending(&self, state: &mut State, fault: &DeviceError) -> Vec<DueReply> {
         let now = self.clock.now();

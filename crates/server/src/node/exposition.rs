@@ -124,7 +124,36 @@ pub(super) fn write(
         out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
     }
     write_memory(&mut out, device_group);
+    write_faults(&mut out, device_group);
     write_prefixes(&mut out, prefixes, device_group);
+}
+
+/// Faults of devices, and how long they kept them out of service.
+fn write_faults(out: &mut Exposition<'_>, device_group: &DeviceGroup) {
+    let counts: Vec<_> = (0..device_group.device_count())
+        .map(|device| (&device_group.names()[device], device_group.recoveries(device)))
+        .collect();
+    let name = "atoll_device_faults_total";
+    out.family(name, MetricKind::Counter, "Faults after which a device was given up");
+    for (device, counts) in &counts {
+        out.sample(name, &[("device", device.as_str())], counts.faults);
+    }
+    let name = "atoll_device_recoveries_total";
+    out.family(name, MetricKind::Counter, "Faults after which a device served again");
+    for (device, counts) in &counts {
+        out.sample(name, &[("device", device.as_str())], counts.recovered);
+    }
+    let name = "atoll_device_in_service";
+    out.family(name, MetricKind::Gauge, "1 if a device serves, 0 while it is opened again");
+    for (device, counts) in &counts {
+        out.sample(name, &[("device", device.as_str())], u64::from(counts.since.is_none()));
+    }
+    let name = "atoll_device_out_of_service_seconds_total";
+    out.family(name, MetricKind::Counter, "Time that devices were out of service after faults");
+    for (device, counts) in &counts {
+        let seconds = counts.out_of_service.0 as f64 / 1e9;
+        out.sample(name, &[("device", device.as_str())], seconds);
+    }
 }
 
 /// Prefixes that several models share.
@@ -136,7 +165,7 @@ fn write_prefixes(
     let stats = |prefix: &Arc<PrefixModel>| {
         let (mut success, mut executions) = (0, 0);
         for (view, key) in device_group.replicas(prefix.key) {
-            let stats = device_group.nodes()[view.device].stats(key).unwrap_or_default();
+            let stats = device_group.node(view.device).stats(key).unwrap_or_default();
             success += stats.success;
             executions += stats.executions;
         }
@@ -166,10 +195,10 @@ fn write_replicas(
         })
         .collect();
     for (model, (view, key)) in &replicas {
-        let bytes = device_group.nodes()[view.device].resident_of(*key).unwrap_or_default().0;
+        let bytes = device_group.node(view.device).resident_of(*key).unwrap_or_default().0;
         out.sample(name, &with(model, "device", &device_group.names()[view.device]), bytes);
     }
-    if device_group.nodes().len() == 1 {
+    if device_group.device_count() == 1 {
         return;
     }
     let name = "atoll_replica_ready";
@@ -242,7 +271,8 @@ const MEMORY: [PerDevice; 9] = [
 
 /// Weights: budget, resident bytes, loads and evictions.
 fn write_memory(out: &mut Exposition<'_>, device_group: &DeviceGroup) {
-    let devices = device_group.nodes().iter().zip(device_group.names());
+    let nodes = device_group.nodes();
+    let devices = nodes.iter().zip(device_group.names());
     let memories: Vec<(NodeMemory, &String)> = devices
         .map(|(node, name)| (node.memory(), name))
         .filter(|(memory, _)| memory.device.is_some())
@@ -330,7 +360,7 @@ fn write_preemption_times(
     let mut preempted: Vec<(&ServedModel, &str, PreemptionStats)> = Vec::new();
     for model in models {
         for (view, key) in device_group.replicas(model.key) {
-            let times = device_group.nodes()[view.device].preemption_stats(key).unwrap_or_default();
+            let times = device_group.node(view.device).preemption_stats(key).unwrap_or_default();
             preempted.push((model, &device_group.names()[view.device], times));
         }
     }

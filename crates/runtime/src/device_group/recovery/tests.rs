@@ -20,6 +20,9 @@ const LONG: Duration = Duration::from_secs(20);
 struct Hardware {
     /// Segments never end.
     hangs: AtomicBool,
+    /// They make progress all the same.
+    progresses: AtomicBool,
+    progress: AtomicUsize,
     /// Attempts to open it that fail.
     closed: AtomicUsize,
     opened: AtomicUsize,
@@ -105,6 +108,7 @@ impl Program for CopyProgram {
 
 struct CopyQueue {
     work: Sender<Segment>,
+    hardware: Arc<Hardware>,
 }
 
 impl Queue for CopyQueue {
@@ -113,6 +117,11 @@ impl Queue for CopyQueue {
     }
 
     fn preempt(&self) {}
+
+    fn progress(&self) -> u64 {
+        let steps = usize::from(self.hardware.progresses.load(Ordering::SeqCst));
+        self.hardware.progress.fetch_add(steps, Ordering::SeqCst) as u64
+    }
 }
 
 impl Device for Breakable {
@@ -157,7 +166,7 @@ impl Device for Breakable {
                 sink.complete(Completion { queue, token, task, outcome, busy });
             }
         });
-        Ok(Box::new(CopyQueue { work }))
+        Ok(Box::new(CopyQueue { work, hardware: self.hardware.clone() }))
     }
 
     fn fault(&self) -> Option<DeviceError> {
@@ -311,6 +320,22 @@ fn a_device_that_hangs_is_given_up_and_all_pending_requests_are_answered() {
     }
     bench.hardware[0].hangs.store(false, Ordering::SeqCst);
     bench.until_served(model, 7.0);
+}
+
+#[test]
+fn a_run_that_makes_progress_may_take_long() {
+    let watchdog = Some(Nanos::from_millis(20));
+    let bench = Bench::new(1, &NodeOptions { watchdog, ..NodeOptions::default() });
+    let model = bench.add("model", Class::BestEffort);
+    bench.hardware[0].progresses.store(true, Ordering::SeqCst);
+    bench.hardware[0].hangs.store(true, Ordering::SeqCst);
+    let answer = bench.submit(model, 5.0);
+    // Many times the limit.
+    assert!(answer.recv_timeout(Duration::from_millis(400)).is_err());
+    bench.hardware[0].hangs.store(false, Ordering::SeqCst);
+    let outputs = answer.recv_timeout(LONG).unwrap().result.unwrap();
+    assert_eq!(outputs[0].to_vec::<f32>().unwrap(), [5.0]);
+    assert_eq!(bench.group.recoveries(0).faults, 0);
 }
 
 #[test]
