@@ -20,7 +20,8 @@ use model::config::{BatchingPolicy, Class, ModelConfig};
 
 use crate::batching::StaggeredBatch;
 use crate::node::{
-    BatchTime, ModelKey, Node, Rejection, Reply, Request, RequestHandle, refuse_at_once,
+    BatchTime, CheckedPadding, ModelKey, Node, Rejection, Reply, Request, RequestHandle,
+    refuse_at_once,
 };
 
 use self::recovery::{FaultDomain, RecoveryCounts};
@@ -116,6 +117,8 @@ struct Entry {
     /// Measured batch times, and the kind of device they hold for.
     profile: Option<(String, Vec<BatchTime>)>,
     staggered: Option<StaggeredBatch>,
+    /// How requests are padded, and the kind of device it was checked on.
+    padding: Option<(String, Arc<CheckedPadding>)>,
 }
 
 impl DeviceGroup {
@@ -271,8 +274,8 @@ impl DeviceGroup {
         // A model that was loaded before a fault is loaded again.
         let current = self.shared.is_current(&state, device, faults, &node);
         keys[device] = current.then_some(key);
-        let (config, profile, staggered) = (config.clone(), None, None);
-        let entry = Entry { model, plan, config, keys, profile, staggered };
+        let (config, profile, staggered, padding) = (config.clone(), None, None, None);
+        let entry = Entry { model, plan, config, keys, profile, staggered, padding };
         if model.slot() >= state.entries.len() {
             state.entries.resize_with(model.slot() + 1, || None);
         }
@@ -366,6 +369,41 @@ impl DeviceGroup {
             }
         }
         times
+    }
+
+    /// Whether requests of `model` might be padded; [`DeviceGroup::check_padding`] tells.
+    pub fn may_pad(&self, model: GroupModelId) -> bool {
+        let mut replicas = self.replicas(model).into_iter();
+        replicas.any(|(view, key)| self.shared.node(view.device).may_pad(key))
+    }
+
+    /// Checks whether requests of `model` that have different lengths may share a batch, with
+    /// best-effort runs, and pads them from then on. `None` when its inputs have no mask; else the
+    /// longest length, or why they are not padded. Takes about `limit`.
+    pub fn check_padding(
+        &self,
+        model: GroupModelId,
+        limit: Duration,
+    ) -> Option<Result<usize, String>> {
+        let (view, key) = self.replicas(model).into_iter().next()?;
+        let node = self.shared.node(view.device);
+        if !node.may_pad(key) {
+            return None;
+        }
+        let padding = match node.check_padding(key, limit) {
+            Ok(padding) => padding,
+            Err(why) => return Some(Err(why)),
+        };
+        let kind = self.shared.kind(view.device);
+        if let Some(entry) = self.shared.lock().entry_mut(model) {
+            entry.padding = Some((kind.clone(), padding.clone()));
+        }
+        for (other, key) in self.replicas(model) {
+            if self.shared.kind(other.device) == kind {
+                self.shared.node(other.device).set_padding(key, Some(padding.clone()));
+            }
+        }
+        Some(Ok(padding.max_length()))
     }
 
     /// The measured batch times of `model`.
@@ -610,11 +648,13 @@ impl Shared {
     fn add_replica(&self, model: GroupModelId, device: usize) {
         let found = {
             let state = self.lock();
-            let needed = |e: &Entry| (e.plan.clone(), e.config.clone(), e.profile.clone());
+            let needed = |e: &Entry| {
+                (e.plan.clone(), e.config.clone(), e.profile.clone(), e.padding.clone())
+            };
             state.entry(model).map(needed)
         };
         // The model was removed meanwhile.
-        let Some((plan, config, profile)) = found else { return };
+        let Some((plan, config, profile, padding)) = found else { return };
         let (node, faults) = (self.node(device), self.lock().recoveries[device].faults);
         let made = node.device().load(plan).and_then(|program| match node.cannot_fit(&*program) {
             Some(why) => Err(why),
@@ -633,6 +673,9 @@ impl Shared {
         node.preload(key);
         if let Some((_, times)) = profile.filter(|(kind, _)| *kind == self.kind(device)) {
             node.set_profile(key, &times);
+        }
+        if let Some((_, padding)) = padding.filter(|(kind, _)| *kind == self.kind(device)) {
+            node.set_padding(key, Some(padding));
         }
         let mut state = self.lock();
         if !self.is_current(&state, device, faults, &node) {

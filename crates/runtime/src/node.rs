@@ -10,6 +10,7 @@ use base::{Bytes, Clock, Nanos};
 use device::{CompletionSink, Device, DeviceError, Program, Queue, QueueCommand, Segment, Task};
 use model::Tensor;
 use model::config::{Class, ModelConfig};
+use model::length_padding::LengthPadding;
 use thiserror::Error;
 
 use crate::core::{Action, Core, CoreOptions, Event, ModelId, RequestId};
@@ -21,6 +22,7 @@ mod batcher;
 mod completion;
 mod fault;
 mod layout;
+mod lengths;
 mod lock;
 mod preemptions;
 mod preparation;
@@ -33,6 +35,7 @@ mod weights;
 use self::batch_jobs::{BatchStaging, Batches, ModelBatcher, Preparer};
 use self::batcher::MemberId;
 use self::completion::Sink;
+pub use self::lengths::CheckedPadding;
 pub use self::lock::LockContention;
 use self::lock::LockWaits;
 pub use self::preemptions::{PREEMPTION_BOUNDS_US, Preemption, PreemptionLog, PreemptionStats};
@@ -293,6 +296,9 @@ struct ModelEntry {
     stats: ModelStats,
     preemption_stats: PreemptionStats,
     batching: Option<(ModelBatcher, BatchStaging)>,
+    /// How its requests could be padded to a common length, and how they are.
+    padding_rule: Option<LengthPadding>,
+    padding: Option<Arc<CheckedPadding>>,
     /// When the batcher must be updated.
     batch_timer: Option<Nanos>,
     /// No more requests are accepted; the core is notified when the batcher is empty.
@@ -437,6 +443,10 @@ impl Node {
     pub fn add_model(&self, program: Arc<dyn Program>, config: &ModelConfig) -> ModelKey {
         let level = self.shared.device.info().preemption;
         let batching = batch_jobs::batcher_of(program.plan(), config, level);
+        let padding_rule = batching.as_ref().and_then(|(_, staging)| {
+            let rule = LengthPadding::of(program.plan(), staging.symbol(), &config.batching);
+            rule.inspect_err(|why| tracing::debug!(why, "lengths are not mixed")).ok()
+        });
         let prepared = batching.as_ref().map(|(batcher, _)| {
             (program.clone(), batcher.rules().batches(), batcher.rules().workers.len())
         });
@@ -455,6 +465,8 @@ impl Node {
             stats: ModelStats::default(),
             preemption_stats: PreemptionStats::default(),
             batching,
+            padding_rule,
+            padding: None,
             batch_timer: None,
             removed: false,
             removal_sent: false,

@@ -46,6 +46,8 @@ use served_model::ServedModel;
 
 /// Time limit for profiling one model.
 const PROFILE_LIMIT: Duration = Duration::from_secs(5);
+/// How long it may take to find out whether lengths share batches.
+const PADDING_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long an unload waits until its memory is free.
 const DISCARD_LIMIT: Duration = Duration::from_secs(10);
@@ -407,6 +409,7 @@ impl Inner {
                 if has_slo {
                     self.profile(name.clone());
                 }
+                self.check_padding(name.clone());
                 // At the start the owner preloads in its own order.
                 if self.started.load(Ordering::SeqCst)
                     && let Ok(served) = self.models.find(ModelRef { name: &name, version: None })
@@ -447,6 +450,38 @@ impl Inner {
                     tracing::info!(model = name, times = profile_text(&times), "model profiled");
                 }
                 _ => tracing::info!(model = name, "model not profiled"),
+            }
+        });
+    }
+
+    /// Finds out in the background, as best effort, whether requests of different lengths may share
+    /// a batch.
+    fn check_padding(self: &Arc<Inner>, name: String) {
+        let inner = self.clone();
+        tokio::spawn(async move {
+            let Ok(_permit) = inner.profiling.clone().acquire_owned().await else { return };
+            let Ok(served) = inner.models.find(ModelRef { name: &name, version: None }) else {
+                return;
+            };
+            let (key, device_group) = (served.key, inner.device_group.clone());
+            if !device_group.may_pad(key) {
+                return;
+            }
+            let (loader, checked, version) = (inner.loader.clone(), name.clone(), served.version);
+            // An unload does not wait for it.
+            drop(served);
+            let checked = tokio::task::spawn_blocking(move || {
+                let _mark = loader.begin_measuring(&checked, version);
+                device_group.check_padding(key, PADDING_LIMIT)
+            });
+            match checked.await {
+                Ok(Some(Ok(max_length))) => {
+                    tracing::info!(model = name, max_length, "lengths share batches");
+                }
+                Ok(Some(Err(reason))) => {
+                    tracing::info!(model = name, reason, "lengths do not share batches");
+                }
+                _ => {}
             }
         });
     }

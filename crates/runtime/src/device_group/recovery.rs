@@ -19,7 +19,7 @@ use model::config::{Class, ModelConfig};
 use super::router::{GroupModelId, ReplicaState};
 use super::{Entry, Shared};
 use crate::batching::StaggeredBatch;
-use crate::node::{BatchTime, ModelKey, ModelStats, Node, NodeOptions, Rejection};
+use crate::node::{BatchTime, CheckedPadding, ModelKey, ModelStats, Node, NodeOptions, Rejection};
 
 /// How often a domain is examined.
 const POLL: Duration = Duration::from_millis(50);
@@ -59,6 +59,7 @@ struct LostModel {
     config: ModelConfig,
     profile: Option<(String, Vec<BatchTime>)>,
     staggered: Option<StaggeredBatch>,
+    padding: Option<(String, Arc<CheckedPadding>)>,
 }
 
 /// What is known of the models of a domain from before its fault.
@@ -236,6 +237,7 @@ impl Shared {
             config: entry.config.clone(),
             profile: entry.profile.clone(),
             staggered: entry.staggered,
+            padding: entry.padding.clone(),
         })
     }
 
@@ -254,6 +256,9 @@ impl Shared {
         node.restore_stats(key, kept.take_stats(lost.model, device));
         if let Some((_, times)) = lost.profile.filter(|(kind, _)| *kind == self.kind(device)) {
             node.set_profile(key, &times);
+        }
+        if let Some((_, padding)) = lost.padding.filter(|(kind, _)| *kind == self.kind(device)) {
+            node.set_padding(key, Some(padding));
         }
         if lost.staggered.is_some() {
             node.set_staggered_batch(key, lost.staggered);

@@ -132,6 +132,11 @@ impl BatchStaging {
         (1..=self.max_rows).contains(&rows_of(inputs))
     }
 
+    /// The symbol of the batch.
+    pub(super) fn symbol(&self) -> &str {
+        &self.symbol
+    }
+
     /// Sizes of the symbolic dimensions of `inputs` other than the batch.
     pub(super) fn sizes(&self, plan: &LaunchPlan, inputs: &[Tensor]) -> Vec<(String, usize)> {
         other_sizes(plan, &self.symbol, inputs)
