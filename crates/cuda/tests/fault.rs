@@ -89,7 +89,7 @@ fn a_faulted_device_computes_the_same_after_it_is_opened_again() {
             device.inject(*kind).expect("a fault");
             let began = Instant::now();
             while device.fault().is_none() {
-                // A hang is noticed by whoever waits for it.
+                // A hang is noticed by what waits for it.
                 if matches!(kind, InjectedFault::Hang { .. }) {
                     device.give_up("it hangs");
                 }

@@ -472,8 +472,8 @@ pub trait Queue: Send + Sync {
     /// no effect without [`Device::best_effort_sms`] or on a queue that is not preemptible.
     fn confine(&self, _confined: bool) {}
 
-    /// A number that changes while a segment makes progress, if the device can tell. A segment whose
-    /// time is up and whose number stays the same hangs.
+    /// A number that changes while a segment makes progress, if the device can tell. A segment
+    /// whose time is up and whose number stays the same hangs.
     fn progress(&self) -> u64 {
         0
     }

@@ -2,8 +2,8 @@
 //!
 //! A text model takes `[batch, length]` tokens and a mask that says which of them count. Rows of
 //! different lengths are padded to a common one, their masks with zeros, and outputs are cut back.
-//! Whether a model really ignores what its mask excludes cannot be seen from its inputs: whoever
-//! uses this checks it with a run.
+//! Whether a model really ignores what its mask excludes cannot be seen from its inputs: a node
+//! checks it with a run.
 
 use bytes::Bytes;
 

@@ -1,9 +1,10 @@
 //! Which GPUs this process uses, and what a faulted one leaves behind.
 //!
 //! The primary context of a GPU serves everything that opens it. After a fault it must be destroyed
-//! before it is made anew, and that is safe only when nothing uses it any more: every object of the
-//! driver holds a [`super::Context`], so the last of them destroys it. What outlives a context, such
-//! as physical memory, cannot be freed while the GPU is faulted, and is kept until it is open again.
+//! before it is made again, and that is safe only when nothing uses it any more: every object of
+//! the driver holds a [`super::Context`], so the last of them destroys it. What outlives a context,
+//! such as physical memory, cannot be freed while the GPU is faulted, and is kept until it is open
+//! again.
 
 use std::alloc::Layout;
 use std::collections::BTreeMap;

@@ -115,16 +115,16 @@ impl Shared {
             }
         }
         let (mut wait, longest) = PAUSES;
-        let mut told = String::new();
+        let mut logged = String::new();
         let nodes = loop {
             match (domain.open)() {
                 Ok(nodes) if nodes.len() == domain.devices.len() => break nodes,
                 Ok(_) => tracing::error!(device, "wrong number of devices"),
                 Err(err) => {
                     let text = err.to_string();
-                    if text != told {
+                    if text != logged {
                         tracing::warn!(device, error = %text, "cannot open the device yet");
-                        told = text;
+                        logged = text;
                     }
                 }
             }

@@ -1,7 +1,7 @@
 //! Requests of different lengths in one batch.
 //!
-//! A model with a mask computes the same for a row that was padded. That is checked with runs of the
-//! lowest priority before it is relied on, and so is that it pays. A request is padded when others
+//! A model with a mask computes the same for a row that was padded. That is checked with runs of
+//! the lowest priority before it is relied on, and so is that it pays. A request is padded when others
 //! of its model are pending, or when the device is not prepared for its own length.
 
 use std::sync::Arc;
@@ -48,8 +48,8 @@ impl CheckedPadding {
             .then_some(target)
     }
 
-    /// The padded request, and a reply that cuts its outputs back. Both as they are when memory does
-    /// not suffice.
+    /// The padded request, and a reply that cuts its outputs back. Both as they are when memory
+    /// does not suffice.
     pub(super) fn apply(
         self: &Arc<CheckedPadding>,
         inputs: Vec<Tensor>,
@@ -140,7 +140,24 @@ impl PaddingCheck<'_> {
             return Err("the model does not run with random inputs".to_string());
         }
         self.check_paying(max_length, &mut random)?;
+        self.prepare(max_length, end);
         Ok(max_length)
+    }
+
+    /// Prepares the lengths that requests will be padded to, the short ones first.
+    fn prepare(&self, max_length: usize, end: Nanos) {
+        let plan = self.program.plan();
+        let batch = batch_symbol(plan).unwrap_or_default();
+        let mut length = padded_length(1);
+        while length <= max_length && self.node.clock().now() < end {
+            let symbol = (self.padding.symbol(), length);
+            let shapes = plan.inputs.iter().map(|id| shape(plan, *id, (batch, 1), symbol));
+            if let Err(error) = self.program.specialize(&shapes.collect::<Vec<_>>()) {
+                tracing::debug!(%error, length, "length not prepared");
+                return;
+            }
+            length = padded_length(length + 1);
+        }
     }
 
     /// Whether a request of a length below `length` gets the same outputs alone and as a row of a

@@ -2,9 +2,8 @@ use std::any::Any;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Instant;
 
-use base::{Bytes, MonotonicClock, Random};
+use base::{Bytes, Clock, MonotonicClock, Random};
 use device::{Completion, Outcome, PreemptionLevel, Task};
 use model::{DataType, Tensor, ValueInfo};
 
@@ -250,7 +249,7 @@ impl Bench {
 
     /// Submits until an answer comes that is no fault; how many were refused.
     fn until_served(&self, model: GroupModelId, value: f32) -> usize {
-        let began = Instant::now();
+        let clock = MonotonicClock::new();
         for refused in 0.. {
             let reply = self.submit(model, value).recv_timeout(LONG).expect("an answer");
             match reply.result {
@@ -261,7 +260,7 @@ impl Bench {
                 Err(Rejection::Device(DeviceError::Faulted { .. })) => {}
                 Err(other) => panic!("{other}"),
             }
-            assert!(began.elapsed() < LONG, "the device did not come back");
+            assert!(clock.now() < Nanos::from(LONG), "the device did not come back");
             std::thread::sleep(Duration::from_millis(5));
         }
         unreachable!()
@@ -272,9 +271,9 @@ impl Bench {
     }
 
     fn wait_recovered(&self, device: usize, times: u64) {
-        let began = Instant::now();
+        let clock = MonotonicClock::new();
         while self.group.recoveries(device).recovered < times {
-            assert!(began.elapsed() < LONG, "{:?}", self.group.recoveries(device));
+            assert!(clock.now() < Nanos::from(LONG), "{:?}", self.group.recoveries(device));
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -410,9 +409,9 @@ fn a_model_removed_during_the_recovery_stays_away() {
     let (gone, kept) = (bench.add("gone", Class::RealTime), bench.add("kept", Class::RealTime));
     bench.hardware[0].closed.store(4, Ordering::SeqCst);
     bench.break_device(0);
-    let began = Instant::now();
+    let clock = MonotonicClock::new();
     while bench.group.recoveries(0).faults == 0 {
-        assert!(began.elapsed() < LONG);
+        assert!(clock.now() < Nanos::from(LONG));
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(!bench.group.is_loaded(gone));
