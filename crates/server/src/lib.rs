@@ -14,6 +14,7 @@ mod heavy_work;
 mod listener;
 pub mod metrics;
 pub mod node;
+mod openapi;
 pub mod request_tracker;
 mod rest;
 pub mod server;

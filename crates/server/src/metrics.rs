@@ -6,16 +6,14 @@
 use std::fmt::{Display, Write};
 use std::sync::Arc;
 
-use axum::Router;
 use axum::extract::State;
 use axum::response::IntoResponse;
-use axum::routing::get;
 use http::header::CONTENT_TYPE;
 
 use crate::auth::Reason;
 use crate::connection::CloseReason;
 use crate::descriptors;
-use crate::rest::response;
+use crate::rest::Routes;
 use crate::server::AppState;
 
 /// The kind of a metric.
@@ -73,8 +71,8 @@ impl<'a> Exposition<'a> {
     }
 }
 
-pub(crate) fn with_metrics(router: Router<Arc<AppState>>) -> Router<Arc<AppState>> {
-    router.route("/metrics", get(page)).method_not_allowed_fallback(response::wrong_method)
+pub(crate) fn with_metrics(routes: Routes) -> Routes {
+    routes.get("/metrics", page)
 }
 
 async fn page(State(app): State<Arc<AppState>>) -> impl IntoResponse {
