@@ -12,7 +12,7 @@ use model::Tensor;
 use model::config::{Class, ModelConfig};
 use thiserror::Error;
 
-use crate::core::{Action, Core, CoreOptions, Event, ModelId, RequestId};
+use crate::core::{Action, CoRunCounts, Core, CoreOptions, Event, ModelId, RequestId};
 use crate::spans::ring::SpanRing;
 
 mod announcement;
@@ -506,6 +506,11 @@ impl Node {
     /// How long preemptions of `model` took, and how many it caused.
     pub fn preemption_stats(&self, model: ModelKey) -> Option<PreemptionStats> {
         Some(self.shared.lock().model(model)?.preemption_stats.clone())
+    }
+
+    /// How often real time ran beside best effort.
+    pub fn co_run_counts(&self) -> CoRunCounts {
+        self.shared.lock().core.co_run_counts()
     }
 
     /// Why the device no longer runs anything, if so.

@@ -13,7 +13,7 @@ use api::{
     InferResponse, InferenceService, ModelMetadata, ModelRef, ModelStatistics, RegisterRequest,
     Registered, RequestContext, ServerMetadata, ServiceFuture, proto,
 };
-use base::Nanos;
+use base::{Clock, Nanos};
 use device::DeviceError;
 use model::{HostMemory, Tensor};
 use runtime::batching::StaggeredBatch;
@@ -267,7 +267,7 @@ impl Inner {
         inputs: Vec<Tensor>,
         batch: usize,
         options: &InferOptions,
-    ) -> ApiResult<Vec<Tensor>> {
+    ) -> ApiResult<(Vec<Tensor>, PendingRequest)> {
         let _slot = limits::admit(served, options)?;
         let default = served.config.timeout_ms.map(Nanos::from_millis);
         let timeout = options.timeout.or(default);
@@ -275,9 +275,9 @@ impl Inner {
         let Some(split) = &served.split else {
             let InferOptions { class, priority, .. } = *options;
             let request = Request { model: served.key, inputs, class, priority, timeout };
-            return self.submit(served, request, pending).await.map(|(outputs, _)| outputs);
+            return self.submit(served, request, pending).await;
         };
-        let clock = self.device_group.nodes()[0].clock().clone();
+        let clock = self.clock();
         let start = clock.now();
         let class = Some(options.class.unwrap_or(served.config.class));
         let priority = Some(options.priority.unwrap_or(served.config.priority));
@@ -290,31 +290,34 @@ impl Inner {
         let timeout = timeout.map(|timeout| timeout - (clock.now() - start));
         let InferOptions { class, priority, .. } = *options;
         let request = Request { model: served.key, inputs, class, priority, timeout };
-        let pending = pending.ok_or_else(lost)?;
-        self.submit(served, request, pending).await.map(|(outputs, _)| outputs)
+        self.submit(served, request, pending).await
     }
 
-    /// Submits one request to the device group; dropping the future cancels it. After a prefix the
-    /// pending request is returned for the suffix.
+    /// The clock of all nodes.
+    fn clock(&self) -> &Arc<dyn Clock> {
+        self.device_group.nodes()[0].clock()
+    }
+
+    /// Submits one request to the device group; dropping the future cancels it. The request is
+    /// counted once its outputs are ready, or its suffix has run.
     async fn submit(
         &self,
         served: &ServedModel,
         request: Request<GroupModelId>,
         pending: PendingRequest,
-    ) -> ApiResult<(Vec<Tensor>, Option<PendingRequest>)> {
+    ) -> ApiResult<(Vec<Tensor>, PendingRequest)> {
         let (sender, receiver) = oneshot::channel();
         let on_reply = move |reply: Reply| {
-            let (result, pending) = pending.reply(reply);
             // The receiver is dropped if the client disconnected.
-            let _ = sender.send((result, pending));
+            let _ = sender.send(pending.reply(reply));
         };
         let handle = self.device_group.submit(request, Box::new(on_reply));
         let mut guard = CancelOnDrop(Some(handle));
         let result = receiver.await;
         guard.0 = None;
         match result {
-            Ok((Ok(outputs), pending)) => Ok((outputs, pending)),
-            Ok((Err(why), _)) => Err(rejection(served, why)),
+            Ok(Ok(replied)) => Ok(replied),
+            Ok(Err(why)) => Err(rejection(served, why)),
             Err(_) => Err(ApiError::internal("the node sent no reply")),
         }
     }
@@ -323,12 +326,14 @@ impl Inner {
         let served = self.find(model)?;
         served.check_outputs(&request.outputs)?;
         let (inputs, batch) = served.match_inputs(request.inputs)?;
-        let outputs = self.run(&served, inputs, batch, &request.options).await?;
+        let (outputs, pending) = self.run(&served, inputs, batch, &request.options).await?;
+        let outputs = served.select_outputs(&request.outputs, outputs, batch)?;
+        pending.finish(self.clock().now());
         Ok(InferResponse {
             model_name: served.name.clone(),
             model_version: served.version_text.clone(),
             id: request.id,
-            outputs: served.select_outputs(&request.outputs, outputs, batch)?,
+            outputs,
         })
     }
 
@@ -360,13 +365,15 @@ impl Inner {
         let inputs = vec![tensor];
         device::check_inputs(served.plan(), &inputs)
             .map_err(|error| ApiError::invalid(format!("the image does not fit: {error}")))?;
-        let outputs = self.run(&served, inputs, 1, &InferOptions::default()).await?;
+        let (outputs, pending) = self.run(&served, inputs, 1, &InferOptions::default()).await?;
         let scores = outputs.first().ok_or_else(|| ApiError::internal("no output came back"))?;
         let scores = classification::scores(scores)?;
+        let predictions = classification::predictions(scores, &served.config.labels, request.k);
+        pending.finish(self.clock().now());
         Ok(Classification {
             model: served.name.to_string(),
             version: served.version_text.to_string(),
-            predictions: classification::predictions(scores, &served.config.labels, request.k),
+            predictions,
         })
     }
 
