@@ -11,14 +11,14 @@ use api::picture;
 use api::{
     ApiError, Classification, ClassifyRequest, ErrorKind, IndexEntry, InferOptions, InferRequest,
     InferResponse, InferenceService, ModelMetadata, ModelRef, ModelStatistics, RegisterRequest,
-    Registered, RequestContext, ServerMetadata, ServiceFuture, proto,
+    Registered, RequestContext, RequestTiming, ServerMetadata, ServiceFuture, proto,
 };
 use base::{Clock, Nanos};
 use device::DeviceError;
 use model::{HostMemory, Tensor};
 use runtime::batching::StaggeredBatch;
 use runtime::device_group::router::GroupModelId;
-use runtime::{BatchTime, DeviceGroup, Rejection, Reply, Request, RequestHandle};
+use runtime::{BatchTime, DeviceGroup, Rejection, Reply, Request, RequestHandle, Timing};
 use serde_json::Value;
 use tokio::sync::{Semaphore, oneshot};
 
@@ -36,6 +36,7 @@ mod registration;
 pub mod served_model;
 
 use crate::heavy_work::{LARGE_BYTES, heavy, in_background};
+use crate::telemetry::unix_ns;
 use counters::PendingRequest;
 use loader::{LoadError, ModelLoader};
 use model_table::ModelTable;
@@ -328,12 +329,14 @@ impl Inner {
         let (inputs, batch) = served.match_inputs(request.inputs)?;
         let (outputs, pending) = self.run(&served, inputs, batch, &request.options).await?;
         let outputs = served.select_outputs(&request.outputs, outputs, batch)?;
-        pending.finish(self.clock().now());
+        let ready = self.clock().now();
+        let timing = timing_of(&pending.finish(ready), ready);
         Ok(InferResponse {
             model_name: served.name.clone(),
             model_version: served.version_text.clone(),
             id: request.id,
             outputs,
+            timing: Some(timing),
         })
     }
 
@@ -501,6 +504,20 @@ impl Inner {
             }
         };
         Ok(models.iter().map(statistics).collect())
+    }
+}
+
+fn timing_of(timing: &Timing, ready: Nanos) -> RequestTiming {
+    RequestTiming {
+        arrived: timing.arrived,
+        staged: timing.prepared,
+        started: timing.started,
+        finished: timing.finished,
+        ready,
+        ready_unix_ns: unix_ns(),
+        busy: timing.busy,
+        preemptions: timing.preemptions,
+        rows: timing.rows,
     }
 }
 

@@ -101,7 +101,7 @@ pub(crate) fn grpc(path: &str) -> Need {
 }
 
 /// A path segment without percent-encoding, as the router decodes it.
-fn decode(segment: &str) -> String {
+pub(crate) fn decode(segment: &str) -> String {
     let (bytes, mut decoded) = (segment.as_bytes(), Vec::with_capacity(segment.len()));
     let hex = |at: usize| bytes.get(at).and_then(|byte| char::from(*byte).to_digit(16));
     let mut at = 0;
