@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from browser import CHROMIUM, Browser
-from support import Server
+from support import Server, serve
 
 # Answers by design: not supported here, not now, too late. What is left is 500.
 CONFIG = """
@@ -40,12 +40,12 @@ CHECKS = [
 ENDLESS = "/v2/atoll/live"
 
 
-def fuzz(folder: Path, description: str, url: str, *flags: str) -> None:
+def fuzz(folder: Path, description: str, url: str, *flags: str, examples: int = 15) -> None:
     (folder / "schemathesis.toml").write_text(CONFIG)
     command = [str(Path(sys.executable).with_name("st")), "--config-file", "schemathesis.toml",
                "run", description, "--url", url, "--exclude-path", ENDLESS,
                "--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing",
-               "--max-examples", "15", "--seed", "1", "--continue-on-failure", "--no-color",
+               "--max-examples", str(examples), "--seed", "1", "--continue-on-failure", "--no-color",
                "--warnings", "off", *flags]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -61,6 +61,21 @@ def test_the_admin_port_has_what_is_described(server: Server, tmp_path: Path) ->
     url = f"http://127.0.0.1:{server.metrics_port}"
     fuzz(tmp_path, f"{url}/openapi.json", url, "--include-path", "/metrics",
          "--include-path", "/v2/atoll/status")
+
+
+def test_a_frontend_replies_as_it_is_described(repository: Path, tmp_path: Path) -> None:
+    """The same document describes a cluster's frontend, which has queries."""
+    frontend = serve(repository, tmp_path / "server.log", "--cluster")
+    try:
+        wanted = ["Models", "Queries", "Repository", "Server"]
+        tags = [flag for tag in wanted for flag in ("--include-tag", tag)]
+        fuzz(tmp_path, f"{frontend.url}/openapi.json", frontend.url, *tags,
+             "--exclude-path", "/metrics", examples=5)
+        cluster = requests.get(f"{frontend.url}/v2/atoll/cluster", timeout=60).json()
+        assert cluster["backends"] and cluster["models"]
+        frontend.assert_alive()
+    finally:
+        frontend.stop()
 
 
 def test_the_live_stream_refuses_what_its_description_excludes(server: Server) -> None:
