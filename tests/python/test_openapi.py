@@ -40,13 +40,13 @@ CHECKS = [
 ENDLESS = "/v2/atoll/live"
 
 
-def fuzz(folder: Path, description: str, url: str, *flags: str, examples: int = 15) -> None:
+def fuzz(folder: Path, description: str, url: str, *flags: str, examples: int = 10) -> None:
     (folder / "schemathesis.toml").write_text(CONFIG)
     command = [str(Path(sys.executable).with_name("st")), "--config-file", "schemathesis.toml",
                "run", description, "--url", url, "--exclude-path", ENDLESS,
                "--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing",
-               "--max-examples", str(examples), "--seed", "1", "--continue-on-failure", "--no-color",
-               "--warnings", "off", *flags]
+               "--max-examples", str(examples), "--seed", "1", "--continue-on-failure",
+               "--no-color", "--warnings", "off", *flags]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "passed" in done.stdout

@@ -18,6 +18,8 @@ use operations::{Operation, RequestBody, Success};
 
 mod operations;
 
+const LICENSE: &str = env!("CARGO_PKG_LICENSE");
+
 /// Parameters and schemas by name.
 const COMPONENTS: &str = include_str!("openapi/components.json");
 
@@ -56,7 +58,7 @@ fn description() -> Value {
             "title": "Atoll",
             "version": env!("CARGO_PKG_VERSION"),
             "description": ABOUT,
-            "license": { "name": env!("CARGO_PKG_LICENSE"), "identifier": env!("CARGO_PKG_LICENSE") },
+            "license": { "name": LICENSE, "identifier": LICENSE },
         },
         "servers": [{ "url": "/" }],
         "tags": tags.iter().map(|tag| json!({ "name": tag })).collect::<Vec<_>>(),

@@ -227,7 +227,7 @@ impl Minute {
 
     /// Models by name and class; those without requests are there too.
     pub(super) fn models(&self) -> Vec<ModelRow> {
-        let quiet = History::default();
+        let silent = History::default();
         let mut rows: Vec<ModelRow> = self
             .flows
             .iter()
@@ -235,7 +235,7 @@ impl Minute {
             .collect();
         for model in &self.figures.models {
             if !self.flows.keys().any(|(name, _)| *name == model.name) {
-                rows.push(self.row(&model.name, &model.class, &quiet));
+                rows.push(self.row(&model.name, &model.class, &silent));
             }
         }
         rows
