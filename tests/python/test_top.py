@@ -10,7 +10,10 @@ import select
 import struct
 import subprocess
 import termios
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import requests
 
@@ -25,13 +28,27 @@ def top(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def infer(server: Server) -> None:
-    for _ in range(5):
-        assert requests.post(infer_url(server, "identity_fp32"), json=fp32_body(1.0), timeout=60).ok
+@contextmanager
+def load(server: Server) -> Iterator[None]:
+    """Requests for as long as the block takes."""
+    ended = threading.Event()
+
+    def send() -> None:
+        url = infer_url(server, "identity_fp32")
+        while not ended.is_set():
+            assert requests.post(url, json=fp32_body(1.0), timeout=60).ok
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_one_frame_is_printed_as_text(server: Server) -> None:
-    infer(server)
     done = top("--once", "--url", server.url)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -43,8 +60,10 @@ def test_one_frame_is_printed_as_text(server: Server) -> None:
 
 
 def test_figures_are_json(server: Server) -> None:
-    infer(server)
-    done = top("--once", "--json", "--url", server.url)
+    with load(server):
+        # The first figures are those of the last second.
+        time.sleep(0.2)
+        done = top("--once", "--json", "--url", server.url)
     figures = json.loads(done.stdout)
     (model,) = [model for model in figures["models"] if model["name"] == "identity_fp32"]
     assert model["requests_per_second"] > 0 and model["p99_us"] > 0
@@ -87,7 +106,6 @@ class Terminal:
 
 
 def test_it_draws_sorts_and_ends_in_a_terminal(server: Server) -> None:
-    infer(server)
     terminal = Terminal(server.url)
     try:
         assert terminal.wait_for(ALTERNATE_SCREEN) and terminal.wait_for(b"identity_fp32")

@@ -137,7 +137,7 @@ impl History {
     fn rate(&self, value: impl Fn(&Second) -> u64) -> f64 {
         let ns: u64 = self.last(RATE_SECONDS).map(|second| second.ns).sum();
         let events: u64 = self.last(RATE_SECONDS).map(value).sum();
-        if ns == 0 { 0.0 } else { events as f64 / ns as f64 * 1e9 }
+        if ns == 0 { 0.0 } else { events as f64 * 1e9 / ns as f64 }
     }
 
     fn share(&self, class: usize) -> f64 {

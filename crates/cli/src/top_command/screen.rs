@@ -17,6 +17,9 @@ const HISTORY: usize = 16;
 /// Lines of a device.
 const DEVICE_LINES: u16 = 3;
 
+/// Lines that are not for devices: totals, some models, keys.
+const TABLE_LINES: usize = 10;
+
 const REAL_TIME: Color = Color::LightBlue;
 const BEST_EFFORT: Color = Color::Yellow;
 
@@ -262,7 +265,8 @@ fn table(minute: &Minute, view: &View, width: u16) -> Table<'static> {
 pub(super) fn draw(minute: &Minute, view: &View, area: Rect, buffer: &mut Buffer) {
     let devices = minute.devices();
     // The table keeps its title and some lines.
-    let most = (area.height.saturating_sub(10) / DEVICE_LINES).max(1) as usize;
+    let room = area.height.saturating_sub(TABLE_LINES as u16);
+    let most = (room / DEVICE_LINES).max(1) as usize;
     let shown = &devices[..devices.len().min(most)];
     let mut above = head(minute, view);
     above.extend(shown.iter().flat_map(device));
@@ -289,8 +293,8 @@ pub(super) fn draw(minute: &Minute, view: &View, area: Rect, buffer: &mut Buffer
 /// The screen as plain text, as high as it needs to be up to `max_lines`.
 pub(super) fn text(minute: &Minute, width: u16, max_lines: u16) -> String {
     let view = View { url: "last second".to_string(), ..View::new("") };
-    let needed = 4 + minute.devices().len() * DEVICE_LINES as usize + minute.models().len();
-    let height = u16::try_from(needed.max(11)).unwrap_or(max_lines).min(max_lines);
+    let lines = minute.devices().len() * DEVICE_LINES as usize + minute.models().len();
+    let height = u16::try_from(lines + TABLE_LINES + 4).unwrap_or(max_lines).min(max_lines);
     let area = Rect::new(0, 0, width, height);
     let mut buffer = Buffer::empty(area);
     draw(minute, &view, area, &mut buffer);
