@@ -112,6 +112,8 @@ def test_one_process_can_have_all_roles(models: Path, tmp_path: Path) -> None:
             lambda: requests.post(f"{server.url}/v2/models/digits/infer", json=BODY, timeout=60)
         )
         assert reply.status_code == 200, reply.text
+        assert server.metric("atoll_cluster_plan_epoch") >= 1
+        assert server.metric("atoll_cluster_plan_backends") == 1
         server.assert_alive()
     finally:
         server.stop()

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use base::Bytes;
 use device::residency::MemoryUse;
 use device::{
-    CompletionSink, Device, DeviceError, DeviceInfo, InjectedFault, KernelCompiler,
+    CompletionSink, Device, DeviceError, DeviceInfo, DeviceReadings, InjectedFault, KernelCompiler,
     PreemptionLevel, Program, Queue, QueueCommand, QueueOptions,
 };
 use model::LaunchPlan;
@@ -43,6 +44,9 @@ use crate::services::DeviceServices;
 /// The lowest compute capability with asynchronous copies to shared memory, which the kernels use.
 const CAPABILITY_NEEDED: u32 = 80;
 
+/// Readings of NVML are used for this long.
+const READINGS_INTERVAL: Duration = Duration::from_secs(1);
+
 /// One GPU.
 pub struct CudaDevice {
     services: DeviceServices,
@@ -52,6 +56,8 @@ pub struct CudaDevice {
     /// RT runs, while `atoll bench` records them.
     timeline: Arc<Timeline>,
     nvml: OnceLock<Result<Nvml, String>>,
+    /// The last readings: NVML takes milliseconds, and every viewer asks for them.
+    readings: Mutex<Option<(Instant, DeviceReadings)>>,
 }
 
 impl CudaDevice {
@@ -145,6 +151,7 @@ impl CudaDevice {
             dispatcher: Dispatcher::default(),
             timeline: Arc::default(),
             nvml: OnceLock::new(),
+            readings: Mutex::default(),
         };
         if let Some(path) = device.tuning_path() {
             device.services.compile.replace_tuning(Tuning::read(&path));
@@ -265,6 +272,17 @@ impl Device for CudaDevice {
     fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
         let pinned_host_pool = self.services.memory.pinned_host_pool()?;
         Some(pinned_host_pool.clone())
+    }
+
+    fn readings(&self) -> Option<DeviceReadings> {
+        let tuned_steps = Some(self.services.compile.tuning().choices.len() as u64);
+        let mut last = self.readings.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = last.as_ref().is_some_and(|(at, _)| at.elapsed() < READINGS_INTERVAL);
+        if !fresh {
+            *last = Some((Instant::now(), self.nvml().map(Nvml::readings).unwrap_or_default()));
+        }
+        let readings = last.as_ref().map(|(_, readings)| readings.clone()).unwrap_or_default();
+        Some(DeviceReadings { tuned_steps, ..readings })
     }
 
     fn memory_use(&self) -> Option<MemoryUse> {

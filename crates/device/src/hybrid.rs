@@ -25,8 +25,8 @@ use model::LaunchPlan;
 
 use crate::residency::MemoryUse;
 use crate::{
-    CompletionSink, Device, DeviceCapabilities, DeviceError, DeviceInfo, HostSection,
-    InjectedFault, Program, Queue, QueueCommand, QueueOptions,
+    CompletionSink, Device, DeviceCapabilities, DeviceError, DeviceInfo, DeviceReadings,
+    HostSection, InjectedFault, Program, Queue, QueueCommand, QueueOptions,
 };
 pub use placement::{HostReason, Placement};
 pub use program::HybridProgram;
@@ -102,6 +102,10 @@ impl Device for HybridDevice {
         Ok(Box::new(HybridQueue::open(&*self.accelerator, self.host.clone(), options, sink)?))
     }
 
+    fn fault(&self) -> Option<DeviceError> {
+        self.accelerator.fault()
+    }
+
     fn best_effort_sms(&self) -> Option<u32> {
         self.accelerator.best_effort_sms()
     }
@@ -132,5 +136,9 @@ impl Device for HybridDevice {
 
     fn memory_use(&self) -> Option<MemoryUse> {
         self.accelerator.memory_use()
+    }
+
+    fn readings(&self) -> Option<DeviceReadings> {
+        self.accelerator.readings()
     }
 }

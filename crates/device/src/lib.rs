@@ -262,6 +262,32 @@ pub trait Device: Send + Sync {
     fn memory_use(&self) -> Option<residency::MemoryUse> {
         None
     }
+
+    /// What the tools of its maker report of it now, if there are any. May take milliseconds.
+    fn readings(&self) -> Option<DeviceReadings> {
+        None
+    }
+}
+
+/// What the tools of its maker report of a device. Absent values are not reported.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceReadings {
+    /// A name of the hardware that is unique everywhere.
+    pub uuid: Option<String>,
+    /// Share of the last moments in which a kernel ran, in percent.
+    pub utilization_percent: Option<u32>,
+    /// Power drawn.
+    pub power_milliwatts: Option<u32>,
+    /// Power that may be drawn.
+    pub power_limit_milliwatts: Option<u32>,
+    /// Energy used since the process opened the device.
+    pub energy_millijoules: Option<u64>,
+    /// Size of its memory.
+    pub memory_total: Option<base::Bytes>,
+    /// Memory in use by all processes.
+    pub memory_used: Option<base::Bytes>,
+    /// Steps for which the fastest variant was measured.
+    pub tuned_steps: Option<u64>,
 }
 
 /// Steps that run on the host, one after another, between two parts of the work of a device.

@@ -33,6 +33,7 @@ use crate::policy::padding::{PaddingCandidate, PaddingDevice, PaddingGrant, Pair
 use crate::policy::{Atoll, CoRun, Policy, PreemptionPoint, ResumePoint, Rules};
 
 use self::co_run::CoRunAdmission;
+pub use self::co_run::CoRunCounts;
 use self::fair::FairQueue;
 pub use self::messages::{Action, End, Event, SimAction, SimEvent};
 use self::ready::ReadyHeap;
@@ -297,6 +298,11 @@ impl Core {
     /// Number of pending requests: waiting or running.
     pub fn pending(&self) -> usize {
         self.requests.len()
+    }
+
+    /// How often real time ran beside best effort.
+    pub fn co_run_counts(&self) -> CoRunCounts {
+        self.co_run.counts()
     }
 
     /// Waiting requests of `model`, and all pending ones.

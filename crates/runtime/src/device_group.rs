@@ -199,6 +199,11 @@ impl DeviceGroup {
         self.shared.node(device)
     }
 
+    /// The clock of all its nodes.
+    pub fn clock(&self) -> &Arc<dyn Clock> {
+        &self.shared.clock
+    }
+
     /// Number of devices.
     pub fn device_count(&self) -> usize {
         self.shared.names.len()

@@ -13,7 +13,7 @@ use model::config::{Class, ModelConfig};
 use model::length_padding::LengthPadding;
 use thiserror::Error;
 
-use crate::core::{Action, Core, CoreOptions, Event, ModelId, RequestId};
+use crate::core::{Action, CoRunCounts, Core, CoreOptions, Event, ModelId, RequestId};
 use crate::spans::ring::SpanRing;
 
 mod announcement;
@@ -531,6 +531,11 @@ impl Node {
     /// How long preemptions of `model` took, and how many it caused.
     pub fn preemption_stats(&self, model: ModelKey) -> Option<PreemptionStats> {
         Some(self.shared.lock().model(model)?.preemption_stats.clone())
+    }
+
+    /// How often real time ran beside best effort.
+    pub fn co_run_counts(&self) -> CoRunCounts {
+        self.shared.lock().core.co_run_counts()
     }
 
     /// The latest preemptions.

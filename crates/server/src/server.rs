@@ -21,6 +21,7 @@ use crate::connection::{ConnectionLimits, ConnectionTable, DrainDeadline};
 use crate::listener::{Listener, Respond, Stop};
 use crate::request_tracker::RequestTracker;
 use crate::rest::Viewers;
+use crate::telemetry::{Telemetry, TelemetryOptions};
 use crate::tls::{Tls, TlsOptions, TlsUse};
 use crate::{admin, descriptors, grpc, rest};
 
@@ -61,6 +62,8 @@ pub struct ServerOptions {
     pub max_execution: Option<Duration>,
     /// Plans GPUs, for the console.
     pub planner: Option<PlanFn>,
+    /// Where spans of requests are sent.
+    pub telemetry: Option<TelemetryOptions>,
 }
 
 /// Plans GPUs: takes and returns what `POST /v2/atoll/plan` does. It may take seconds.
@@ -89,6 +92,7 @@ impl Default for ServerOptions {
             insecure: false,
             max_execution: Some(Duration::from_secs(300)),
             planner: None,
+            telemetry: None,
         }
     }
 }
@@ -116,6 +120,9 @@ pub enum ServerError {
     /// A file of credentials or certificates cannot be used.
     #[error("{0}")]
     Credentials(String),
+    /// Spans cannot be sent.
+    #[error("{0}")]
+    Telemetry(String),
     /// The thread of the admin port does not start.
     #[error("cannot start the admin port: {0}")]
     Admin(std::io::Error),
@@ -135,6 +142,7 @@ pub(crate) struct AppState {
     pub(crate) tables: Vec<Arc<ConnectionTable>>,
     pub(crate) viewers: Viewers,
     pub(crate) planner: Option<PlanFn>,
+    pub(crate) telemetry: Option<Telemetry>,
     max_execution: Option<Duration>,
 }
 
@@ -253,6 +261,7 @@ impl BoundServer {
         service: Arc<dyn InferenceService>,
     ) -> Result<RunningServer, ServerError> {
         let limits = connection_limits(&self.options);
+        let telemetry = self.options.telemetry.clone().map(Telemetry::start).transpose();
         let [http, grpc, admin] = [
             ConnectionTable::new("rest", limits.clone()),
             ConnectionTable::new("grpc", limits.clone()),
@@ -272,6 +281,7 @@ impl BoundServer {
             tables: vec![http.clone(), grpc.clone(), admin.clone()],
             viewers: Viewers::default(),
             planner: self.options.planner.clone(),
+            telemetry: telemetry.map_err(ServerError::Telemetry)?,
             max_execution: self.options.max_execution,
         });
         let cache: Weak<BodyBuffers> = Arc::downgrade(&app.bodies.buffers);
@@ -422,6 +432,9 @@ impl RunningServer {
             if tokio::time::timeout_at(late, &mut *task).await.is_err() {
                 task.abort();
             }
+        }
+        if let Some(telemetry) = &self.app.telemetry {
+            telemetry.close().await;
         }
         idle && drained
     }

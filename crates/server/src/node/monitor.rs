@@ -196,6 +196,7 @@ impl NodeMonitor {
         let group = &self.0.device_group;
         let one = |((node, name), flow): ((&Arc<Node>, &String), &DeviceFlow)| {
             let (info, memory) = (node.device().info(), node.memory());
+            let readings = node.device().readings().unwrap_or_default();
             json!({
                 "name": name,
                 "description": info.description,
@@ -208,6 +209,10 @@ impl NodeMonitor {
                 "budget_bytes": memory.budget.0,
                 "resident_bytes": node.resident().0,
                 "used_bytes": memory.device.and_then(|used| used.system).map(|bytes| bytes.0),
+                "memory_bytes": readings.memory_total.map(|bytes| bytes.0),
+                "utilization_percent": readings.utilization_percent,
+                "power_milliwatts": readings.power_milliwatts,
+                "power_limit_milliwatts": readings.power_limit_milliwatts,
                 "loads": memory.swaps.loads,
                 "evictions": memory.swaps.evictions,
                 "pending_loads": memory.pending_loads,
