@@ -1,11 +1,15 @@
 //! The records that the roles exchange through the store: keys, and values as JSON.
+//! [`validation`] checks what is read.
 
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use model::ModelConfig;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+
+pub mod validation;
+
+use validation::StoredRecord;
 
 /// Names of keys. All keys of a cluster have one prefix, so that clusters can share a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -107,16 +111,48 @@ pub fn encode(record: &impl Serialize) -> Bytes {
     serde_json::to_vec(record).unwrap_or_default().into()
 }
 
-/// Decodes a stored record. One that cannot be decoded is logged and ignored: a writer of another
-/// release must not stop the cluster.
-pub fn decode<T: DeserializeOwned>(key: &str, value: &[u8]) -> Option<T> {
-    match serde_json::from_slice(value) {
-        Ok(record) => Some(record),
-        Err(error) => {
-            tracing::warn!(key, %error, "cannot decode record");
-            None
-        }
+/// Decodes a stored record, and moves its numbers into their ranges. One that is damaged is logged
+/// and ignored: a hostile writer, or one of another release, must not stop the cluster. `None` also
+/// for the tombstone of a deleted record.
+pub fn decode<T: StoredRecord>(key: &str, value: &[u8]) -> Option<T> {
+    validation::read(value).unwrap_or_else(|error| {
+        validation::report(T::KIND, key, value, &error);
+        None
+    })
+}
+
+/// The value in place of a record that was deleted on purpose. A record that is missing without one
+/// was lost, and is written again by those who know it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tombstone {
+    /// Always true.
+    pub deleted: bool,
+    /// The highest number that a version of the model ever had.
+    #[serde(default)]
+    pub highest: u64,
+}
+
+/// Tombstones are short.
+const TOMBSTONE_BYTES_MAX: usize = 64;
+
+impl Tombstone {
+    /// Of a model whose versions had numbers up to `highest`.
+    pub fn new(highest: u64) -> Tombstone {
+        Tombstone { deleted: true, highest }
     }
+
+    /// The tombstone that a value is, if it is one.
+    pub fn read(value: &[u8]) -> Option<Tombstone> {
+        if value.len() > TOMBSTONE_BYTES_MAX || !value.starts_with(b"{\"deleted\":true") {
+            return None;
+        }
+        serde_json::from_slice(value).ok()
+    }
+}
+
+/// Whether a value says that its record was deleted.
+pub fn is_tombstone(value: &[u8]) -> bool {
+    Tombstone::read(value).is_some()
 }
 
 /// A machine that runs models.
