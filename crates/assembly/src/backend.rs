@@ -52,8 +52,8 @@ where
     loop {
         match request().await {
             Ok(value) => return Ok(value),
-            Err(StoreError::Unreachable(why)) => {
-                tracing::warn!(why, "store unreachable, retrying");
+            Err(error) if error.is_transient() => {
+                tracing::debug!(%error, "store not ready, retrying");
                 tokio::time::sleep(RETRY).await;
             }
             Err(error) => return Err(Failure::failed(error)),

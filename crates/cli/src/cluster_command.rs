@@ -22,6 +22,7 @@ use cluster::scaling::kubernetes::KubernetesTarget;
 use cluster::scaling::scaler::ScalingSettings;
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
+use cluster::scheduler::maintenance::MaintenanceSettings;
 use cluster::scheduler::placement::PlacementSettings;
 use cluster::snapshot::ClusterSnapshot;
 use cluster::status::{Status, render};
@@ -131,6 +132,7 @@ async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
         lease,
         settings: planning(&args.planning, lease)?,
         scaling: scaling(&args.scaling)?,
+        maintenance: MaintenanceSettings::default(),
         clock: clock(),
     };
     tracing::info!(name = agent.name, store = args.store.store, "ready");
@@ -311,6 +313,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         lease,
         settings,
         scaling: None,
+        maintenance: MaintenanceSettings::default(),
         clock: clock(),
     };
     let _scheduler = tokio::spawn(agent.run(stopped));

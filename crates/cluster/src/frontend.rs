@@ -22,6 +22,7 @@ use crate::balance::{BackendCandidate, choose, depth, spare};
 use crate::membership::Membership;
 use crate::model_store::{ModelRecords, ModelStore};
 use crate::record::{FrontendRecord, Keys, LoadReport, RecordKind, encode};
+use crate::retention::Retention;
 use crate::snapshot::ClusterSnapshot;
 use crate::store::mirror::{self, KeyValues};
 use crate::store::{Store, StoreError};
@@ -47,6 +48,8 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(1000);
 const GRACE: Duration = Duration::from_millis(50);
 /// A second attempt needs at least this much remaining time.
 const RETRY_TIME_MIN: Nanos = Nanos::from_micros(500);
+/// How often it is looked whether what the store has lost is still to be kept.
+const RETENTION_LOOK: Duration = Duration::from_secs(1);
 /// Models whose metadata is cached.
 const METADATA_MAX: usize = 10_000;
 
@@ -195,13 +198,22 @@ fn routing_entries(entries: &KeyValues) -> KeyValues {
 
 /// Rebuilds the table after every relevant change of the store.
 async fn follow(inner: std::sync::Weak<Inner>, mut entries: watch::Receiver<KeyValues>) {
+    let mut retention = Retention::default();
     let mut last = routing_entries(&entries.borrow());
-    while entries.changed().await.is_ok() {
-        let Some(inner) = inner.upgrade() else { return };
-        let seen = routing_entries(&entries.borrow_and_update());
-        if seen != last {
-            inner.rebuild_table(&seen);
-            last = seen;
+    loop {
+        {
+            let Some(inner) = inner.upgrade() else { return };
+            let seen = routing_entries(&entries.borrow_and_update());
+            let seen = retention.merge(inner.clock.now(), &seen);
+            if seen != last {
+                inner.rebuild_table(&seen);
+                last = seen;
+            }
+        }
+        let pause = if retention.is_active() { RETENTION_LOOK } else { Duration::MAX };
+        tokio::select! {
+            changed = entries.changed() => if changed.is_err() { return },
+            () = tokio::time::sleep(pause) => {}
         }
     }
 }

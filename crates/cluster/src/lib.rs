@@ -11,6 +11,8 @@ pub mod membership;
 pub mod model_store;
 pub mod query;
 pub mod record;
+pub mod record_keeper;
+pub mod retention;
 pub mod scaling;
 pub mod scheduler;
 pub mod snapshot;

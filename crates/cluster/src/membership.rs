@@ -1,5 +1,6 @@
 //! A process's own keys in the store: present for as long as it lives, and restored after every
-//! interruption.
+//! interruption. With every renewal of the lease they are compared with what they should be, and
+//! what is missing or was changed by another writer is written again.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -117,7 +118,29 @@ async fn serve(store: &dyn Store, shared: &Shared, lease: LeaseId, span: Duratio
                 if store.renew(lease).await == Err(StoreError::NoLease) {
                     return;
                 }
+                verify(store, shared, lease).await;
             }
+        }
+    }
+}
+
+/// Marks the keys that are not in the store as they should be.
+async fn verify(store: &dyn Store, shared: &Shared, lease: LeaseId) {
+    let keys: Vec<String> = {
+        let desired = shared.desired.lock().unwrap_or_else(PoisonError::into_inner);
+        desired.keys.keys().filter(|key| !desired.dirty.contains_key(*key)).cloned().collect()
+    };
+    for key in keys {
+        // An unreachable store says nothing.
+        let Ok(entry) = store.get(&key).await else { return };
+        let mut desired = shared.desired.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(value) = desired.keys.get(&key).cloned() else { continue };
+        let is_intact =
+            entry.is_some_and(|entry| entry.value == value && entry.lease == Some(lease));
+        // A value that changed in the meantime is written anyway.
+        if !is_intact && !desired.dirty.contains_key(&key) {
+            tracing::warn!(key, "own key missing or changed by another writer; written again");
+            desired.dirty.insert(key, value);
         }
     }
 }
@@ -141,5 +164,53 @@ async fn flush(store: &dyn Store, shared: &Shared, lease: LeaseId) -> Result<(),
                 desired.dirty.remove(&key);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use base::MonotonicClock;
+
+    use super::*;
+    use crate::store::memory::MemoryStore;
+
+    const SPAN: Duration = Duration::from_millis(200);
+
+    async fn wait_until(store: &Arc<MemoryStore>, key: &str, value: &str) {
+        let store: Arc<dyn Store> = store.clone();
+        for _ in 0..2000 {
+            let entry = store.get(key).await.unwrap();
+            if entry.is_some_and(|entry| entry.value == value && entry.lease.is_some()) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        panic!("'{key}' is not {value} again");
+    }
+
+    #[tokio::test]
+    async fn own_keys_are_written_again_while_the_lease_lives() {
+        let memory = MemoryStore::start(Arc::new(MonotonicClock::new()));
+        let store: Arc<dyn Store> = memory.clone();
+        let membership = Membership::start(store.clone(), SPAN);
+        membership.put("backends/b".to_string(), "here".into());
+        wait_until(&memory, "backends/b", "here").await;
+        store.delete("backends/b").await.unwrap();
+        wait_until(&memory, "backends/b", "here").await;
+        // Damaged, and without a lease: nobody would remove it.
+        store.put("backends/b", "garbage", None).await.unwrap();
+        wait_until(&memory, "backends/b", "here").await;
+        store.put("backends/b", "here", None).await.unwrap();
+        wait_until(&memory, "backends/b", "here").await;
+        memory.lose_everything();
+        wait_until(&memory, "backends/b", "here").await;
+        // A full store changes nothing, and is written to when it has space again.
+        memory.set_full(true);
+        membership.put("backends/b".to_string(), "moved".into());
+        tokio::time::sleep(2 * SPAN).await;
+        memory.set_full(false);
+        wait_until(&memory, "backends/b", "moved").await;
+        membership.leave().await;
+        assert_eq!(store.get("backends/b").await.unwrap(), None);
     }
 }

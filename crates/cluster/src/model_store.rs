@@ -14,7 +14,7 @@ use bucket::BucketStore;
 
 use crate::candidate::{self, CandidateError};
 use crate::query::spec::QuerySpec;
-use crate::record::{Keys, ModelRecord, RecordKind, VersionRecord, decode, encode};
+use crate::record::{Keys, ModelRecord, RecordKind, Tombstone, VersionRecord, decode, encode};
 use crate::store::{Condition, Store, StoreError, Write};
 
 pub mod bucket;
@@ -144,18 +144,21 @@ impl ModelRecords {
     }
 
     /// Changes the record of `name` by `change`, which gets the current record and may keep it by
-    /// returning `None`. Returns the record that is in force afterwards.
+    /// returning `None`. Returns the record that is in force afterwards. Where a model of this name
+    /// was deleted, `change` gets the highest number that its versions had.
     pub async fn change(
         &self,
         name: &str,
-        change: impl Fn(Option<&ModelRecord>) -> Option<ModelRecord>,
+        change: impl Fn(Option<&ModelRecord>, u64) -> Option<ModelRecord>,
     ) -> Result<Option<ModelRecord>, StoreError> {
         let key = self.keys.one(RecordKind::Model, name);
         for _ in 0..ATTEMPTS {
             let entry = self.store.get(&key).await?;
             let before: Option<ModelRecord> =
                 entry.as_ref().and_then(|entry| decode(&key, &entry.value));
-            let Some(after) = change(before.as_ref()) else { return Ok(before) };
+            let deleted = entry.as_ref().and_then(|entry| Tombstone::read(&entry.value));
+            let highest = deleted.map_or(0, |deleted| deleted.highest);
+            let Some(after) = change(before.as_ref(), highest) else { return Ok(before) };
             let revision = entry.map_or(0, |entry| entry.revision);
             let put = self.store.compare_and_put(&key, revision, encode(&after), None).await?;
             if put.is_some() {
@@ -179,7 +182,7 @@ impl ModelRecords {
     ) -> Result<(), StoreError> {
         let fresh =
             || VersionRecord { version, digest: digest.to_string(), bytes, config: config.clone() };
-        let change = |before: Option<&ModelRecord>| match before {
+        let change = |before: Option<&ModelRecord>, highest: u64| match before {
             Some(before) if before.version == version && before.digest != digest => {
                 tracing::warn!(
                     model = name,
@@ -190,7 +193,7 @@ impl ModelRecords {
             }
             // Also where a newer version was rolled back: a restart does not undo that.
             Some(before) if before.highest_version() >= version => None,
-            before => Some(first_or_next(before, fresh())),
+            before => Some(first_or_next(before, highest, fresh())),
         };
         self.change(name, change).await.map(|_| ())
     }
@@ -220,14 +223,14 @@ impl ModelRecords {
         bytes: u64,
         config: &ModelConfig,
     ) -> Result<u64, StoreError> {
-        let change = |before: Option<&ModelRecord>| {
+        let change = |before: Option<&ModelRecord>, highest: u64| {
             let fresh = VersionRecord {
-                version: before.map_or(1, |before| before.highest_version() + 1),
+                version: before.map_or(highest, ModelRecord::highest_version) + 1,
                 digest: digest.to_string(),
                 bytes,
                 config: config.clone(),
             };
-            Some(first_or_next(before, fresh))
+            Some(first_or_next(before, highest, fresh))
         };
         let record = self.change(name, change).await?;
         Ok(record.map_or(1, |record| record.version))
@@ -239,7 +242,7 @@ impl ModelRecords {
         name: &str,
         version: u64,
     ) -> Result<Option<ModelRecord>, StoreError> {
-        let change = |before: Option<&ModelRecord>| {
+        let change = |before: Option<&ModelRecord>, _| {
             let target = before?.rollback_target(Some(version))?.clone();
             Some(before?.replaced_by(target))
         };
@@ -247,7 +250,8 @@ impl ModelRecords {
     }
 
     /// Deletes a version of a model, or all of them: how many there were, and the record that is
-    /// left. Where the version was in force, the newest of the others is.
+    /// left. Where the version was in force, the newest of the others is. Where nothing is left, a
+    /// tombstone says so.
     pub async fn delete(
         &self,
         name: &str,
@@ -256,7 +260,11 @@ impl ModelRecords {
         let key = self.keys.one(RecordKind::Model, name);
         for _ in 0..ATTEMPTS {
             let Some(entry) = self.store.get(&key).await? else { return Ok((0, None)) };
+            if Tombstone::read(&entry.value).is_some() {
+                return Ok((0, None));
+            }
             let record: Option<ModelRecord> = decode(&key, &entry.value);
+            let highest = record.as_ref().map_or(0, ModelRecord::highest_version);
             let count = 1 + record.as_ref().map_or(0, |record| record.others.len());
             let left = match (&record, version) {
                 (Some(record), Some(version)) => match record.without(version) {
@@ -267,7 +275,7 @@ impl ModelRecords {
             };
             let write = match &left {
                 Some(left) => Write::put(key.clone(), encode(left)),
-                None => Write::delete(key.clone()),
+                None => Write::put(key.clone(), encode(&Tombstone::new(highest))),
             };
             let condition = Condition { key: key.clone(), revision: entry.revision };
             if self.store.transact(vec![condition], vec![write]).await?.is_some() {
@@ -285,7 +293,7 @@ impl ModelRecords {
         name: &str,
         enabled: bool,
     ) -> Result<Option<ModelRecord>, StoreError> {
-        let change = |before: Option<&ModelRecord>| {
+        let change = |before: Option<&ModelRecord>, _| {
             let before = before.filter(|before| before.enabled != enabled)?;
             Some(ModelRecord { enabled, ..before.clone() })
         };
@@ -311,9 +319,10 @@ impl ModelRecords {
         )))
     }
 
-    /// Deletes a query.
+    /// Deletes a query; a tombstone says so.
     pub async fn delete_query(&self, name: &str) -> Result<(), StoreError> {
-        self.store.delete(&self.keys.one(RecordKind::Query, name)).await
+        let key = self.keys.one(RecordKind::Query, name);
+        self.store.put(&key, encode(&Tombstone::new(0)), None).await.map(|_| ())
     }
 
     /// Restores the previous record, or removes the record where there was none, after a
@@ -335,19 +344,28 @@ impl ModelRecords {
                 let value = encode(&before);
                 self.store.compare_and_put(&key, entry.revision, value, None).await.map(|_| ())
             }
-            None => self.store.delete(&key).await,
+            None => {
+                let value = encode(&Tombstone::new(version));
+                self.store.compare_and_put(&key, entry.revision, value, None).await.map(|_| ())
+            }
         }
     }
 }
 
 /// The record of a model's first version, or of the next one.
-fn first_or_next(before: Option<&ModelRecord>, fresh: VersionRecord) -> ModelRecord {
+fn first_or_next(before: Option<&ModelRecord>, highest: u64, fresh: VersionRecord) -> ModelRecord {
     let VersionRecord { version, digest, bytes, config } = fresh.clone();
     match before {
         Some(before) => before.replaced_by(fresh),
-        None => {
-            ModelRecord { version, digest, bytes, enabled: true, config, ..ModelRecord::default() }
-        }
+        None => ModelRecord {
+            version,
+            digest,
+            bytes,
+            enabled: true,
+            config,
+            highest: highest.max(version),
+            others: Vec::new(),
+        },
     }
 }
 
@@ -389,6 +407,8 @@ mod tests {
         assert_eq!(records.delete("m", None).await.unwrap(), (2, None));
         assert_eq!(records.delete("m", None).await.unwrap(), (0, None));
         assert_eq!(records.find("m").await.unwrap(), None);
+        // Numbers go on after the deletion of all.
+        assert_eq!(records.register("m", "e", 1, &config).await.unwrap(), 5);
     }
 
     #[tokio::test]

@@ -20,6 +20,7 @@ use crate::snapshot::ClusterSnapshot;
 pub mod agent;
 pub mod demand;
 pub mod deployment;
+pub mod maintenance;
 pub mod packing;
 pub mod placement;
 pub mod plan;
@@ -93,6 +94,8 @@ pub struct Core {
     /// Machines and rates that the placement was made for.
     machines: BTreeSet<String>,
     rates: BTreeMap<String, f64>,
+    /// Models that existed at the last step.
+    models: BTreeSet<String>,
     /// Number of curves known at that time.
     measured: usize,
     /// Queries, and their budgets at that time.
@@ -118,6 +121,7 @@ impl Core {
             placement: Placement::default(),
             machines: snapshot.assignments.keys().cloned().collect(),
             rates: BTreeMap::new(),
+            models: BTreeSet::new(),
             measured: 0,
             queries: snapshot.queries.clone(),
             splits: snapshot.splits.clone(),
@@ -129,6 +133,10 @@ impl Core {
             load_factors: LoadFactors::default(),
             plan: snapshot.plan.clone().unwrap_or_default(),
         };
+        // Where the summary is lost, numbers go on from what is there.
+        let epochs = snapshot.assignments.values().map(|assignment| assignment.epoch);
+        let epochs = epochs.chain(snapshot.routes.values().map(|route| route.epoch));
+        core.plan.epoch = epochs.chain([core.plan.epoch]).max().unwrap_or(0);
         core.placement.scale = core.plan.scale;
         for (backend, assignment) in &snapshot.assignments {
             let models = assignment.models.iter().map(|share| share.model.clone()).collect();
@@ -193,6 +201,7 @@ impl Core {
         } else if now - self.seen_at < self.settings.grace {
             return None;
         }
+        self.adopt(snapshot);
         let present = machines(snapshot);
         let machines = self.retained(&present);
         let mut demands = self.demands(snapshot);
@@ -210,6 +219,24 @@ impl Core {
             self.extend_placement(&machines, &demands, &curves);
         }
         Some(self.deploy(snapshot, &present, &demands, &curves))
+    }
+
+    /// What backends hold although this leader has not assigned it counts as assigned, where the
+    /// backend or the model is new here: after a loss of the store it stays in service until the
+    /// plan has moved it.
+    fn adopt(&mut self, snapshot: &ClusterSnapshot) {
+        for (backend, state) in &snapshot.states {
+            let is_new = !self.assigned.contains_key(backend);
+            let assigned = self.assigned.entry(backend.clone()).or_default();
+            for (model, state) in &state.models {
+                let is_known = snapshot.models.contains_key(model);
+                let is_unseen = is_new || !self.models.contains(model);
+                if is_known && is_unseen && !matches!(state, LoadState::Failed { .. }) {
+                    assigned.insert(model.clone());
+                }
+            }
+        }
+        self.models = snapshot.models.keys().cloned().collect();
     }
 
     /// The machines that are not draining; all of them where every machine is draining, because

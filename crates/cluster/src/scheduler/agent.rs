@@ -10,9 +10,11 @@ use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use super::maintenance::{Maintenance, MaintenanceSettings, SpaceGauges};
 use super::{Core, Decision, SchedulerSettings};
 use crate::election::{Candidate, Leader};
 use crate::record::{Keys, PlanRecord, RecordKind, encode};
+use crate::retention::Retention;
 use crate::scaling::driver::{Driver, Scaling, ScalingReport};
 use crate::scaling::replica_estimate::ScalingInput;
 use crate::snapshot::ClusterSnapshot;
@@ -25,6 +27,9 @@ const PLAN_INTERVAL: Duration = Duration::from_millis(500);
 const COALESCE: Duration = Duration::from_millis(20);
 /// Pause before the store is tried again.
 const RETRY: Duration = Duration::from_millis(200);
+/// A leader that publishes no plan for so many plan epochs, and at least so long, is replaced.
+const STALE_EPOCHS: u32 = 4;
+const STALE_MIN: Duration = Duration::from_secs(60);
 
 /// A scheduler, leading or waiting to lead.
 pub struct SchedulerAgent {
@@ -40,6 +45,8 @@ pub struct SchedulerAgent {
     pub settings: SchedulerSettings,
     /// What it scales while it leads.
     pub scaling: Option<Scaling>,
+    /// How it keeps the store from filling up while it leads.
+    pub maintenance: MaintenanceSettings,
     /// The clock.
     pub clock: Arc<dyn Clock>,
 }
@@ -72,8 +79,10 @@ impl SchedulerAgent {
     /// Leads whenever it can, until `stop` is true. Only a store that refuses a call ends it with
     /// an error.
     pub async fn run(self, mut stop: watch::Receiver<bool>) -> Result<(), StoreError> {
+        let stale = (Duration::from(self.settings.epoch) * STALE_EPOCHS).max(STALE_MIN);
         let candidate =
-            Candidate::new(self.store.clone(), &self.keys.leader(), &self.name, self.lease);
+            Candidate::new(self.store.clone(), &self.keys.leader(), &self.name, self.lease)
+                .expect_progress(&self.keys.plan(), stale);
         loop {
             let leader = tokio::select! {
                 () = stopped(&mut stop) => return Ok(()),
@@ -102,16 +111,24 @@ impl SchedulerAgent {
         let first = ClusterSnapshot::read(&mirror.borrow_and_update());
         let mut core = Core::resume(self.settings.clone(), self.clock.now(), &first);
         let mut published = PublishedPlan(core.plan.epoch);
+        let mut retention = Retention::default();
         let mut task = self.scaling.clone().map(|scaling| self.start_scaling(scaling, &first));
+        let gauges = Arc::new(SpaceGauges::default());
+        let maintenance =
+            Maintenance::new(self.store.clone(), &self.keys, self.maintenance, gauges);
+        // Ends with the leadership.
+        let mut beside = JoinSet::new();
+        beside.spawn(maintenance.run());
         loop {
             let entries: KeyValues = mirror.borrow_and_update().clone();
+            let retained = retention.merge(self.clock.now(), &models_only(&entries));
             let report = task.as_mut().map(|task| task.report.borrow_and_update().clone());
             if let Some(report) = &report {
                 core.drain(report.draining.clone());
             }
             // Plans of large clusters take long; leases and watches continue meanwhile.
             let (clock, scales) = (self.clock.clone(), task.is_some());
-            let plan = move || plan(core, entries, &*clock, scales);
+            let plan = move || plan(core, entries, &retained, &*clock, scales);
             let planned = match tokio::task::spawn_blocking(plan).await {
                 Ok(planned) => planned,
                 Err(error) => {
@@ -130,8 +147,8 @@ impl SchedulerAgent {
                     Ok(true) => published.log(&decision.plan),
                     Ok(false) => return Ok(false),
                     // The next step writes the plan again.
-                    Err(StoreError::Unreachable(reason)) => {
-                        tracing::warn!(reason, "cannot publish the plan");
+                    Err(error @ (StoreError::Unreachable(_) | StoreError::Full(_))) => {
+                        tracing::debug!(%error, "cannot publish the plan");
                     }
                     Err(error) => return Err(error),
                 }
@@ -253,9 +270,25 @@ struct Planned {
     scaling_input: Option<ScalingInput>,
 }
 
-fn plan(mut core: Core, entries: KeyValues, clock: &dyn Clock, scales: bool) -> Planned {
+/// The records that a plan is for, which are kept for a while when they are lost.
+fn models_only(entries: &KeyValues) -> KeyValues {
+    let kinds = [RecordKind::Model, RecordKind::Query].map(RecordKind::folder_prefix);
+    let mine = |key: &str| kinds.iter().any(|prefix| key.starts_with(prefix));
+    let mine = entries.iter().filter(|(key, _)| mine(key));
+    Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
+}
+
+fn plan(
+    mut core: Core,
+    entries: KeyValues,
+    retained: &KeyValues,
+    clock: &dyn Clock,
+    scales: bool,
+) -> Planned {
     let now = clock.now();
-    let snapshot = ClusterSnapshot::read(&entries);
+    let mut snapshot = ClusterSnapshot::read(&entries);
+    let kept = ClusterSnapshot::read_routes(retained);
+    (snapshot.models, snapshot.queries) = (kept.models, kept.queries);
     let epoch = core.plan.epoch;
     let decision = core.step(now, &snapshot).map(|mut decision| {
         if decision.plan.epoch != epoch {

@@ -317,3 +317,38 @@ fn plans_for_impossible_rates() {
         }
     }
 }
+
+/// The store is lost: a new leader knows nothing, backends join again one after the other, and the
+/// records of models come back in between. What is loaded stays assigned until the plan holds.
+#[test]
+fn a_lost_store_moves_nothing_away() {
+    let names = [("a", 300.0), ("b", 100.0), ("c", 1.0)];
+    let mut before = cluster(4, &names);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &before);
+    settle(&mut core, Nanos::ZERO, &mut before);
+    let mut now = ClusterSnapshot::default();
+    let mut core = Core::resume(SchedulerSettings::default(), seconds(1), &now);
+    core.step(seconds(1), &now);
+    for (step, backend) in ["b0", "b1", "b2", "b3"].into_iter().enumerate() {
+        now.backends.insert(backend.to_string(), before.backends[backend].clone());
+        now.states.insert(backend.to_string(), before.states[backend].clone());
+        if step == 1 {
+            now.models.clone_from(&before.models);
+            now.profiles.clone_from(&before.profiles);
+        }
+        let decision = core.step(seconds(2), &now).unwrap();
+        if step == 0 {
+            continue;
+        }
+        for name in now.backends.keys() {
+            let assigned: BTreeSet<&str> =
+                decision.assignments[name].models.iter().map(|m| m.model.as_str()).collect();
+            for (model, _) in names.iter().filter(|(m, _)| !assigned.contains(m)) {
+                let held = before.states[name].models.contains_key(*model);
+                let route = decision.routes.get(*model).map_or(0, |route| route.targets.len());
+                assert!(!held || route > 0, "{name} drops {model}: {decision:?}");
+            }
+        }
+    }
+    assert!(names.iter().all(|(name, _)| core.plan.epoch > 0 && now.models.contains_key(*name)));
+}
