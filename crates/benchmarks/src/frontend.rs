@@ -126,7 +126,8 @@ impl LocalCluster {
             lease,
             settings: SchedulerSettings::default(),
             scaling: None,
-        maintenance: MaintenanceSettings::default(),
+            maintenance: MaintenanceSettings::default(),
+            state: Arc::default(),
             clock: clock(),
         };
         backend_threads.spawn(scheduler.run(stopped));

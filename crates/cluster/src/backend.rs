@@ -25,8 +25,11 @@ use crate::record_keeper::keep_records;
 use crate::store::mirror;
 use crate::store::{Store, StoreError};
 
+use version_offer::{FolderVersion, offer_versions};
+
 pub mod candidates;
 pub mod profiling;
+pub mod version_offer;
 
 /// A call to the node.
 pub type HostFuture<'a, T> = Pin<Box<dyn Future<Output = ApiResult<T>> + Send + 'a>>;
@@ -127,6 +130,8 @@ pub struct BackendAgent {
     pub host: Arc<dyn Host>,
     /// The records that its loader reads.
     pub catalog: ModelCatalog,
+    /// Versions of its folders that are newer than those in force.
+    pub offered: Vec<FolderVersion>,
     /// The clock.
     pub clock: Arc<dyn Clock>,
 }
@@ -164,6 +169,9 @@ impl BackendAgent {
         ));
         let (store, keys, name) = (self.store.clone(), self.keys.clone(), self.name.clone());
         checks.spawn(keep_records(store, keys, name, stop.clone()));
+        let (store, keys, name) = (self.store.clone(), self.keys.clone(), self.name.clone());
+        let offered = self.offered.clone();
+        checks.spawn(offer_versions(store, keys, name, offered, stop.clone()));
         loop {
             self.catalog.set(&models.borrow_and_update());
             let assignment: Option<Assignment> =

@@ -19,6 +19,7 @@ use tokio::sync::watch;
 
 use crate::balance::batch_progress::BatchPlan;
 use crate::balance::{BackendCandidate, choose, depth, spare};
+use crate::load_reports::LoadReporter;
 use crate::membership::Membership;
 use crate::model_store::{ModelRecords, ModelStore};
 use crate::record::{FrontendRecord, Keys, LoadReport, RecordKind, encode};
@@ -164,7 +165,7 @@ impl Frontend {
         let membership = Arc::new(Membership::start(store, settings.lease));
         membership.put(keys.one(RecordKind::Frontend, &settings.name), encode(record));
         let (inner, weak) = (Arc::downgrade(&self.inner), Arc::downgrade(&membership));
-        let key = keys.one(RecordKind::Load, &settings.name);
+        let mut reporter = LoadReporter::new(keys, &settings.name);
         tokio::spawn(async move {
             let mut ticks = tokio::time::interval(REPORT_INTERVAL);
             loop {
@@ -172,7 +173,8 @@ impl Frontend {
                 let (Some(inner), Some(membership)) = (inner.upgrade(), weak.upgrade()) else {
                     return;
                 };
-                membership.put(key.clone(), encode(&inner.report()));
+                let report = inner.report();
+                membership.put_together(reporter.next(inner.clock.now(), &report));
             }
         });
         membership
@@ -248,6 +250,7 @@ impl Inner {
         let models = table.models.iter();
         let queries = table.queries.iter();
         LoadReport {
+            number: 0,
             models: models.map(|(name, e)| (name.clone(), e.meter.report(now))).collect(),
             queries: queries.map(|(name, q)| (name.clone(), q.meter.report(now))).collect(),
         }

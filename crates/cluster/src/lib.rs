@@ -7,6 +7,7 @@ pub mod candidate;
 pub mod election;
 pub mod frontend;
 pub mod lease;
+pub mod load_reports;
 pub mod membership;
 pub mod model_store;
 pub mod query;

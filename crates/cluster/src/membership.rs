@@ -14,6 +14,8 @@ use crate::store::{LeaseId, OPERATIONS_MAX, Store, StoreError, Write};
 
 /// Renewals in the span of a lease.
 const RENEWALS: u32 = 4;
+/// Keys that are compared with the store at one renewal.
+const VERIFIED_MAX: usize = 8;
 /// Pause before an unreachable store is tried again.
 const RETRY: Duration = Duration::from_millis(100);
 
@@ -22,6 +24,8 @@ struct DesiredKeys {
     keys: BTreeMap<String, Bytes>,
     /// Keys whose value in the store may differ.
     dirty: BTreeMap<String, Bytes>,
+    /// The key that was last compared with the store.
+    verified: String,
 }
 
 struct Shared {
@@ -54,14 +58,22 @@ impl Membership {
 
     /// Sets a key, now or as soon as the store can be reached.
     pub fn put(&self, key: String, value: Bytes) {
+        self.put_together(vec![(key, value)]);
+    }
+
+    /// Sets a few keys, in one transaction.
+    pub fn put_together(&self, pairs: Vec<(String, Bytes)>) {
         let mut desired = self.shared.desired.lock().unwrap_or_else(PoisonError::into_inner);
-        if desired.keys.get(&key) == Some(&value) {
-            return;
+        for (key, value) in pairs {
+            if desired.keys.get(&key) != Some(&value) {
+                desired.keys.insert(key.clone(), value.clone());
+                desired.dirty.insert(key, value);
+            }
         }
-        desired.keys.insert(key.clone(), value.clone());
-        desired.dirty.insert(key, value);
-        drop(desired);
-        self.shared.changed.notify_one();
+        if !desired.dirty.is_empty() {
+            drop(desired);
+            self.shared.changed.notify_one();
+        }
     }
 
     /// Removes all keys from the store.
@@ -124,11 +136,17 @@ async fn serve(store: &dyn Store, shared: &Shared, lease: LeaseId, span: Duratio
     }
 }
 
-/// Marks the keys that are not in the store as they should be.
+/// Marks the keys that are not in the store as they should be. Of many, some are looked at in turn.
 async fn verify(store: &dyn Store, shared: &Shared, lease: LeaseId) {
     let keys: Vec<String> = {
-        let desired = shared.desired.lock().unwrap_or_else(PoisonError::into_inner);
-        desired.keys.keys().filter(|key| !desired.dirty.contains_key(*key)).cloned().collect()
+        let mut desired = shared.desired.lock().unwrap_or_else(PoisonError::into_inner);
+        let clean = |key: &&String| !desired.dirty.contains_key(*key);
+        let after = desired.verified.clone();
+        let (first, rest): (Vec<&String>, Vec<&String>) =
+            desired.keys.keys().filter(clean).partition(|key| **key > after);
+        let keys: Vec<String> = first.into_iter().chain(rest).take(VERIFIED_MAX).cloned().collect();
+        desired.verified = keys.last().cloned().unwrap_or_default();
+        keys
     };
     for key in keys {
         // An unreachable store says nothing.

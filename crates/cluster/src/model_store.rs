@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -12,7 +13,7 @@ use thiserror::Error;
 
 use bucket::BucketStore;
 
-use crate::candidate::{self, CandidateError};
+use crate::candidate::{self, BACKENDS_WANTED, CandidateError};
 use crate::query::spec::QuerySpec;
 use crate::record::{Keys, ModelRecord, RecordKind, Tombstone, VersionRecord, decode, encode};
 use crate::store::{Condition, Store, StoreError, Write};
@@ -143,6 +144,11 @@ impl ModelRecords {
         ModelRecords { store, keys }
     }
 
+    /// The store that they are in.
+    pub fn store(&self) -> &dyn Store {
+        &*self.store
+    }
+
     /// Changes the record of `name` by `change`, which gets the current record and may keep it by
     /// returning `None`. Returns the record that is in force afterwards. Where a model of this name
     /// was deleted, `change` gets the highest number that its versions had.
@@ -170,32 +176,41 @@ impl ModelRecords {
         )))
     }
 
-    /// Publishes a model of a model repository. A newer version replaces an older one; an existing
-    /// record of the same version stays.
+    /// Publishes a model of a backend's folder, where the cluster has none of this name. Returns
+    /// whether the cluster has an older version instead: then `replace` says whether this one takes
+    /// its place. A version that was in force once stays as it is.
     pub async fn publish(
         &self,
         name: &str,
-        version: u64,
-        digest: &str,
-        bytes: u64,
-        config: &ModelConfig,
-    ) -> Result<(), StoreError> {
-        let fresh =
-            || VersionRecord { version, digest: digest.to_string(), bytes, config: config.clone() };
-        let change = |before: Option<&ModelRecord>, highest: u64| match before {
-            Some(before) if before.version == version && before.digest != digest => {
-                tracing::warn!(
-                    model = name,
-                    version,
-                    "version is already published with other content"
-                );
-                None
+        version: &VersionRecord,
+        replace: bool,
+    ) -> Result<bool, StoreError> {
+        let is_newer = AtomicBool::new(false);
+        let change = |before: Option<&ModelRecord>, highest: u64| {
+            is_newer.store(false, Relaxed);
+            match before {
+                Some(before) if before.version == version.version => {
+                    if before.digest != version.digest {
+                        let number = version.version;
+                        tracing::warn!(
+                            model = name,
+                            version = number,
+                            "version is already published with other content"
+                        );
+                    }
+                    None
+                }
+                // Also where a newer version was rolled back: a restart does not undo that.
+                Some(before) if before.highest_version() >= version.version => None,
+                Some(_) if !replace => {
+                    is_newer.store(true, Relaxed);
+                    None
+                }
+                before => Some(first_or_next(before, highest, version.clone())),
             }
-            // Also where a newer version was rolled back: a restart does not undo that.
-            Some(before) if before.highest_version() >= version => None,
-            before => Some(first_or_next(before, highest, fresh())),
         };
-        self.change(name, change).await.map(|_| ())
+        self.change(name, change).await?;
+        Ok(is_newer.into_inner())
     }
 
     /// The record of a model.
@@ -205,14 +220,19 @@ impl ModelRecords {
         Ok(entry.and_then(|entry| decode(&key, &entry.value)))
     }
 
-    /// Has a version checked by a backend before it replaces anything: name, digest and size.
+    /// Has a version checked by as many backends as there should be, of those there are, before it
+    /// replaces anything: name, digest and size. Returns how many can load it, and how many should.
     pub async fn propose(
         &self,
         candidate: (&str, &str, u64),
         config: &ModelConfig,
         limit: Duration,
-    ) -> Result<(), CandidateError> {
-        candidate::propose(&self.store, &self.keys, candidate, config, limit).await
+    ) -> Result<(usize, usize), CandidateError> {
+        let present = self.store.list(&self.keys.of(RecordKind::Backend)).await?.entries.len();
+        let wanted = BACKENDS_WANTED.min(present).max(1);
+        let (store, keys) = (&self.store, &self.keys);
+        let passed = candidate::propose(store, keys, candidate, config, limit, wanted).await?;
+        Ok((passed, wanted))
     }
 
     /// Stores a new version of a model and returns its number.
@@ -396,7 +416,13 @@ mod tests {
         assert_eq!(rolled.rollback_target(None), None);
         assert_eq!(records.roll_back("m", 9).await.unwrap(), None);
         // A restarted backend publishes what it has, and does not end the rollback.
-        records.publish("m", 3, "c", 1, &config).await.unwrap();
+        let version = |version, digest: &str| VersionRecord {
+            version,
+            digest: digest.to_string(),
+            bytes: 1,
+            config: config.clone(),
+        };
+        assert!(!records.publish("m", &version(3, "c"), true).await.unwrap());
         assert_eq!(records.find("m").await.unwrap().unwrap().version, 1);
         // No number is used twice, also not of a version that was deleted.
         assert_eq!(records.delete("m", Some(3)).await.unwrap().0, 1);
@@ -409,6 +435,26 @@ mod tests {
         assert_eq!(records.find("m").await.unwrap(), None);
         // Numbers go on after the deletion of all.
         assert_eq!(records.register("m", "e", 1, &config).await.unwrap(), 5);
+    }
+
+    #[tokio::test]
+    async fn a_folder_with_a_newer_version_replaces_nothing_by_itself() {
+        let (records, config) = (records(), ModelConfig::default());
+        let version = |version, digest: &str| VersionRecord {
+            version,
+            digest: digest.to_string(),
+            bytes: 1,
+            config: config.clone(),
+        };
+        assert!(!records.publish("m", &version(1, "a"), false).await.unwrap());
+        assert!(records.publish("m", &version(2, "b"), false).await.unwrap(), "it waits");
+        assert_eq!(records.find("m").await.unwrap().unwrap().version, 1);
+        assert!(!records.publish("m", &version(2, "b"), true).await.unwrap());
+        let now = records.find("m").await.unwrap().unwrap();
+        assert_eq!((now.version, now.others[0].version), (2, 1));
+        // A backend that still has the older one changes nothing.
+        assert!(!records.publish("m", &version(1, "a"), true).await.unwrap());
+        assert_eq!(records.find("m").await.unwrap().unwrap().version, 2);
     }
 
     #[tokio::test]

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use model::ModelConfig;
-use serde::{Deserialize, Serialize};
+use serde::ser::SerializeTuple;
+use serde::{Deserialize, Serialize, Serializer};
 
 pub mod validation;
 
@@ -65,6 +66,8 @@ pub enum RecordKind {
     Frontend,
     /// Load that frontends observe ([`LoadReport`]); leased.
     Load,
+    /// What has changed since ([`LoadReport`] of these models), several by frontend; leased.
+    LoadDelta,
     /// Models ([`ModelRecord`]).
     Model,
     /// Profiles of models ([`ProfileRecord`]), by device kind and digest.
@@ -89,6 +92,7 @@ impl RecordKind {
             RecordKind::State => "states/",
             RecordKind::Frontend => "frontends/",
             RecordKind::Load => "loads/",
+            RecordKind::LoadDelta => "load-deltas/",
             RecordKind::Model => "models/",
             RecordKind::Profile => "profiles/",
             RecordKind::Assignment => "assignments/",
@@ -217,8 +221,9 @@ pub struct FrontendRecord {
     pub http: String,
 }
 
-/// What a frontend observes of one model. Counts start with the process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+/// What a frontend observes of one model. Counts start with the process. It is stored as the list of
+/// its fields in this order, which older releases read as well as the map they write.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
 pub struct ModelLoad {
     /// Requests per second over the last seconds.
     pub fast: f64,
@@ -238,6 +243,28 @@ pub struct ModelLoad {
     pub retried: u64,
     /// 99th percentile of recent latencies in milliseconds.
     pub p99_ms: f64,
+}
+
+impl Serialize for ModelLoad {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut fields = serializer.serialize_tuple(9)?;
+        for value in [self.fast, self.window, self.slow] {
+            add_number(&mut fields, value)?;
+        }
+        for count in [self.arrived, self.answered, self.late, self.refused, self.retried] {
+            fields.serialize_element(&count)?;
+        }
+        add_number(&mut fields, self.p99_ms)?;
+        fields.end()
+    }
+}
+
+/// Adds a number, without a fraction where it has none.
+fn add_number<T: SerializeTuple>(fields: &mut T, value: f64) -> Result<(), T::Error> {
+    match value.fract() == 0.0 && (0.0..1e15).contains(&value) {
+        true => fields.serialize_element(&(value as u64)),
+        false => fields.serialize_element(&value),
+    }
 }
 
 /// What a frontend observes of one stage of a query.
@@ -265,9 +292,13 @@ pub struct QueryLoad {
     pub stages: BTreeMap<String, StageLoad>,
 }
 
-/// What a frontend observes.
+/// What a frontend observes: a whole report, or what has changed since
+/// ([`crate::load_reports`]).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LoadReport {
+    /// Number of the whole report, also in its deltas.
+    #[serde(default)]
+    pub number: u64,
     /// By model.
     pub models: BTreeMap<String, ModelLoad>,
     /// By query.

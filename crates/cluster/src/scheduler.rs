@@ -26,6 +26,7 @@ pub mod placement;
 pub mod plan;
 pub mod pooling;
 pub mod prefix_batching;
+pub mod service;
 pub mod splitting;
 
 use deployment::{DeploymentState, DeploymentStep, ModelFacts};

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use model::repository::is_valid_name;
 
+use crate::load_reports::apply;
 use crate::query::spec::QuerySpec;
 use crate::record::validation::{RECORDS_MAX, StoredRecord, read};
 use crate::record::{
@@ -53,9 +54,10 @@ fn records<T: StoredRecord>(
     let prefix = kind.folder_prefix();
     let from = entries.range(prefix.to_string()..);
     let inside = from.map_while(|(key, value)| Some((key.strip_prefix(prefix)?, value)));
-    // A profile's name has two parts, of which the first is any text.
+    // Some names have two parts; the first of a profile's is any text.
     let is_name = |name: &str| match kind {
         RecordKind::Profile => name.len() < 512,
+        RecordKind::LoadDelta => name.len() < 512 && name.split('/').all(is_valid_name),
         _ => is_valid_name(name),
     };
     let named = inside.filter(|(name, _)| is_name(name)).take(RECORDS_MAX);
@@ -84,6 +86,7 @@ pub fn damaged_records(entries: &BTreeMap<String, Bytes>) -> BTreeMap<String, St
     damaged::<BackendState>(entries, prefix(RecordKind::State), &mut found);
     damaged::<FrontendRecord>(entries, prefix(RecordKind::Frontend), &mut found);
     damaged::<LoadReport>(entries, prefix(RecordKind::Load), &mut found);
+    damaged::<LoadReport>(entries, prefix(RecordKind::LoadDelta), &mut found);
     damaged::<ModelRecord>(entries, prefix(RecordKind::Model), &mut found);
     damaged::<ProfileRecord>(entries, prefix(RecordKind::Profile), &mut found);
     damaged::<Assignment>(entries, prefix(RecordKind::Assignment), &mut found);
@@ -93,6 +96,19 @@ pub fn damaged_records(entries: &BTreeMap<String, Bytes>) -> BTreeMap<String, St
     damaged::<PlanRecord>(entries, "plan", &mut found);
     damaged::<ScalingRecord>(entries, "scaling", &mut found);
     found
+}
+
+/// The load of each frontend: its report, and what has changed since.
+fn loads(entries: &BTreeMap<String, Bytes>) -> BTreeMap<String, LoadReport> {
+    let mut loads: BTreeMap<String, LoadReport> = records(entries, RecordKind::Load);
+    for (name, delta) in records::<LoadReport>(entries, RecordKind::LoadDelta) {
+        if let Some((frontend, name)) = name.split_once('/')
+            && let Some(report) = loads.get_mut(frontend)
+        {
+            apply(report, name, delta);
+        }
+    }
+    loads
 }
 
 impl ClusterSnapshot {
@@ -124,7 +140,7 @@ impl ClusterSnapshot {
             backends: records(entries, RecordKind::Backend),
             states: records(entries, RecordKind::State),
             frontends: records(entries, RecordKind::Frontend),
-            loads: records(entries, RecordKind::Load),
+            loads: loads(entries),
             models: records(entries, RecordKind::Model),
             profiles: profiles.into_iter().filter_map(split).collect(),
             assignments: records(entries, RecordKind::Assignment),

@@ -403,6 +403,7 @@ fn agent(store: &Arc<dyn Store>, keys: &Keys, name: &str, server: &Replay) -> Sc
         settings: SchedulerSettings::default(),
         scaling: Some(Scaling { poll, ..Scaling::new(Arc::new(target), settings) }),
         maintenance: MaintenanceSettings::default(),
+        state: Arc::default(),
         clock: Arc::new(MonotonicClock::new()),
     }
 }

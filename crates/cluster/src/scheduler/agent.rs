@@ -3,17 +3,19 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use base::Clock;
+use base::{Clock, Nanos};
 use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::maintenance::{Maintenance, MaintenanceSettings, SpaceGauges};
+use super::maintenance::{Maintenance, MaintenanceSettings};
+use super::service::SchedulerState;
 use super::{Core, Decision, SchedulerSettings};
 use crate::election::{Candidate, Leader};
-use crate::record::{Keys, PlanRecord, RecordKind, encode};
+use crate::record::{Keys, PlanRecord, RecordKind, decode, encode};
 use crate::retention::Retention;
 use crate::scaling::driver::{Driver, Scaling, ScalingReport};
 use crate::scaling::replica_estimate::ScalingInput;
@@ -47,6 +49,8 @@ pub struct SchedulerAgent {
     pub scaling: Option<Scaling>,
     /// How it keeps the store from filling up while it leads.
     pub maintenance: MaintenanceSettings,
+    /// What it is doing.
+    pub state: Arc<SchedulerState>,
     /// The clock.
     pub clock: Arc<dyn Clock>,
 }
@@ -89,7 +93,10 @@ impl SchedulerAgent {
                 leader = candidate.campaign() => leader?,
             };
             tracing::info!(name = self.name, "leadership acquired");
-            match self.lead(leader, &mut stop).await {
+            self.state.lead(self.clock.now());
+            let result = self.lead(leader, &mut stop).await;
+            self.state.leading.store(false, Relaxed);
+            match result {
                 Ok(true) => return Ok(()),
                 Ok(false) => tracing::warn!(name = self.name, "leadership lost"),
                 Err(StoreError::Refused(why)) => return Err(StoreError::Refused(why)),
@@ -110,12 +117,11 @@ impl SchedulerAgent {
         let mut mirror = mirror::follow(self.store.clone(), self.keys.all()).await?;
         let first = ClusterSnapshot::read(&mirror.borrow_and_update());
         let mut core = Core::resume(self.settings.clone(), self.clock.now(), &first);
-        let mut published = PublishedPlan(core.plan.epoch);
+        let mut published = PublishedPlan { epoch: core.plan.epoch, at: None };
         let mut retention = Retention::default();
         let mut task = self.scaling.clone().map(|scaling| self.start_scaling(scaling, &first));
-        let gauges = Arc::new(SpaceGauges::default());
-        let maintenance =
-            Maintenance::new(self.store.clone(), &self.keys, self.maintenance, gauges);
+        let space = self.state.space.clone();
+        let maintenance = Maintenance::new(self.store.clone(), &self.keys, self.maintenance, space);
         // Ends with the leadership.
         let mut beside = JoinSet::new();
         beside.spawn(maintenance.run());
@@ -141,10 +147,17 @@ impl SchedulerAgent {
                 task.scaling_input.send_replace(Some(Arc::new(scaling_input)));
             }
             if let Some(decision) = planned.decision {
+                let now = self.clock.now();
                 let mut writes = self.writes(&planned.entries, &decision);
+                if published.is_due(now, &planned.entries, &decision.plan) {
+                    writes.push(Write::put(self.keys.plan(), encode(&decision.plan)));
+                }
                 self.write_scaling(&planned.entries, report, &mut writes);
                 match leader.write(writes).await {
-                    Ok(true) => published.log(&decision.plan),
+                    Ok(true) => {
+                        published.log(now, &decision.plan);
+                        self.state.written(now, decision.plan.epoch);
+                    }
                     Ok(false) => return Ok(false),
                     // The next step writes the plan again.
                     Err(error @ (StoreError::Unreachable(_) | StoreError::Full(_))) => {
@@ -214,10 +227,6 @@ impl SchedulerAgent {
         self.differences(entries, RecordKind::Split, desired, &mut writes);
         let desired = decision.routes.iter().map(|(name, r)| (name, encode(r))).collect();
         self.differences(entries, RecordKind::Route, desired, &mut writes);
-        let plan = encode(&decision.plan);
-        if entries.get("plan") != Some(&plan) {
-            writes.push(Write::put(self.keys.plan(), plan));
-        }
         writes
     }
 
@@ -235,21 +244,50 @@ impl SchedulerAgent {
             writes.push(Write::delete(self.keys.one(kind, name)));
         }
         for (name, value) in desired {
-            if entries.get(&format!("{prefix}{name}")) != Some(&value) {
+            let there = entries.get(&format!("{prefix}{name}"));
+            if there.is_none_or(|there| !is_same_but_epoch(there, &value)) {
                 writes.push(Write::put(self.keys.one(kind, name), value));
             }
         }
     }
 }
 
-/// The epoch of the last plan that was written to the store.
-struct PublishedPlan(u64);
+/// Whether two records differ in no more than the plan epoch that decided them: a new plan that
+/// keeps an assignment does not write it again.
+fn is_same_but_epoch(a: &[u8], b: &[u8]) -> bool {
+    // Records with an epoch begin with it.
+    let split = |value: &'_ [u8]| -> Option<usize> {
+        let number = value.strip_prefix(b"{\"epoch\":")?;
+        let digits = number.iter().take_while(|byte| byte.is_ascii_digit()).count();
+        (1..=20).contains(&digits).then_some(value.len() - number.len() + digits)
+    };
+    a == b || matches!((split(a), split(b)), (Some(i), Some(j)) if a[i..] == b[j..])
+}
+
+/// The last plan that was written to the store.
+struct PublishedPlan {
+    epoch: u64,
+    at: Option<Nanos>,
+}
+
+/// Shortest time between two writes of a summary in which only the capacity has changed.
+const SUMMARY_INTERVAL: Nanos = Nanos::from_millis(10_000);
 
 impl PublishedPlan {
-    /// Logs a plan once.
-    fn log(&mut self, plan: &PlanRecord) {
-        if plan.epoch != self.0 {
-            self.0 = plan.epoch;
+    /// Whether the summary has to be written.
+    fn is_due(&self, now: Nanos, entries: &KeyValues, plan: &PlanRecord) -> bool {
+        let there: Option<PlanRecord> = entries.get("plan").and_then(|v| decode("plan", v));
+        let Some(there) = there else { return true };
+        let scaled = PlanRecord { scale: plan.scale, ..there.clone() };
+        let is_old = self.at.is_none_or(|at| now - at >= SUMMARY_INTERVAL);
+        there != *plan && (is_old || scaled != *plan)
+    }
+
+    /// Notes that a plan was written, and logs each once.
+    fn log(&mut self, now: Nanos, plan: &PlanRecord) {
+        self.at = Some(now);
+        if plan.epoch != self.epoch {
+            self.epoch = plan.epoch;
             tracing::info!(
                 epoch = plan.epoch,
                 reason = plan.reason,
@@ -299,4 +337,41 @@ fn plan(
     });
     let scaling_input = (scales && decision.is_some()).then(|| core.scaling_input(&snapshot));
     Planned { core, entries, decision, scaling_input }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::{Assignment, RouteRecord};
+
+    #[test]
+    fn a_new_epoch_alone_is_not_written() {
+        let route = |epoch, rate_max| encode(&RouteRecord { epoch, rate_max, targets: Vec::new() });
+        assert!(is_same_but_epoch(&route(1, None), &route(1, None)));
+        assert!(is_same_but_epoch(&route(9, Some(2.5)), &route(10, Some(2.5))));
+        assert!(!is_same_but_epoch(&route(9, Some(2.5)), &route(9, Some(3.5))));
+        let assignment = |epoch| encode(&Assignment { epoch, ..Assignment::default() });
+        assert!(is_same_but_epoch(&assignment(1), &assignment(12345)));
+        for damaged in [&b"{\"epoch\":,"[..], b"", b"{\"epoch\":1", b"garbage"] {
+            assert!(!is_same_but_epoch(damaged, &assignment(1)));
+        }
+    }
+
+    #[test]
+    fn the_summary_is_written_seldom_while_only_the_load_changes() {
+        let plan = |epoch, scale| PlanRecord { epoch, scale, ..PlanRecord::default() };
+        let entries = |plan: &PlanRecord| -> KeyValues {
+            Arc::new([("plan".to_string(), encode(plan))].into())
+        };
+        let published = PublishedPlan { epoch: 1, at: Some(Nanos::from_millis(1000)) };
+        let is_due = |ms, there: &PlanRecord, plan: &PlanRecord| {
+            published.is_due(Nanos::from_millis(ms), &entries(there), plan)
+        };
+        assert!(!is_due(1500, &plan(1, 2.0), &plan(1, 2.5)));
+        assert!(is_due(11_000, &plan(1, 2.0), &plan(1, 2.5)));
+        assert!(is_due(1500, &plan(1, 2.0), &plan(2, 2.0)));
+        assert!(!is_due(11_000, &plan(1, 2.0), &plan(1, 2.0)));
+        let damaged: KeyValues = Arc::new([("plan".to_string(), "x".into())].into());
+        assert!(published.is_due(Nanos::ZERO, &damaged, &plan(1, 2.0)));
+    }
 }
