@@ -473,8 +473,8 @@ pub(crate) struct BackendArgs {
   atoll cluster status --store etcd://127.0.0.1:2379
   atoll cluster status --store etcd://127.0.0.1:2379 --json
 
-Exit code 1 when something is wrong, or the store cannot be reached: what, and what to do, is printed
-first.")]
+Exit code 1 when something is wrong, or the store cannot be reached: what, and what to do, is
+printed first.")]
 pub(crate) struct StatusArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
@@ -486,6 +486,10 @@ pub(crate) struct StatusArgs {
     /// Print every model, also where there are many
     #[arg(long)]
     pub(crate) all: bool,
+
+    /// Exit with 0 whenever there is a leader, whatever else is wrong: for a scheduler's probe
+    #[arg(long)]
+    pub(crate) leader_only: bool,
 
     /// Quota of the store in MiB: as etcd's --quota-backend-bytes
     #[arg(long, env = "ATOLL_STORE_QUOTA_MIB", default_value_t = 2048)]

@@ -419,6 +419,7 @@ async fn status(args: &StatusArgs) -> Result<(), Failure> {
     }
     match status.problems.as_slice() {
         [] => Ok(()),
+        _ if args.leader_only && status.leader.is_some() => Ok(()),
         [one] => Err(Failure::failed(format!("{}: {}", one.what, one.advice))),
         [first, rest @ ..] => {
             Err(Failure::failed(format!("{}, and {} more problems", first.what, rest.len())))
@@ -464,7 +465,8 @@ async fn rollback(args: &RollbackArgs) -> Result<(), Failure> {
     let version = args.to.map(|version| format!("/versions/{version}")).unwrap_or_default();
     let path = format!("/v2/atoll/models/{}{version}/rollback", args.model);
     let reply = args.server.post(&path, ROLLBACK_TIMEOUT).await?;
-    let reply: serde_json::Value = reply.json().await.map_err(|e| args.server.failed(&e))?;
+    let text = reply.text().await.map_err(|error| args.server.failed(&error))?;
+    let reply: serde_json::Value = serde_json::from_str(&text).map_err(Failure::failed)?;
     println!("{} version {} is in force", args.model, reply["version"].as_str().unwrap_or("?"));
     Ok(())
 }

@@ -1,9 +1,9 @@
 //! A version of a model before it replaces anything.
 //!
 //! A frontend, or a backend whose folder has it, proposes it in the store. One backend after the
-//! other takes it on, compiles and loads it, until enough of them could, or one finds that the model
-//! is wrong. Only then is the model's record changed. The record of a version that cannot be loaded
-//! never exists.
+//! other takes it on, compiles and loads it, until enough of them could, or one finds that the
+//! model is wrong. Only then is the model's record changed. The record of a version that cannot be
+//! loaded never exists.
 
 use std::sync::Arc;
 use std::time::Duration;

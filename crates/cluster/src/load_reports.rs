@@ -3,8 +3,8 @@
 //! A frontend observes every model each second. It writes a whole report seldom, and in between the
 //! models whose rate has changed by more than chance explains, as deltas to that report. Models are
 //! spread over a few deltas, so that a change of one writes few others again. All is paid for from
-//! one budget of bytes: a change in load is written at once from what was saved, and counters, which
-//! change always, only from what is left. The less is saved, the larger a change must be.
+//! one budget of bytes: a change in load is written at once from what was saved, and counters,
+//! which change always, only from what is left. The less is saved, the larger a change must be.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -76,15 +76,22 @@ impl LoadReporter {
         self.at = now;
         let strictness = self.strictness();
         let Some(known) = &self.known else { return self.write_all(now, report, 0.0) };
-        let fresh = significant(known, report, strictness);
+        let (fresh, is_common) = significant(known, report, strictness);
         let rest = rest_differs(known, report, strictness);
+        let counters_due = now - self.written_at >= COUNTERS_INTERVAL && known != report;
+        if is_common {
+            let writes = self.write_all(now, report, 0.0);
+            if !writes.is_empty() {
+                return writes;
+            }
+        }
         if rest || !fresh.is_empty() {
             return self.write_changes(now, report, &fresh, rest);
         }
-        if now - self.written_at >= COUNTERS_INTERVAL && known != report {
-            return self.write_all(now, report, COUNTERS_LEAVE);
+        match counters_due {
+            true => self.write_all(now, report, COUNTERS_LEAVE),
+            false => Vec::new(),
         }
-        Vec::new()
     }
 
     fn strictness(&self) -> f64 {
@@ -92,7 +99,8 @@ impl LoadReporter {
         1.0 + missing * (STRICTNESS_MAX - 1.0)
     }
 
-    /// Writes the deltas of `fresh`, or the whole report where that is less.
+    /// Writes the deltas of `fresh`, which has the largest changes first, as far as the savings go;
+    /// or the whole report where that is less.
     fn write_changes(
         &mut self,
         now: Nanos,
@@ -100,22 +108,9 @@ impl LoadReporter {
         fresh: &[&str],
         rest: bool,
     ) -> Writes {
-        let mut changed = self.changed.clone();
-        let slots: BTreeSet<u64> = fresh.iter().map(|model| slot(model)).collect();
-        for model in fresh {
-            changed.entry(slot(model)).or_default().insert(model.to_string());
-        }
         let mut known = self.known.clone().unwrap_or_default();
+        let mut changed = self.changed.clone();
         let mut writes = Vec::new();
-        for slot in &slots {
-            // What is in it anyway is written as it is now.
-            let names = changed.get(slot).into_iter().flatten();
-            let loads = names.filter_map(|name| Some((name.clone(), *report.models.get(name)?)));
-            let models: BTreeMap<String, ModelLoad> = loads.collect();
-            known.models.extend(models.clone());
-            let delta = LoadReport { number: self.number, models, ..LoadReport::default() };
-            writes.push((format!("{}{slot:02}", self.delta_prefix), encode(&delta)));
-        }
         if rest {
             let mut delta = report.clone();
             (delta.number, delta.models) = (self.number, BTreeMap::new());
@@ -123,11 +118,29 @@ impl LoadReporter {
             (delta.number, delta.models) = (0, known.models);
             known = delta;
         }
-        let whole = self.whole(report);
-        if cost(&whole) <= cost(&writes) {
+        let mut seen = BTreeSet::new();
+        let slots = fresh.iter().map(|model| slot(model)).filter(|slot| seen.insert(*slot));
+        for slot_number in slots.collect::<Vec<u64>>() {
+            let mine = fresh.iter().filter(|model| slot(model) == slot_number);
+            let mut names = changed.get(&slot_number).cloned().unwrap_or_default();
+            names.extend(mine.map(|model| model.to_string()));
+            // What is in it anyway is written as it is now.
+            let loads = names.iter().filter_map(|n| Some((n.clone(), *report.models.get(n)?)));
+            let models: BTreeMap<String, ModelLoad> = loads.collect();
+            let delta =
+                LoadReport { number: self.number, models: models.clone(), ..LoadReport::default() };
+            writes.push((format!("{}{slot_number:02}", self.delta_prefix), encode(&delta)));
+            if cost(&writes) as f64 > self.savings {
+                writes.pop();
+                break;
+            }
+            known.models.extend(models);
+            changed.insert(slot_number, names);
+        }
+        if !writes.is_empty() && cost(&self.whole(report)) <= cost(&writes) {
             return self.write_all(now, report, 0.0);
         }
-        if !self.pay(&writes, 0.0) {
+        if writes.is_empty() || !self.pay(&writes, 0.0) {
             return Vec::new();
         }
         (self.known, self.changed) = (Some(known), changed);
@@ -205,10 +218,15 @@ fn rest_differs(known: &LoadReport, report: &LoadReport, strictness: f64) -> boo
     report.queries.iter().any(query) || (rest(known) != rest(report))
 }
 
-/// The models whose rate has changed by more than chance explains. Both maps are in order, so they
-/// are read side by side.
-fn significant<'a>(known: &LoadReport, report: &'a LoadReport, strictness: f64) -> Vec<&'a str> {
-    let mut found = Vec::new();
+/// The models whose rate has changed by more than chance explains, the largest changes first, and
+/// whether the sum of all has: a common rise is significant sooner than that of any model. Both
+/// maps are in order, so they are read side by side.
+fn significant<'a>(
+    known: &LoadReport,
+    report: &'a LoadReport,
+    strictness: f64,
+) -> (Vec<&'a str>, bool) {
+    let mut found: Vec<(f64, &str)> = Vec::new();
     let mut before = known.models.iter().peekable();
     let (mut all_before, mut all_now) = (ModelLoad::default(), ModelLoad::default());
     for (model, load) in &report.models {
@@ -221,14 +239,12 @@ fn significant<'a>(known: &LoadReport, report: &'a LoadReport, strictness: f64) 
             sum.window = sum.window.max(of.window);
         }
         if changed(&old, load, strictness) {
-            found.push(model.as_str());
+            found.push(((load.fast - old.fast).abs(), model.as_str()));
         }
     }
-    // A common rise is significant sooner than that of any model.
-    match changed(&all_before, &all_now, strictness) {
-        true => report.models.keys().map(String::as_str).collect(),
-        false => found,
-    }
+    found.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let found = found.into_iter().map(|(_, model)| model).collect();
+    (found, changed(&all_before, &all_now, strictness))
 }
 
 /// Whether a rate differs from the one reported.
@@ -362,15 +378,15 @@ mod tests {
     fn counters_of_a_small_cluster_are_fresh() {
         let mut day = Day::new(3, 1);
         let mut reporter = LoadReporter::new(&Keys::new("default"), "f");
-        let (mut store, mut arrived, mut oldest) = (BTreeMap::new(), 0, 0);
+        let (mut store, mut history) = (BTreeMap::new(), Vec::new());
+        let sum = |report: &LoadReport| report.models.values().map(|l| l.arrived).sum::<u64>();
         for second in 0..2000u64 {
             let now = Nanos::from_millis(1000 * second);
             day.advance(now, 1.0);
             let seen = read(&mut store, reporter.next(now, &day.report));
-            let sum = seen.models.values().map(|load| load.arrived).sum::<u64>();
-            oldest = if sum == arrived { oldest + 1 } else { 0 };
-            arrived = sum;
-            assert!(oldest <= 30, "second {second}: {seen:?}");
+            history.push(sum(&day.report));
+            let before = history[history.len().saturating_sub(30)];
+            assert!(sum(&seen) >= before, "second {second}: {seen:?}");
         }
     }
 }

@@ -221,8 +221,8 @@ pub struct FrontendRecord {
     pub http: String,
 }
 
-/// What a frontend observes of one model. Counts start with the process. It is stored as the list of
-/// its fields in this order, which older releases read as well as the map they write.
+/// What a frontend observes of one model. Counts start with the process. It is stored as the list
+/// of its fields in this order, which older releases read as well as the map they write.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
 pub struct ModelLoad {
     /// Requests per second over the last seconds.

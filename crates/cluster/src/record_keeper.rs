@@ -41,7 +41,7 @@ pub async fn keep_records(
 async fn keep_kind<T: StoredRecord>(
     (store, prefix, name, mut stop): (Arc<dyn Store>, String, String, watch::Receiver<bool>),
 ) -> Result<(), StoreError> {
-    let mut entries = mirror::follow(store.clone(), &prefix).await?;
+    let mut entries = mirror::follow_when_reachable(store.clone(), &prefix).await?;
     let mut known = BTreeMap::new();
     loop {
         let seen = entries.borrow_and_update().clone();
@@ -163,9 +163,16 @@ mod tests {
             let records = records.clone();
             async move { records.find(model).await.unwrap().map(|record| record.version) }
         };
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        store.put(&keys.one(RecordKind::Model, "a"), "garbage", None).await.unwrap();
-        until("a damaged record stays", || async { version("a").await == Some(2) }).await;
+        let key = keys.one(RecordKind::Model, "a");
+        let good = store.get(&key).await.unwrap().unwrap().value;
+        until("a damaged record stays", || async {
+            store.put(&key, good.clone(), None).await.unwrap();
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            store.put(&key, "garbage", None).await.unwrap();
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            version("a").await == Some(2)
+        })
+        .await;
 
         memory.lose_everything();
         until("a lost store is not rebuilt", || async {

@@ -26,6 +26,7 @@ pub mod placement;
 pub mod plan;
 pub mod pooling;
 pub mod prefix_batching;
+mod refused_models;
 pub mod service;
 pub mod splitting;
 
@@ -33,6 +34,7 @@ use deployment::{DeploymentState, DeploymentStep, ModelFacts};
 use placement::PlacementSettings;
 use plan::{Curves, Demand, DutyCycle, LoadedModels, Machine, PlacedPart, Placement};
 use pooling::{BackendPools, LoadFactors};
+use refused_models::RefusedModels;
 
 /// Settings of the scheduler.
 #[derive(Clone, Debug, PartialEq)]
@@ -97,6 +99,8 @@ pub struct Core {
     rates: BTreeMap<String, f64>,
     /// Models that existed at the last step.
     models: BTreeSet<String>,
+    /// Versions that backends could not load, by backend and model.
+    refused: RefusedModels,
     /// Number of curves known at that time.
     measured: usize,
     /// Queries, and their budgets at that time.
@@ -123,6 +127,7 @@ impl Core {
             machines: snapshot.assignments.keys().cloned().collect(),
             rates: BTreeMap::new(),
             models: BTreeSet::new(),
+            refused: RefusedModels::default(),
             measured: 0,
             queries: snapshot.queries.clone(),
             splits: snapshot.splits.clone(),
@@ -203,6 +208,7 @@ impl Core {
             return None;
         }
         self.adopt(snapshot);
+        self.refused.update(snapshot);
         let present = machines(snapshot);
         let machines = self.retained(&present);
         let mut demands = self.demands(snapshot);
@@ -257,7 +263,7 @@ impl Core {
             .iter()
             .map(|((_, digest), profile)| (digest.as_str(), profile.memory_bytes))
             .collect();
-        let budgets = splitting::budgets(&self.queries, &self.splits);
+        let budgets = splitting::budgets(&self.queries, &self.splits, &snapshot.loads);
         let enabled = snapshot.models.iter().filter(|(_, model)| model.enabled);
         let mut demands: Vec<Demand> = enabled
             .map(|(name, model)| {
@@ -307,6 +313,9 @@ impl Core {
         if !self.placement.covers(machines, demands) {
             return Some("models changed");
         }
+        if self.refused.concerns(&self.placement, machines) {
+            return Some("model refused");
+        }
         if age < PLAN_SPACING {
             return None;
         }
@@ -341,6 +350,7 @@ impl Core {
         let mut chosen =
             self.keep_current(&fresh, machines, demands, curves, reason).unwrap_or(fresh);
         chosen.bound = bound;
+        self.refused.move_parts(&mut chosen, machines);
         self.plan.moves += moves(&chosen, &self.assigned);
         self.placement = chosen;
         self.machines = machines.iter().map(|machine| machine.name.clone()).collect();

@@ -46,7 +46,8 @@ pub async fn offer_versions(
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), StoreError> {
     let records = ModelRecords::new(store.clone(), keys.clone());
-    let mut present = mirror::follow(store, &keys.of(RecordKind::Backend)).await?;
+    let prefix = keys.of(RecordKind::Backend);
+    let mut present = mirror::follow_when_reachable(store, &prefix).await?;
     let mut open: Vec<(FolderVersion, String)> =
         versions.into_iter().map(|version| (version, String::new())).collect();
     while !open.is_empty() {

@@ -352,3 +352,52 @@ fn a_lost_store_moves_nothing_away() {
     }
     assert!(names.iter().all(|(name, _)| core.plan.epoch > 0 && now.models.contains_key(*name)));
 }
+
+/// Two backends hold the file of the version in force, a third one does not: it is given other
+/// work, and the model is served by those that can.
+#[test]
+fn a_model_moves_away_from_a_backend_that_cannot_load_it() {
+    let mut snapshot = cluster(3, &[("a", 10.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
+    let refuse = |snapshot: &mut ClusterSnapshot, decision: &Decision| {
+        apply(snapshot, decision);
+        if let Some(state) = snapshot.states.get_mut("b0")
+            && state.models.contains_key("a")
+        {
+            let failed = LoadState::Failed { version: 1, reason: "no file".to_string() };
+            state.models.insert("a".to_string(), failed);
+        }
+    };
+    let mut decision = core.step(Nanos::ZERO, &snapshot).unwrap();
+    for step in 0..20 {
+        refuse(&mut snapshot, &decision);
+        decision = core.step(seconds(40 * step), &snapshot).unwrap();
+    }
+    let holders = |backend: &str| decision.assignments[backend].models.len();
+    assert_eq!((holders("b0"), holders("b1"), holders("b2")), (0, 1, 1), "{decision:?}");
+    assert_eq!(decision.routes["a"].targets.len(), 2);
+}
+
+/// A version that one backend cannot load is served by the others alone, once there are enough.
+#[test]
+fn a_backend_that_kept_the_old_version_gets_no_requests() {
+    let mut snapshot = cluster(3, &[("a", 500.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
+    let decision = settle(&mut core, Nanos::ZERO, &mut snapshot);
+    assert_eq!(decision.routes["a"].targets.len(), 3, "{decision:?}");
+    if let Some(record) = snapshot.models.get_mut("a") {
+        record.version = 2;
+    }
+    for (backend, state) in &mut snapshot.states {
+        let (version, failed) = if backend == "b0" { (1, true) } else { (2, false) };
+        state.models.insert("a".to_string(), LoadState::Ready { version });
+        if failed {
+            let update = crate::record::FailedUpdate { version: 2, reason: "no file".to_string() };
+            state.failed.insert("a".to_string(), update);
+        }
+    }
+    let decision = core.step(seconds(1), &snapshot).unwrap();
+    let versions: BTreeSet<u64> =
+        decision.routes["a"].targets.iter().map(|target| target.version).collect();
+    assert_eq!(versions, [2].into(), "{decision:?}");
+}

@@ -412,7 +412,7 @@ impl Store for EtcdStore {
                 })
                 .await?;
             let (changed, changes) = mpsc::channel(WATCH_BUFFER);
-            tokio::spawn(forward(requests_in, replies, changed));
+            tokio::spawn(forward(requests_in, replies, changed, since));
             Ok(Watch { changes })
         })
     }
@@ -474,7 +474,7 @@ impl Store for EtcdStore {
             let reply =
                 self.call(false, |channel| async move { kv(channel).compact(request).await }).await;
             match reply {
-                // Somebody was faster.
+                // Another client was faster.
                 Ok(_) | Err(StoreError::Behind) => Ok(()),
                 Err(error) => Err(error),
             }
@@ -565,6 +565,7 @@ async fn forward(
     requests_in: mpsc::Sender<proto::WatchRequest>,
     mut replies: tonic::Streaming<proto::WatchResponse>,
     changed: mpsc::Sender<Result<Vec<Change>, StoreError>>,
+    since: Revision,
 ) {
     loop {
         let reply = tokio::select! {
@@ -573,6 +574,11 @@ async fn forward(
         };
         let forwarded = match reply {
             Ok(Some(reply)) if reply.compact_revision > 0 => Err(StoreError::Behind),
+            // An etcd that has lost its data counts from the beginning, and would say nothing until
+            // it is there again.
+            Ok(Some(reply)) if revision_of(reply.header.as_ref()) < since => {
+                Err(StoreError::Behind)
+            }
             Ok(Some(reply)) if reply.canceled => Err(StoreError::Refused(reply.cancel_reason)),
             Ok(Some(reply)) if reply.events.is_empty() => continue,
             Ok(Some(reply)) => Ok(reply.events.into_iter().filter_map(change).collect()),
