@@ -19,13 +19,17 @@ use crate::candidate::CandidateRecord;
 use crate::membership::Membership;
 use crate::record::{
     AssignedModel, Assignment, BackendRecord, BackendState, FailedUpdate, Keys, LoadState,
-    ModelRecord, ProfileRecord, RecordKind, decode, encode, profile_name,
+    ModelRecord, ProfileRecord, RecordKind, decode, encode, is_tombstone, profile_name,
 };
+use crate::record_keeper::keep_records;
 use crate::store::mirror;
 use crate::store::{Store, StoreError};
 
+use version_offer::{FolderVersion, offer_versions};
+
 pub mod candidates;
 pub mod profiling;
+pub mod version_offer;
 
 /// A call to the node.
 pub type HostFuture<'a, T> = Pin<Box<dyn Future<Output = ApiResult<T>> + Send + 'a>>;
@@ -71,6 +75,8 @@ pub trait Host: Send + Sync + 'static {
 #[derive(Clone, Default)]
 pub struct ModelCatalog {
     models: Arc<RwLock<BTreeMap<String, ModelRecord>>>,
+    /// Models whose record is lost: not deleted, and not there.
+    lost: Arc<RwLock<BTreeSet<String>>>,
 }
 
 impl ModelCatalog {
@@ -84,8 +90,27 @@ impl ModelCatalog {
         self.models.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn set(&self, models: BTreeMap<String, ModelRecord>) {
+    /// Whether the record of a model that was known is lost.
+    fn is_lost(&self, model: &str) -> bool {
+        self.lost.read().unwrap_or_else(PoisonError::into_inner).contains(model)
+    }
+
+    /// Takes the records that are there; the last known ones of those that are lost stay.
+    fn set(&self, entries: &mirror::KeyValues) {
+        let read = |(name, value): (&String, &bytes::Bytes)| {
+            Some((name.clone(), decode::<ModelRecord>(name, value)?))
+        };
+        let mut models: BTreeMap<String, ModelRecord> = entries.iter().filter_map(read).collect();
+        let is_deleted = |name: &str| entries.get(name).is_some_and(|value| is_tombstone(value));
+        let mut lost = BTreeSet::new();
+        for (name, record) in self.all() {
+            if !models.contains_key(&name) && !is_deleted(&name) {
+                lost.insert(name.clone());
+                models.insert(name, record);
+            }
+        }
         *self.models.write().unwrap_or_else(PoisonError::into_inner) = models;
+        *self.lost.write().unwrap_or_else(PoisonError::into_inner) = lost;
     }
 }
 
@@ -105,6 +130,8 @@ pub struct BackendAgent {
     pub host: Arc<dyn Host>,
     /// The records that its loader reads.
     pub catalog: ModelCatalog,
+    /// Versions of its folders that are newer than those in force.
+    pub offered: Vec<FolderVersion>,
     /// The clock.
     pub clock: Arc<dyn Clock>,
 }
@@ -140,8 +167,13 @@ impl BackendAgent {
             self.host.clone(),
             stop.clone(),
         ));
+        let (store, keys, name) = (self.store.clone(), self.keys.clone(), self.name.clone());
+        checks.spawn(keep_records(store, keys, name, stop.clone()));
+        let (store, keys, name) = (self.store.clone(), self.keys.clone(), self.name.clone());
+        let offered = self.offered.clone();
+        checks.spawn(offer_versions(store, keys, name, offered, stop.clone()));
         loop {
-            self.read_models(&models.borrow_and_update());
+            self.catalog.set(&models.borrow_and_update());
             let assignment: Option<Assignment> =
                 assignments.borrow_and_update().get("").and_then(|value| decode(&own, value));
             let settled = match &assignment {
@@ -158,13 +190,6 @@ impl BackendAgent {
         }
         membership.leave().await;
         Ok(())
-    }
-
-    fn read_models(&self, entries: &mirror::KeyValues) {
-        let read = |(name, value): (&String, &bytes::Bytes)| {
-            Some((name.clone(), decode::<ModelRecord>(name, value)?))
-        };
-        self.catalog.set(entries.iter().filter_map(read).collect());
     }
 
     fn publish(&self, membership: &Membership, local: &LocalState) {
@@ -201,8 +226,9 @@ impl BackendAgent {
         membership: &Membership,
     ) {
         let planned: BTreeSet<&str> = assignment.models.iter().map(|s| s.model.as_str()).collect();
-        let others: Vec<String> =
-            local.state.models.keys().filter(|m| !planned.contains(m.as_str())).cloned().collect();
+        // A plan without a model whose record is lost does not mean it.
+        let is_other = |m: &&String| !planned.contains(m.as_str()) && !self.catalog.is_lost(m);
+        let others: Vec<String> = local.state.models.keys().filter(is_other).cloned().collect();
         for model in others {
             let load_state = local.state.models.remove(&model);
             local.state.failed.remove(&model);

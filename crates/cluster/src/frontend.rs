@@ -19,9 +19,11 @@ use tokio::sync::watch;
 
 use crate::balance::batch_progress::BatchPlan;
 use crate::balance::{BackendCandidate, choose, depth, spare};
+use crate::load_reports::LoadReporter;
 use crate::membership::Membership;
 use crate::model_store::{ModelRecords, ModelStore};
 use crate::record::{FrontendRecord, Keys, LoadReport, RecordKind, encode};
+use crate::retention::Retention;
 use crate::snapshot::ClusterSnapshot;
 use crate::store::mirror::{self, KeyValues};
 use crate::store::{Store, StoreError};
@@ -47,6 +49,8 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(1000);
 const GRACE: Duration = Duration::from_millis(50);
 /// A second attempt needs at least this much remaining time.
 const RETRY_TIME_MIN: Nanos = Nanos::from_micros(500);
+/// How often it is looked whether what the store has lost is still to be kept.
+const RETENTION_LOOK: Duration = Duration::from_secs(1);
 /// Models whose metadata is cached.
 const METADATA_MAX: usize = 10_000;
 
@@ -161,7 +165,7 @@ impl Frontend {
         let membership = Arc::new(Membership::start(store, settings.lease));
         membership.put(keys.one(RecordKind::Frontend, &settings.name), encode(record));
         let (inner, weak) = (Arc::downgrade(&self.inner), Arc::downgrade(&membership));
-        let key = keys.one(RecordKind::Load, &settings.name);
+        let mut reporter = LoadReporter::new(keys, &settings.name);
         tokio::spawn(async move {
             let mut ticks = tokio::time::interval(REPORT_INTERVAL);
             loop {
@@ -169,7 +173,8 @@ impl Frontend {
                 let (Some(inner), Some(membership)) = (inner.upgrade(), weak.upgrade()) else {
                     return;
                 };
-                membership.put(key.clone(), encode(&inner.report()));
+                let report = inner.report();
+                membership.put_together(reporter.next(inner.clock.now(), &report));
             }
         });
         membership
@@ -195,13 +200,22 @@ fn routing_entries(entries: &KeyValues) -> KeyValues {
 
 /// Rebuilds the table after every relevant change of the store.
 async fn follow(inner: std::sync::Weak<Inner>, mut entries: watch::Receiver<KeyValues>) {
+    let mut retention = Retention::default();
     let mut last = routing_entries(&entries.borrow());
-    while entries.changed().await.is_ok() {
-        let Some(inner) = inner.upgrade() else { return };
-        let seen = routing_entries(&entries.borrow_and_update());
-        if seen != last {
-            inner.rebuild_table(&seen);
-            last = seen;
+    loop {
+        {
+            let Some(inner) = inner.upgrade() else { return };
+            let seen = routing_entries(&entries.borrow_and_update());
+            let seen = retention.merge(inner.clock.now(), &seen);
+            if seen != last {
+                inner.rebuild_table(&seen);
+                last = seen;
+            }
+        }
+        let pause = if retention.is_active() { RETENTION_LOOK } else { Duration::MAX };
+        tokio::select! {
+            changed = entries.changed() => if changed.is_err() { return },
+            () = tokio::time::sleep(pause) => {}
         }
     }
 }
@@ -236,6 +250,7 @@ impl Inner {
         let models = table.models.iter();
         let queries = table.queries.iter();
         LoadReport {
+            number: 0,
             models: models.map(|(name, e)| (name.clone(), e.meter.report(now))).collect(),
             queries: queries.map(|(name, q)| (name.clone(), q.meter.report(now))).collect(),
         }

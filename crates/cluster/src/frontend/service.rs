@@ -19,8 +19,8 @@ use super::routing_table::{ModelEntry, RoutingTable};
 use super::status;
 use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
 use crate::candidate::CandidateError;
-use crate::record::{LoadReport, ModelLoad, ScalingRecord};
-use crate::store::StoreError;
+use crate::record::{LoadReport, ModelLoad, ScalingRecord, validation};
+use crate::store::{StoreError, health};
 
 /// Time limit for backends to load or unload a model.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
@@ -586,6 +586,8 @@ impl InferenceService for Frontend {
         let table = self.inner.table();
         write_scaling_metrics(text, table.scaling.as_ref());
         write_plan_metrics(text, &table.summary);
+        health::write_metrics(text, self.inner.records.store());
+        validation::write_metrics(text);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
