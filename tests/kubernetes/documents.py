@@ -51,7 +51,9 @@ def adapted(store: str, scheduler: list[str]) -> list[dict]:
     """The manifests for the test's store, on CPUs, with these arguments of the scheduler beside
     --kubernetes-scale."""
     documents = for_this_version(load(MANIFESTS))
-    find(documents, "ConfigMap", "atoll")["data"]["ATOLL_STORE"] = store
+    settings = find(documents, "ConfigMap", "atoll")["data"]
+    # A busy machine must not lose a lease.
+    settings |= {"ATOLL_STORE": store, "ATOLL_LEASE_MS": "20000"}
     own = container(find(documents, "Deployment", "atoll-scheduler"))
     own["args"] = own["args"][:3] + scheduler
     backend = container(find(documents, "Deployment", "atoll-backend"))

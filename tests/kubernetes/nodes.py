@@ -149,6 +149,9 @@ class Nodes:
     def note(self, event: str, **values: object) -> None:
         self.log.append({"at_s": round(time.monotonic() - self.began, 3), "event": event, **values})
 
+    def clear_log(self) -> None:
+        self.log, self.began = [], time.monotonic()
+
     # Controllers.
 
     def deployment(self, workload: dict, pods: list[dict]) -> None:
@@ -379,6 +382,9 @@ class Nodes:
             del self.containers[container.uid]
         options = {"gracePeriodSeconds": 0, "preconditions": {"uid": pod["metadata"]["uid"]}}
         self.api.call("DELETE", self.path("/api/v1", "pods", pod["metadata"]["name"]), options)
+
+    def has_crash_loop(self) -> bool:
+        return any(container.restarts > 3 for container in list(self.containers.values()))
 
     def end(self, container: Container) -> None:
         if container.is_alive():

@@ -39,8 +39,10 @@ def lost_fields(sent: object, kept: object, path: str) -> list[str]:
             for lost in lost_fields(value, kept.get(key), f"{path}.{key}")
         ]
     if isinstance(sent, list) and isinstance(kept, list) and len(sent) == len(kept):
-        pairs = zip(sent, kept, strict=True)
-        return [lost for pair in pairs for lost in lost_fields(*pair, f"{path}[]")]
+        # The server may order them differently.
+        found = [min((lost_fields(item, other, f"{path}[]") for other in kept), key=len)
+                 for item in sent]
+        return [lost for item in found for lost in item]
     return [] if sent == kept else [f"{path}: {sent!r} became {kept!r}"]
 
 
