@@ -64,5 +64,28 @@ def adapted(store: str, scheduler: list[str]) -> list[dict]:
     return documents
 
 
+def stateful(store: str, namespace: str) -> list[dict]:
+    """The manifests with two backends as a StatefulSet, of which the scheduler keeps one."""
+    limits = ["--replicas-min=1", "--replicas-max=1", "--scale-down-after-secs=2"]
+    documents = adapted(store, [*limits, "--scale-cooldown-secs=1", f"--cluster={namespace}"])
+    kinds = ("ConfigMap", "PersistentVolumeClaim", "ServiceAccount", "Role", "RoleBinding")
+    scheduler = find(documents, "Deployment", "atoll-scheduler")
+    scheduler["spec"]["replicas"] = 1
+    own = container(scheduler)
+    own["args"] = [word.replace("deployment/", "statefulset/") for word in own["args"]]
+    backend = find(documents, "Deployment", "atoll-backend")
+    backend["kind"] = "StatefulSet"
+    backend["spec"] |= {"replicas": 2, "serviceName": "atoll-backend"}
+    container(backend)["args"].append(f"--cluster={namespace}")
+    documents = [d for d in documents if d["kind"] in kinds] + [scheduler, backend]
+    for document in documents:
+        document["metadata"]["namespace"] = namespace
+        for subject in document.get("subjects", []):
+            subject["namespace"] = namespace
+    role = find(documents, "Role", "atoll-scheduler")
+    role["rules"][0]["resources"] = ["statefulsets/scale"]
+    return documents
+
+
 def container(deployment: dict) -> dict:
     return deployment["spec"]["template"]["spec"]["containers"][0]

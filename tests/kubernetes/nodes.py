@@ -1,5 +1,6 @@
 """What a cluster has beside the API server, as small as the tests allow: the controllers of
-Deployments and StatefulSets, and a node whose kubelet runs pods as processes of this machine.
+Deployments, StatefulSets and disruption budgets, and a node whose kubelet runs pods as processes of
+this machine.
 
 A pod runs the arguments and variables of its container, as the API server has them. Its address is
 one of the loopback network, so that every pod has the ports of its manifest. There are no images,
@@ -29,6 +30,7 @@ from support import BINARY
 COST = "controller.kubernetes.io/pod-deletion-cost"
 HASH = "pod-template-hash"
 NODE = "node-1"
+POLICY = "/apis/policy/v1beta1"
 PERIOD_SECONDS = 0.25
 PROBE_SECONDS = 0.5
 # Where the kubelet mounts the token of a pod's account.
@@ -129,6 +131,8 @@ class Nodes:
                 uid = workload["metadata"]["uid"]
                 own = [pod for pod in pods if self.owner(pod) == uid]
                 control(workload, own)
+        for budget in self.list(POLICY, "poddisruptionbudgets"):
+            self.budget(budget, pods)
         for pod in pods:
             self.keep(pod)
         present = {pod["metadata"]["uid"] for pod in pods}
@@ -207,6 +211,32 @@ class Nodes:
         generation = workload["metadata"]["generation"]
         status = {"observedGeneration": generation, "replicas": len(pods), "readyReplicas": ready}
         self.report(workload, "statefulsets", status)
+
+    def budget(self, budget: dict, pods: list[dict]) -> None:
+        """Says how many pods may be evicted now; the API server refuses others."""
+        labels = budget["spec"]["selector"]["matchLabels"]
+        own = [pod for pod in pods if labels.items() <= pod["metadata"].get("labels", {}).items()]
+        healthy = sum(ready_since(pod) is not None and not is_ending(pod) for pod in own)
+        # Replicas that the workload wants, not pods that happen to exist.
+        workloads = self.list("/apis/apps/v1", "deployments")
+        expected = sum(
+            workload["spec"]["replicas"]
+            for workload in workloads
+            if labels.items() <= workload["spec"]["template"]["metadata"]["labels"].items()
+        )
+        spec = budget["spec"]
+        least = spec.get("minAvailable", expected - spec.get("maxUnavailable", 0))
+        status = {
+            "observedGeneration": budget["metadata"]["generation"],
+            "disruptionsAllowed": max(0, healthy - least),
+            "currentHealthy": healthy,
+            "desiredHealthy": least,
+            "expectedPods": expected,
+        }
+        if any(budget.get("status", {}).get(key) != value for key, value in status.items()):
+            name = budget["metadata"]["name"]
+            path = self.path(POLICY, "poddisruptionbudgets", name, "status")
+            self.api.call("PATCH", path, {"status": status}, MERGE)
 
     def report(self, workload: dict, resource: str, status: dict) -> None:
         before = workload.get("status", {})

@@ -74,7 +74,8 @@ def mismatches(value: object, kind: str, path: str) -> list[str]:
             return [f"{path} is not a list"]
         return [m for item in value for m in mismatches(item, match[1], f"{path}[]")]
     if match := re.fullmatch(r"dict\(str, (.*)\)", kind):
-        return [m for key, item in value.items() for m in mismatches(item, match[1], f"{path}.{key}")]
+        items = value.items()
+        return [m for key, item in items for m in mismatches(item, match[1], f"{path}.{key}")]
     if kind in PLAIN:
         return [] if isinstance(value, PLAIN[kind]) else [f"{path} is not a {kind}"]
     if kind not in models():

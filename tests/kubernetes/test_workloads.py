@@ -15,9 +15,9 @@ import pytest
 import requests
 
 import documents
-from api_server import ApiServer
+from api_server import ApiError, ApiServer
 from cluster import Load
-from nodes import Nodes, is_ending, ready_since
+from nodes import POLICY, Nodes, is_ending, ready_since
 from support import BINARY, CACHE, PATIENCE_SECONDS, fp32_body, wait_for
 
 LOG = Path(os.environ.get("ATOLL_KUBERNETES_LOG", CACHE / "kubernetes" / "scaling.json"))
@@ -77,6 +77,19 @@ class Atoll:
     def settled(self, count: int) -> bool:
         """Whether there are this many backends, all ready, and none that still ends."""
         return self.replicas() == count == len(self.ready("backend")) == len(self.pods("backend"))
+
+    def evict(self, pod: str) -> int:
+        """Evicts a pod, as a drain of its node does; returns the status of the API server."""
+        body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": pod}}
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
+        try:
+            return self.api.call("POST", path, body, raw=True).status_code
+        except ApiError as error:
+            return error.code
+
+    def evictions_allowed(self) -> int:
+        path = f"{POLICY}/namespaces/{NAMESPACE}/poddisruptionbudgets/atoll-backend"
+        return self.api.call("GET", path)["status"]["disruptionsAllowed"]
 
     def url(self) -> str:
         (address,) = self.nodes.addresses_of("frontend")
@@ -158,8 +171,8 @@ def test_scales_with_load_without_a_failed_request(atoll: Atoll) -> None:
             load.pause = pause
             asked = atoll.wait(lambda: atoll.replicas() == count, f"{count} replicas")  # noqa: B023
             settled = atoll.wait(lambda: atoll.settled(count), f"{count} backends")  # noqa: B023
-            step = {"replicas": count, "asked_after_s": asked, "settled_after_s": round(asked + settled, 2)}
-            steps.append({**step, "requests": len(load.replies)})
+            step = {"replicas": count, "asked_after_s": asked, "requests": len(load.replies)}
+            steps.append({**step, "settled_after_s": round(asked + settled, 2)})
             load.wait_more(20 if pause == HEAVY else 4)
     finally:
         finish(atoll, load, "one to three to one", steps)
@@ -170,7 +183,7 @@ def test_scales_with_load_without_a_failed_request(atoll: Atoll) -> None:
 
 def test_pods_are_deleted_and_replaced_without_a_failed_request(atoll: Atoll) -> None:
     load, steps = atoll.load(), []
-    load.pause = 0.2
+    load.pause = 0.1
     atoll.nodes.clear_log()
     kubectl = lambda *words: atoll.api.kubectl("-n", NAMESPACE, *words)  # noqa: E731
 
@@ -189,18 +202,47 @@ def test_pods_are_deleted_and_replaced_without_a_failed_request(atoll: Atoll) ->
         kubectl("delete", "pod", victim, "--wait=false")
         gone = lambda: victim not in holders(atoll) and both()  # noqa: E731
         step("delete backend", atoll.wait(lambda: gone() and atoll.settled(3), "a new backend"))
+        # The budget of the manifests allows one at a time; the API server refuses the second.
+        first, second = atoll.ready("backend")[:2]
+        atoll.wait(lambda: atoll.evictions_allowed() == 1, "an eviction is allowed")
+        assert (atoll.evict(first), atoll.evict(second)) == (201, 429)
+        gone = lambda: first not in holders(atoll) and both()  # noqa: E731
+        step("evict backend", atoll.wait(lambda: gone() and atoll.settled(3), "a new backend"))
         leader = atoll.leader()
         kubectl("delete", "pod", leader, "--wait=false")
         led = lambda: atoll.leader() not in ("", leader)  # noqa: E731
         step("delete leader", atoll.wait(led, "a new leader"))
         before = set(atoll.ready("backend"))
+        began = time.monotonic()
         kubectl("rollout", "restart", "deployment/atoll-backend")
         kubectl("rollout", "status", "deployment/atoll-backend", "--timeout=180s")
-        replaced = lambda: not before & {p["metadata"]["name"] for p in atoll.pods("backend")}  # noqa: E731
-        step("rollout", atoll.wait(lambda: replaced() and atoll.settled(3), "a rollout"))
+        names = lambda: {pod["metadata"]["name"] for pod in atoll.pods("backend")}  # noqa: E731
+        atoll.wait(lambda: not before & names() and atoll.settled(3), "a rollout")
+        step("rollout", round(time.monotonic() - began, 2))
         atoll.wait(both, "two copies")
     finally:
         finish(atoll, load, "pods deleted and replaced", steps)
+
+
+def test_a_stateful_set_loses_its_highest_ordinal(api: ApiServer, tmp_path: Path) -> None:
+    namespace = "stateful"
+    api.namespace(namespace)
+    found = documents.stateful(api.store, namespace)
+    set_of = f"/apis/apps/v1/namespaces/{namespace}/statefulsets/atoll-backend/scale"
+    nodes = Nodes(api, namespace, tmp_path)
+    names = lambda: sorted(container.name for container in nodes.containers.values())  # noqa: E731
+    backends = lambda: [name for name in names() if "backend" in name]  # noqa: E731
+    try:
+        api.kubectl("apply", "--server-side", "-f", "-", documents=found)
+        both = ["atoll-backend-0", "atoll-backend-1"]
+        report = lambda: f"{names()}\n{nodes.log}\n{nodes.errors}\n{nodes.text('')}"  # noqa: E731
+        assert wait_for(lambda: backends() == both, LIMIT_SECONDS), report()
+        # The scheduler may have one replica at most, so it drains the second and removes it.
+        reduced = lambda: api.call("GET", set_of)["spec"].get("replicas") == 1  # noqa: E731
+        assert wait_for(reduced, LIMIT_SECONDS), report()
+        assert wait_for(lambda: backends() == both[:1], LIMIT_SECONDS), report()
+    finally:
+        nodes.stop()
 
 
 def holders(atoll: Atoll) -> list[str]:
