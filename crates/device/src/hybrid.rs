@@ -102,10 +102,6 @@ impl Device for HybridDevice {
         Ok(Box::new(HybridQueue::open(&*self.accelerator, self.host.clone(), options, sink)?))
     }
 
-    fn fault(&self) -> Option<DeviceError> {
-        self.accelerator.fault()
-    }
-
     fn best_effort_sms(&self) -> Option<u32> {
         self.accelerator.best_effort_sms()
     }

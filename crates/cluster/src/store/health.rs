@@ -22,10 +22,8 @@ impl HealthRecord {
                 }
                 return;
             }
-            Err(StoreError::Full(reason)) => {
-                if !self.full.swap(true, Relaxed) {
-                    tracing::error!(reason, "store full; continuing with the last state");
-                }
+            Err(StoreError::Full(reason)) if !self.full.swap(true, Relaxed) => {
+                tracing::error!(reason, "store full; continuing with the last state");
             }
             Ok(_) if writes && self.full.swap(false, Relaxed) => {
                 tracing::info!("store has space again");
