@@ -31,7 +31,7 @@ pub(crate) struct ClusterArgs {
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum Role {
     /// Plan: take part in the leader election, and while leading assign models to backends
-    Scheduler(SchedulerArgs),
+    Scheduler(Box<SchedulerArgs>),
     /// Accept requests and route them: REST, gRPC and metrics as of a single server
     Frontend(Box<FrontendArgs>),
     /// Serve the models that the plan assigns to this machine's device
