@@ -401,7 +401,7 @@ class Nodes:
             if container.killed_at is None:
                 container.killed_at = time.monotonic()
                 container.process.send_signal(signal.SIGTERM)
-                self.note("pod told to stop", pod=container.name)
+                self.note("pod stopping", pod=container.name)
             elif time.monotonic() - container.killed_at > grace:
                 self.note("pod killed", pod=container.name)
                 container.process.kill()

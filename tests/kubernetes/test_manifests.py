@@ -48,7 +48,6 @@ def lost_fields(sent: object, kept: object, path: str) -> list[str]:
 
 def test_the_manifests_are_accepted(api: ApiServer) -> None:
     check(api, "atoll", documents.for_this_version(documents.load(documents.MANIFESTS)))
-    api.kubectl("delete", "namespace", "atoll", "--wait=false")
 
 
 @pytest.mark.parametrize("name", CHARTS)
