@@ -181,9 +181,12 @@ impl Frontend {
     }
 }
 
-/// The entries that routing and metrics need: most changes in a cluster do not concern a frontend.
+/// The entries that routing, metrics and the console need: most changes in a cluster do not concern
+/// a frontend.
 fn routing_entries(entries: &KeyValues) -> KeyValues {
     let kinds = [
+        RecordKind::Backend,
+        RecordKind::State,
         RecordKind::Frontend,
         RecordKind::Model,
         RecordKind::Route,
@@ -192,7 +195,8 @@ fn routing_entries(entries: &KeyValues) -> KeyValues {
     ];
     let kinds = kinds.map(RecordKind::folder_prefix);
     let mine = |key: &str| {
-        matches!(key, "plan" | "scaling") || kinds.iter().any(|prefix| key.starts_with(prefix))
+        matches!(key, "leader" | "plan" | "scaling")
+            || kinds.iter().any(|prefix| key.starts_with(prefix))
     };
     let mine = entries.iter().filter(|(key, _)| mine(key));
     Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
