@@ -112,9 +112,12 @@ fn loads(entries: &BTreeMap<String, Bytes>) -> BTreeMap<String, LoadReport> {
 }
 
 impl ClusterSnapshot {
-    /// As [`ClusterSnapshot::read`], with only the records that routing needs.
+    /// As [`ClusterSnapshot::read`], with only the records that a frontend needs.
     pub fn read_routes(entries: &BTreeMap<String, Bytes>) -> ClusterSnapshot {
         ClusterSnapshot {
+            leader: entries.get("leader").map(|name| String::from_utf8_lossy(name).into_owned()),
+            backends: records(entries, RecordKind::Backend),
+            states: records(entries, RecordKind::State),
             plan: entries.get("plan").and_then(|value| decode("plan", value)),
             scaling: entries.get("scaling").and_then(|value| decode("scaling", value)),
             frontends: records(entries, RecordKind::Frontend),

@@ -91,22 +91,22 @@ pub struct Status {
     /// Queries.
     pub queries: Vec<QueryRow>,
     /// What is wrong.
-    pub problems: Vec<Problem>,
+    pub problems: Vec<ClusterProblem>,
 }
 
 /// Something that is wrong, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Problem {
+pub struct ClusterProblem {
     /// What is wrong.
     pub what: String,
     /// What to do.
     pub advice: String,
 }
 
-impl Problem {
+impl ClusterProblem {
     /// A problem.
-    pub fn new(what: impl Into<String>, advice: impl Into<String>) -> Problem {
-        Problem { what: what.into(), advice: advice.into() }
+    pub fn new(what: impl Into<String>, advice: impl Into<String>) -> ClusterProblem {
+        ClusterProblem { what: what.into(), advice: advice.into() }
     }
 }
 
@@ -173,7 +173,7 @@ impl Status {
         let problem = |(key, why): (&String, &String)| {
             let advice = "its owner writes it again within seconds; if it stays, find who writes \
                           it, or delete the key";
-            Problem::new(format!("the record {key} is damaged: {why}"), advice)
+            ClusterProblem::new(format!("the record {key} is damaged: {why}"), advice)
         };
         self.problems.extend(damaged.iter().map(problem));
     }
@@ -183,10 +183,10 @@ impl Status {
         let (mib, quota_mib) = (space.bytes >> 20, quota_bytes >> 20);
         let advice = "the leader makes space within a minute; else compact and defragment etcd";
         if space.full {
-            self.problems.push(Problem::new("the store is full and refuses writes", advice));
+            self.problems.push(ClusterProblem::new("the store is full and refuses writes", advice));
         } else if space.bytes as f64 > QUOTA_NEAR * quota_bytes as f64 {
             let what = format!("the store has {mib} of {quota_mib} MiB");
-            self.problems.push(Problem::new(what, advice));
+            self.problems.push(ClusterProblem::new(what, advice));
         }
     }
 }
@@ -195,9 +195,9 @@ impl Status {
 const QUOTA_NEAR: f64 = 0.8;
 
 /// What is wrong with a cluster.
-fn problems(snapshot: &ClusterSnapshot) -> Vec<Problem> {
+fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
     let mut problems = Vec::new();
-    let mut add = |what: String, advice: &str| problems.push(Problem::new(what, advice));
+    let mut add = |what: String, advice: &str| problems.push(ClusterProblem::new(what, advice));
     if snapshot.leader.is_none() {
         add("no scheduler leads".to_string(), "start atoll cluster scheduler, or read its log");
     } else if snapshot.plan.is_none() {
@@ -347,7 +347,7 @@ const SHORT_HELD: usize = 6;
 pub fn render(status: &Status, all: bool) -> String {
     let mut text = String::new();
     let rows = if all { usize::MAX } else { SHORT_ROWS };
-    for Problem { what, advice } in status.problems.iter().take(rows) {
+    for ClusterProblem { what, advice } in status.problems.iter().take(rows) {
         let _ = writeln!(text, "PROBLEM {what}\n        {advice}");
     }
     write_rest(&mut text, status.problems.len().saturating_sub(rows), "problems");

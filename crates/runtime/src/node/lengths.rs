@@ -1,8 +1,8 @@
 //! Requests of different lengths in one batch.
 //!
 //! A model with a mask computes the same for a row that was padded. That is checked with runs of
-//! the lowest priority before it is relied on, and so is that it pays. A request is padded when others
-//! of its model are pending, or when the device is not prepared for its own length.
+//! the lowest priority before it is relied on, and so is that it pays. A request is padded when
+//! others of its model are pending, or when the device is not prepared for its own length.
 
 use std::sync::Arc;
 
