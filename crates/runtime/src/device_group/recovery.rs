@@ -1,9 +1,9 @@
 //! Opens faulted devices again.
 //!
 //! A fault ends everything on a device: its context, its memory and what runs. The node of such a
-//! device is abandoned, which answers every pending request, and dropped. A node on
-//! [`AbsentDevice`] takes its place until the device is open again; then the models that were there
-//! are loaded, those first that are needed most. Other devices go on meanwhile.
+//! device is abandoned, which answers every pending request, and dropped. A node on an absent
+//! device takes its place until the device is open again; then the models that were there are
+//! loaded, those first that are needed most. Other devices go on meanwhile.
 
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
