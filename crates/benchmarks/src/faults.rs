@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use assembly::device_group::open_device_group;
 use assembly::sample_inputs::{Bindings, random_inputs};
-use assembly::{DeviceArgs, Failure, compile_file, write_file};
+use assembly::{DeviceArgs, Failure, compile_file};
 use base::Random;
 use clap::Args;
 use device::InjectedFault;
@@ -21,6 +21,7 @@ use runtime::{DeviceGroup, NodeOptions};
 use self::client::{Client, ClientRecord, ServedNetwork};
 use self::report::{FaultReport, FaultRow, Millis, table};
 use crate::environment;
+use crate::output::print_report;
 
 /// A device that does not serve again within this time after a fault will not.
 const RECOVERY_LIMIT: Duration = Duration::from_secs(120);
@@ -128,15 +129,7 @@ pub(crate) fn run(args: &FaultsArgs) -> Result<(), Failure> {
         wrong: clients.wrong,
         unanswered: clients.unanswered,
     };
-    let json = serde_json::to_string_pretty(&report).map_err(Failure::failed)? + "\n";
-    match &args.json {
-        Some(None) => print!("{json}"),
-        Some(Some(path)) => {
-            write_file(path, &json)?;
-            print!("{}", table(&report));
-        }
-        None => print!("{}", table(&report)),
-    }
+    print_report(args.json.as_ref(), &report, &table(&report))?;
     match (lost, clients.wrong + clients.unanswered) {
         (Some(why), _) => Err(Failure::failed(why)),
         (None, 0) => Ok(()),

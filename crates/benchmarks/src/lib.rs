@@ -12,6 +12,7 @@ mod environment;
 mod faults;
 mod frontend;
 mod models;
+mod output;
 mod padding;
 mod preempt;
 mod server;
