@@ -14,6 +14,7 @@ pub mod editor;
 pub mod einsum;
 pub mod epilogue;
 pub mod fold;
+pub mod gather;
 pub mod group_norm;
 pub mod identity;
 pub mod norm;
@@ -64,8 +65,9 @@ impl PassReport {
 type Pass = fn(&mut Graph) -> usize;
 
 /// In this order: simple shapes first, then patterns that later fusions would hide, then fusions.
-const PASSES: [(&str, Pass); 13] = [
+const PASSES: [(&str, Pass); 14] = [
     ("identity", identity::run),
+    ("gather", gather::run),
     ("reshape", reshape::run),
     ("dead", dead::run),
     ("quantization", quantization::run),

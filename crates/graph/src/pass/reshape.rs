@@ -43,7 +43,11 @@ fn rewrite(editor: &mut Editor, index: usize) -> Option<()> {
 }
 
 /// The output's shape as a target for `x`: numbers, copies, and at most one inferred dimension.
-fn plain(editor: &Editor, x: model::ValueId, output: model::ValueId) -> Option<Vec<i64>> {
+pub(super) fn plain(
+    editor: &Editor,
+    x: model::ValueId,
+    output: model::ValueId,
+) -> Option<Vec<i64>> {
     let input = editor.graph.shape(x)?;
     let mut inferred = 0;
     let dims: Option<Vec<i64>> = editor
