@@ -121,7 +121,5 @@ fn start_completion_thread() -> Option<SyncSender<Delivery>> {
 /// Lowers the calling thread's priority below that of other threads. Does nothing on systems
 /// without priorities of single threads: there, work yields at yield points only.
 pub(crate) fn lower_thread_priority() {
-    // Fails only where a sandbox forbids it; the thread then keeps its priority.
-    #[cfg(target_os = "linux")]
-    let _ = rustix::process::nice(NICE_INCREMENT);
+    device::thread_priority::lower(NICE_INCREMENT);
 }

@@ -46,6 +46,7 @@ pub mod paged;
 pub mod profile;
 pub mod residency;
 pub mod sim;
+pub mod thread_priority;
 
 use std::any::Any;
 use std::ops::Range;
@@ -192,6 +193,21 @@ pub enum InjectedFault {
         /// Allocations that succeed before it.
         after: u64,
     },
+}
+
+impl InjectedFault {
+    /// A fault by its name; `number` is its time in milliseconds, or how many allocations succeed.
+    pub fn named(name: &str, number: u64) -> Option<InjectedFault> {
+        Some(match name {
+            "illegal_address" => InjectedFault::IllegalAddress,
+            "misaligned_address" => InjectedFault::MisalignedAddress,
+            "trap" => InjectedFault::Trap,
+            "hang" => InjectedFault::Hang { millis: number },
+            "lost" => InjectedFault::Lost,
+            "out_of_memory" => InjectedFault::OutOfMemory { after: number },
+            _ => return None,
+        })
+    }
 }
 
 /// Runs launch plans.

@@ -9,12 +9,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use api::ApiError;
 use api::error::ApiResult;
+use device::thread_priority;
 use tokio::sync::oneshot;
 
 /// From here on work is heavy.
 pub(crate) const LARGE_BYTES: usize = 1 << 20;
-/// How much lower the priority of these threads is, as for `nice`.
-const NICE: i32 = 10;
 
 type Work = Box<dyn FnOnce() + Send>;
 
@@ -48,8 +47,7 @@ impl HeavyThreads {
     }
 
     fn run(&self) {
-        // On Linux it concerns the calling thread only. Without it the work is done all the same.
-        let _ = rustix::process::setpriority_process(None, NICE);
+        thread_priority::lower(thread_priority::LOW);
         loop {
             let mut waiting = self.lock();
             let work = loop {
@@ -89,14 +87,13 @@ pub(crate) async fn heavy<T: Send + 'static>(
 }
 
 /// Runs `work` that takes long whatever the size of its input, such as a load, on a thread of its
-/// own with the lower priority. `None` if it panics, or if no thread can be started.
+/// own with the lowest priority. `None` if it panics, or if no thread can be started.
 pub(crate) async fn in_background<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Option<T> {
     let (sender, receiver) = oneshot::channel();
     let low = move || {
-        // As above.
-        let _ = rustix::process::setpriority_process(None, NICE);
+        thread_priority::lower(thread_priority::LOWEST);
         // The one who asked may be gone.
         let _ = sender.send(work());
     };
@@ -127,7 +124,7 @@ mod tests {
     #[tokio::test]
     async fn work_in_the_background_has_a_lower_priority() {
         let own = || rustix::process::getpriority_process(None).unwrap();
-        assert_eq!(in_background(own).await, Some((own() + NICE).min(19)));
+        assert_eq!(in_background(own).await, Some(19));
         assert_eq!(in_background(|| -> u32 { panic!("on purpose") }).await, None);
     }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use device::LaunchChoices;
+use device::{LaunchChoices, thread_priority};
 use model::{Dim, LaunchPlan};
 
 use crate::compile::kernel_cache::KernelRequest;
@@ -31,9 +31,6 @@ const SMALL: [usize; 5] = [1, 2, 3, 5, 9];
 
 /// Kernels compiled at once. Between two such groups the thread may end.
 const GROUP: usize = 8;
-
-/// How much lower the priority of the thread and of its compilers is, as for `nice`.
-const NICE: i32 = 10;
 
 /// Time between two looks whether it is a model's turn.
 const TURN_INTERVAL: Duration = Duration::from_millis(20);
@@ -57,8 +54,8 @@ impl SizesAhead {
         let stopped = Arc::new(AtomicBool::new(false));
         let (stop, program) = (stopped.clone(), Arc::downgrade(program));
         let work = move || {
-            // SAFETY: changes the priority of the calling thread only, and no memory.
-            unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+            // Its compilers have the same.
+            thread_priority::lower(thread_priority::LOWEST);
             if let Some(_turn) = turn(&stop) {
                 compile(&program, &sizes, &stop);
             }

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use device::{DeviceError, Program};
+use device::{DeviceError, Program, thread_priority};
 use model::Tensor;
 use model::config::Class;
 
@@ -99,17 +99,18 @@ pub(super) struct PreparationThreads {
 
 impl PreparationThreads {
     pub(super) fn start(shared: &Weak<Shared>) -> std::io::Result<PreparationThreads> {
-        let thread = |name: &str| -> std::io::Result<SyncSender<Arc<PreparingRequest>>> {
+        let thread = |name: &str, by: i32| -> std::io::Result<SyncSender<Arc<PreparingRequest>>> {
             let (sender, receiver) = sync_channel(MAX_WAITING);
             let shared = shared.clone();
-            std::thread::Builder::new()
-                .name(name.to_string())
-                .spawn(move || run(&receiver, &shared))?;
+            std::thread::Builder::new().name(name.to_string()).spawn(move || {
+                thread_priority::lower(by);
+                run(&receiver, &shared);
+            })?;
             Ok(sender)
         };
         Ok(PreparationThreads {
-            real_time: thread("node-prepare-rt")?,
-            best_effort: thread("node-prepare-be")?,
+            real_time: thread("node-prepare-rt", 0)?,
+            best_effort: thread("node-prepare-be", thread_priority::LOW)?,
         })
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use base::{Bytes, Histogram, Nanos};
 use device::residency::{LoadProgress, MemoryUse, Residency};
-use device::{DeviceError, Program};
+use device::{DeviceError, Program, thread_priority};
 
 use super::{ModelKey, Node, Shared, State};
 use crate::core::{Event, ModelId};
@@ -281,9 +281,10 @@ impl Discard {
         let (programs, receiver): (_, Receiver<Arc<dyn Program>>) = sync_channel(MAX_DISCARDED);
         let pending = Arc::new(Pending::default());
         let theirs = pending.clone();
-        std::thread::Builder::new()
-            .name("node-discard".to_string())
-            .spawn(move || receiver.iter().for_each(|program| theirs.finish(program)))?;
+        std::thread::Builder::new().name("node-discard".to_string()).spawn(move || {
+            thread_priority::lower(thread_priority::LOW);
+            receiver.iter().for_each(|program| theirs.finish(program));
+        })?;
         Ok(Discard { programs, pending })
     }
 

@@ -16,6 +16,7 @@ use runtime::device_group::router::GroupModelId;
 
 use super::model_table::ModelTable;
 use super::served_model::{PrefixSplit, ServedModel};
+use crate::heavy_work::in_background;
 
 /// A prefix in service. The device group removes it when its last model is dropped.
 pub struct PrefixModel {
@@ -103,16 +104,15 @@ impl PrefixBatching {
         let Some(served) = waiting.upgrade() else { return };
         let (prefixes, others) = (self.prefixes(), models.all());
         let (own, name) = (device_group.clone(), served.name.clone());
-        let found =
-            tokio::task::spawn_blocking(move || find(&own, &prefixes, &others, served)).await;
+        let found = in_background(move || find(&own, &prefixes, &others, served)).await;
         let found = match found {
-            Ok(Ok(Some(found))) => found,
-            Ok(Ok(None)) => return,
-            Ok(Err(error)) => {
+            Some(Ok(Some(found))) => found,
+            Some(Ok(None)) => return,
+            Some(Err(error)) => {
                 tracing::warn!(model = &*name, %error, "prefix batching disabled");
                 return;
             }
-            Err(_) => return,
+            None => return,
         };
         let PrefixMatch { prefix, models: matched } = found;
         self.remember(&prefix);
@@ -135,13 +135,13 @@ async fn split(
     let _lock = models.lock(name).await;
     let Some(model) = model.upgrade().filter(|model| models.holds(model)) else { return };
     let (devices, cut, whole) = (device_group.clone(), prefix.cut.clone(), model.clone());
-    let loaded = tokio::task::spawn_blocking(move || {
+    let loaded = in_background(move || {
         let suffix = cut.suffix(whole.plan(), &whole.fingerprint())?;
         Some(devices.load(Arc::new(suffix.plan)).map(|placed| (placed, suffix.sources)))
     });
     let (placed, sources) = match loaded.await {
-        Ok(Some(Ok(loaded))) => loaded,
-        Ok(Some(Err(error))) => {
+        Some(Some(Ok(loaded))) => loaded,
+        Some(Some(Err(error))) => {
             let reason = "cannot load the suffix";
             tracing::warn!(model = &*model.name, reason, %error, "prefix batching disabled");
             return;
