@@ -62,6 +62,11 @@ pub struct DeviceSettings {
     #[arg(long, env = "ATOLL_WATCHDOG_MS", value_name = "MS", default_value_t = 10_000)]
     pub watchdog_ms: u64,
 
+    /// Log every driver call of a GPU that takes this long, with its thread, in microseconds; 0 for
+    /// none. For finding out what stalls real time
+    #[arg(long, env = "ATOLL_SLOW_CALL_US", value_name = "US", default_value_t = 0)]
+    pub slow_call_us: u64,
+
     /// Threads of a CPU queue; 0 for all cores divided by the best-effort queues, and all cores for
     /// real time
     #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]

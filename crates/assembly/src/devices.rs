@@ -83,6 +83,7 @@ pub(crate) fn open_gpu_parts(
         toolkit: settings.cuda_toolkit.clone(),
         chain_length: usize::from(settings.best_effort_chain),
         partition_multiprocessors: settings.best_effort_sms,
+        slow_call: std::time::Duration::from_micros(settings.slow_call_us),
         ..CudaOptions::default()
     };
     set(&mut options);

@@ -3,27 +3,27 @@
 mod client;
 mod report;
 
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use assembly::device_group::open_device_group;
 use assembly::sample_inputs::{Bindings, random_inputs};
 use assembly::{DeviceArgs, Failure, compile_file};
 use base::Random;
 use clap::Args;
 use device::InjectedFault;
-use model::LaunchPlan;
-use model::config::{Class, ModelConfig};
-use runtime::{DeviceGroup, NodeOptions};
 
-use self::client::{Client, ClientRecord, ServedNetwork};
+use self::client::{ClientRecord, ServedNetwork};
 use self::report::{FaultReport, FaultRow, Millis, table};
 use crate::environment;
 use crate::output::print_report;
+use crate::rest_client::{Connection, inference, plain};
+use crate::server::child::{ServerProcess, common_arguments};
+use crate::server::transport::Transport;
 
-/// A device that does not serve again within this time after a fault will not.
+/// How long the server may take to start.
+const START_LIMIT: Duration = Duration::from_secs(600);
+/// A server that does not serve again within this time after a fault will not.
 const RECOVERY_LIMIT: Duration = Duration::from_secs(120);
 
 #[derive(Clone, Debug, Args)]
@@ -31,9 +31,10 @@ const RECOVERY_LIMIT: Duration = Duration::from_secs(120);
   atoll bench faults --device cuda:0 --models models --networks resnet50,bert --watchdog-ms 1000
   atoll bench faults --device cuda:0 --models models --networks resnet50 --kinds trap --repeat 3
 
-Clients send all the time, and every reply is compared with the first one bit by bit. The time
-without service is the longest time in which a network gave no reply. The command fails when a reply
-is wrong or missing, or when the device does not come back. Timings never make it fail.")]
+Starts a server. A client per network sends all the time over HTTP, and every reply is compared with
+the first one bit by bit; only 503 with Retry-After may come instead. The time without service is
+the longest time in which a network gave no reply. The command fails when a reply is wrong or
+missing, or when the server does not serve again. Timings never make it fail.")]
 pub(crate) struct FaultsArgs {
     #[command(flatten)]
     device: DeviceArgs,
@@ -74,48 +75,45 @@ pub(crate) struct FaultsArgs {
 
 /// Runs the benchmark.
 pub(crate) fn run(args: &FaultsArgs) -> Result<(), Failure> {
-    let kinds = args.kinds.iter().map(|kind| known(kind, args.hang_ms));
-    let kinds: Vec<Kind> = kinds.collect::<Result<_, Failure>>()?;
+    let kinds: Vec<Kind> = args.kinds.iter().map(|kind| known(kind)).collect::<Result<_, _>>()?;
     let watchdog_ms = args.device.settings.watchdog_ms;
-    let hangs = kinds.iter().any(|kind| matches!(kind.fault, InjectedFault::Hang { .. }));
+    let hangs = kinds.iter().any(|kind| kind.name == HANG);
     if hangs && !(1..args.hang_ms).contains(&watchdog_ms) {
         return Err(Failure::usage(format!(
             "a hang of {} ms is not noticed with --watchdog-ms {watchdog_ms}; give a smaller one",
             args.hang_ms
         )));
     }
-    let group = open_device_group(&args.device, None, &NodeOptions::default())?;
     let mut random = Random::new(args.seed);
+    let folder = tempfile::tempdir().map_err(Failure::failed)?;
+    let server = start(args, folder.path())?;
     let networks: Vec<ServedNetwork> = args
         .networks
         .iter()
         .enumerate()
-        .map(|(number, name)| serve(args, &group, (number, name), &mut random))
+        .map(|(number, name)| served(args, &server, (number, name), &mut random))
         .collect::<Result<_, Failure>>()?;
-    let end = AtomicBool::new(false);
-    let bench = FaultBench { group: &group, networks: &networks };
-    let (rows, records) = std::thread::scope(|scope| {
+    let is_ended = AtomicBool::new(false);
+    let mut bench = FaultBench { args, server, networks: &networks };
+    let address = bench.server.http;
+    let (rows, clients) = std::thread::scope(|scope| {
+        let is_ended = &is_ended;
         let clients: Vec<_> = networks
             .iter()
-            .map(|network| {
-                let client = Client { group: &group, network, end: &end };
-                scope.spawn(move || client.run())
-            })
+            .map(|network| scope.spawn(move || client::run(address, network, is_ended)))
             .collect();
-        let rows = bench.inject_all(&kinds, args.repeat, &mut random);
-        end.store(true, Ordering::SeqCst);
-        let join = |client: std::thread::ScopedJoinHandle<'_, ClientRecord>| {
-            client.join().map_err(|_| Failure::failed("a client panicked"))
-        };
-        let records = clients.into_iter().map(join).collect::<Result<Vec<_>, Failure>>();
-        Ok::<_, Failure>((rows, records?))
+        let rows = bench.inject_all(&kinds, &mut random);
+        is_ended.store(true, Ordering::SeqCst);
+        let mut all = ClientRecord::default();
+        for client in clients {
+            all.add(client.join().map_err(|_| Failure::failed("a client panicked"))?);
+        }
+        Ok::<_, Failure>((rows, all))
     })?;
     let (rows, lost) = match rows {
         (rows, Ok(())) => (rows, None),
         (rows, Err(why)) => (rows, Some(why)),
     };
-    let mut clients = ClientRecord::default();
-    records.iter().for_each(|record| clients.add(record));
     let report = FaultReport {
         device: args.device.device.clone(),
         driver: environment::driver(&args.device.device),
@@ -128,70 +126,99 @@ pub(crate) fn run(args: &FaultsArgs) -> Result<(), Failure> {
         refused: clients.refused,
         wrong: clients.wrong,
         unanswered: clients.unanswered,
+        failures: clients.failures,
     };
     print_report(args.json.as_ref(), &report, &table(&report))?;
     match (lost, clients.wrong + clients.unanswered) {
         (Some(why), _) => Err(Failure::failed(why)),
         (None, 0) => Ok(()),
-        (None, bad) => Err(Failure::failed(format!("{bad} replies are wrong or missing"))),
+        (None, bad) => Err(Failure::failed(format!(
+            "{bad} replies are wrong or missing:\n  {}",
+            report.failures.join("\n  ")
+        ))),
     }
 }
+
+/// The fault that takes time.
+const HANG: &str = "hang";
 
 /// A fault by its name.
 #[derive(Clone, Debug)]
 struct Kind {
     name: String,
-    fault: InjectedFault,
     /// Whether the device is given up because of it.
     is_fatal: bool,
 }
 
-fn known(name: &str, hang_ms: u64) -> Result<Kind, Failure> {
-    let (fault, is_fatal) = match name {
-        "illegal_address" => (InjectedFault::IllegalAddress, true),
-        "misaligned_address" => (InjectedFault::MisalignedAddress, true),
-        "trap" => (InjectedFault::Trap, true),
-        "hang" => (InjectedFault::Hang { millis: hang_ms }, true),
-        "lost" => (InjectedFault::Lost, true),
-        "out_of_memory" => (InjectedFault::OutOfMemory { after: 0 }, false),
-        other => {
-            return Err(Failure::usage(format!(
-                "there is no fault '{other}'; there are: illegal_address, misaligned_address, \
-                 trap, hang, lost, out_of_memory"
-            )));
-        }
+fn known(name: &str) -> Result<Kind, Failure> {
+    let Some(fault) = InjectedFault::named(name, 0) else {
+        return Err(Failure::usage(format!(
+            "there is no fault '{name}'; there are: illegal_address, misaligned_address, trap, \
+             hang, lost, out_of_memory"
+        )));
     };
-    Ok(Kind { name: name.to_string(), fault, is_fatal })
+    let is_fatal = !matches!(fault, InjectedFault::OutOfMemory { .. });
+    Ok(Kind { name: name.to_string(), is_fatal })
 }
 
-/// Loads a network and asks it once, for the reply that all others must equal.
-fn serve(
+/// The name under which a network is loaded once more.
+fn copy_name(name: &str) -> String {
+    format!("{name}_copy")
+}
+
+/// Starts a server with the networks, and a copy of each that is loaded on request.
+fn start(args: &FaultsArgs, folder: &Path) -> Result<ServerProcess, Failure> {
+    let repository = folder.join("repository");
+    let mut arguments = vec!["serve".to_string()];
+    let mut add = |flag: &str, value: String| arguments.extend([flag.to_string(), value]);
+    add("--model-repository", repository.display().to_string());
+    add("--model-control-mode", "explicit".to_string());
+    for name in &args.networks {
+        let file = args.models.join(format!("{name}.onnx"));
+        let unreadable = |err| Failure::usage(format!("{}: {err}", file.display()));
+        let file = file.canonicalize().map_err(unreadable)?;
+        for model in [name.clone(), copy_name(name)] {
+            let version = repository.join(model).join("1");
+            std::fs::create_dir_all(&version).map_err(Failure::failed)?;
+            std::os::unix::fs::symlink(&file, version.join("model.onnx"))
+                .map_err(Failure::failed)?;
+        }
+        add("--load-model", name.clone());
+    }
+    add("--watchdog-ms", args.device.settings.watchdog_ms.to_string());
+    arguments.extend(common_arguments(&args.device));
+    arguments.push("--inject-faults".to_string());
+    let binary = std::env::current_exe().map_err(Failure::failed)?;
+    let data = folder.join("data");
+    ServerProcess::start(&binary, &arguments, &data, Transport::default(), START_LIMIT)
+}
+
+/// Asks a network once, for the reply that all others must equal.
+fn served(
     args: &FaultsArgs,
-    group: &DeviceGroup,
+    server: &ServerProcess,
     (number, name): (usize, &String),
     random: &mut Random,
 ) -> Result<ServedNetwork, Failure> {
     let file = args.models.join(format!("{name}.onnx"));
     let plan = compile_file(&file).map_err(|err| Failure::failed(format!("{name}: {err}")))?;
-    let plan: Arc<LaunchPlan> = Arc::new(plan);
     let inputs = random_inputs(&plan, &Bindings::new(), random).map_err(Failure::failed)?;
-    let class = if number == 0 { Class::RealTime } else { Class::BestEffort };
-    let placed = group.load(plan.clone()).map_err(Failure::failed)?;
-    let model = group.add_model(placed, &ModelConfig { class, ..ModelConfig::default() });
-    ServedNetwork::new(name.clone(), model, plan, inputs, group)
+    let class = if number == 0 { "rt" } else { "be" };
+    let message = inference(name, &plan, &inputs, class).map_err(Failure::failed)?;
+    ServedNetwork::new(name.clone(), message, server.http)
 }
 
 struct FaultBench<'a> {
-    group: &'a Arc<DeviceGroup>,
+    args: &'a FaultsArgs,
+    server: ServerProcess,
     networks: &'a [ServedNetwork],
 }
 
 impl FaultBench<'_> {
-    /// One row for each kind, until the device does not come back.
+    /// One row for each kind, until the server does not serve again.
     fn inject_all(
-        &self,
+        &mut self,
         kinds: &[Kind],
-        repeat: u32,
         random: &mut Random,
     ) -> (Vec<FaultRow>, Result<(), String>) {
         let mut rows = Vec::new();
@@ -199,15 +226,16 @@ impl FaultBench<'_> {
             let before = self.memory();
             let mut row = FaultRow { kind: kind.name.clone(), ..FaultRow::default() };
             let mut result = Ok(());
-            for number in 0..repeat {
+            for number in 0..self.args.repeat {
                 std::thread::sleep(Duration::from_millis(100 + random.below(200)));
                 result = self.inject(kind, number, &mut row);
                 if result.is_err() {
                     break;
                 }
             }
-            row.host_mib = [before.0, self.memory().0];
-            row.device_mib = [before.1, self.memory().1];
+            let after = self.memory();
+            row.host_mib = [before.0, after.0];
+            row.device_mib = [before.1, after.1];
             eprintln!("{}: {} times", row.kind, row.count);
             rows.push(row);
             if result.is_err() {
@@ -217,64 +245,59 @@ impl FaultBench<'_> {
         (rows, Ok(()))
     }
 
-    fn inject(&self, kind: &Kind, number: u32, row: &mut FaultRow) -> Result<(), String> {
-        self.networks.iter().for_each(ServedNetwork::reset_gap);
-        let faults = self.group.recoveries(0).faults;
-        let fault = match kind.fault {
-            InjectedFault::OutOfMemory { .. } => {
-                InjectedFault::OutOfMemory { after: u64::from(number) }
-            }
-            other => other,
+    fn inject(&mut self, kind: &Kind, number: u32, row: &mut FaultRow) -> Result<(), String> {
+        self.networks.iter().for_each(ServedNetwork::reset);
+        let parameter = match kind.name.as_str() {
+            HANG => self.args.hang_ms,
+            // Each time another allocation fails.
+            _ => u64::from(number),
         };
         let began = Instant::now();
-        let device = self.group.node(0).device().clone();
-        device.inject(fault).map_err(|err| err.to_string())?;
-        drop(device);
+        self.server.send_line(&format!("inject {} {parameter}", kind.name))?;
         row.count += 1;
-        if !kind.is_fatal {
-            self.allocate();
+        if kind.is_fatal {
+            let refused = || self.networks.iter().filter_map(ServedNetwork::refused).min();
+            wait(|| refused().is_some(), "the fault was not noticed")?;
+            row.noticed.push(refused().map_or(Duration::ZERO, |at| at - began));
         } else {
-            self.wait(|| self.group.recoveries(0).faults > faults, "the fault was not noticed")?;
-            row.noticed.push(began.elapsed());
+            self.allocate();
         }
         let counts: Vec<u64> = self.networks.iter().map(ServedNetwork::right).collect();
-        let serves = || {
-            let again = |(network, count): (&ServedNetwork, &u64)| network.right() > count + 1;
-            self.group.recoveries(0).since.is_none() && self.networks.iter().zip(&counts).all(again)
-        };
-        self.wait(serves, "the device does not serve again")?;
+        let again = |(network, count): (&ServedNetwork, &u64)| network.right() > count + 1;
+        let serves = || self.networks.iter().zip(&counts).all(again);
+        wait(serves, "the server does not serve again")?;
         let gap = self.networks.iter().map(ServedNetwork::gap).max().unwrap_or_default();
         row.without_service.push(gap);
         Ok(())
     }
 
-    /// Loads a network once more, which allocates memory of every kind; it may fail.
+    /// Loads every network once more, which allocates memory of every kind; it may fail.
     fn allocate(&self) {
+        let mut connection = Connection::new(self.server.http);
         for network in self.networks {
-            if let Ok(placed) = self.group.load(network.plan.clone()) {
-                let model = self.group.add_model(placed, &ModelConfig::default());
-                let _ = network.ask(self.group, model);
-                self.group.remove_model(model);
+            for action in ["load", "unload"] {
+                let path = format!("/v2/repository/models/{}/{action}", copy_name(&network.name));
+                let _ = connection.exchange(&plain("POST", &path));
             }
         }
     }
 
-    fn wait(&self, is_done: impl Fn() -> bool, why: &str) -> Result<(), String> {
-        let began = Instant::now();
-        while !is_done() {
-            if began.elapsed() > RECOVERY_LIMIT {
-                return Err(format!("{why} within {} s", RECOVERY_LIMIT.as_secs()));
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Ok(())
-    }
-
-    /// Memory of this process and of the device, in MiB.
+    /// Memory of the server and of the device, in MiB.
     fn memory(&self) -> (Option<u64>, Option<u64>) {
-        let used = self.group.node(0).device().memory_use().and_then(|used| used.system);
-        (environment::resident_bytes(None).map(|bytes| bytes >> 20), used.map(|used| used.0 >> 20))
+        let used = self.server.metric("nv_gpu_memory_used_bytes").map(|bytes| bytes as u64 >> 20);
+        (self.server.resident_bytes().map(|bytes| bytes >> 20), used)
     }
+}
+
+fn wait(is_done: impl Fn() -> bool, why: &str) -> Result<(), String> {
+    let began = Instant::now();
+    while !is_done() {
+        if began.elapsed() > RECOVERY_LIMIT {
+            return Err(format!("{why} within {} s", RECOVERY_LIMIT.as_secs()));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
 }
 
 impl Millis {

@@ -15,6 +15,7 @@ mod models;
 mod output;
 mod padding;
 mod preempt;
+mod rest_client;
 mod server;
 mod strangers;
 mod swap;

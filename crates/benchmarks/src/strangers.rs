@@ -3,22 +3,30 @@
 mod args;
 mod load;
 mod report;
-mod wire;
+mod stalls;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::mpsc::{Sender, channel};
+use std::time::{Duration, Instant};
 
 use assembly::{Failure, compile_file};
 
 pub(crate) use self::args::StrangersArgs;
-use self::load::{ClientRecord, Network, Stranger, real_time};
-use self::report::{Latency, StrangersReport, table};
-use self::wire::{Connection, plain};
+use self::load::{ClientRecord, Network, RealTimeLoad, Stranger, real_time};
+use self::report::{Latency, SlowCalls, StrangersReport, table};
+use self::stalls::SlowRequest;
 use crate::environment;
 use crate::output::print_report;
+use crate::rest_client::{Connection, plain};
 use crate::server::child::{ServerProcess, common_arguments};
 use crate::server::transport::Transport;
+
+/// A real-time request that takes this much longer than the median alone is looked into.
+const SLOW_MS: f64 = 2.0;
+
+/// Calls of the driver that take this long are reported.
+const SLOW_CALL_US: u64 = 1_000;
 
 /// How long the server may take to start.
 const START_LIMIT: Duration = Duration::from_secs(600);
@@ -101,6 +109,9 @@ fn start(
         add("--load-model", network.name.clone());
     }
     arguments.extend(common_arguments(&args.device));
+    if !args.serve.iter().any(|argument| argument.starts_with("--slow-call-us")) {
+        arguments.extend(["--slow-call-us".to_string(), SLOW_CALL_US.to_string()]);
+    }
     arguments.extend(args.serve.iter().cloned());
     let binary = std::env::current_exe().map_err(Failure::failed)?;
     let data = folder.join("data");
@@ -113,27 +124,36 @@ fn measure(
     repository: &Path,
     (rt, be): (&[Network], &[Network]),
 ) -> Result<StrangersReport, Failure> {
-    let clients = |seconds: f64| -> Result<ClientRecord, Failure> {
+    let clients = |seconds: f64, slow: Option<(f64, Sender<SlowRequest>)>| {
         let span = Duration::from_secs_f64(seconds);
         let mut all = ClientRecord::default();
         std::thread::scope(|scope| {
             let client = |network| {
-                scope.spawn(move || real_time(server.http, network, args.rate, span, args.seed))
+                let slow = slow.clone();
+                let load = RealTimeLoad { rate: args.rate, span, seed: args.seed, slow };
+                scope.spawn(move || real_time(server.http, network, &load))
             };
             let running: Vec<_> = rt.iter().map(client).collect();
             for client in running {
                 let ended = client.join().map_err(|_| Failure::failed("a client panicked"))?;
                 all.add(ended.map_err(Failure::failed)?);
             }
-            Ok(all)
+            Ok::<_, Failure>(all)
         })
     };
     eprintln!("real time alone, {} s", args.alone_seconds);
-    let before = clients(args.alone_seconds)?;
+    let before = clients(args.alone_seconds, None)?;
     let bytes_before = server.resident_bytes();
+    // Those of the start do not matter.
+    drop(server.take_slow_calls());
     eprintln!("with {} strangers, {} s", args.strangers, args.seconds);
     let end = AtomicBool::new(false);
-    let (beside, strangers) = std::thread::scope(|scope| {
+    let slow_from_ms = Latency::of(&before.latencies_ms).p50_ms + SLOW_MS;
+    let (beside, strangers, stalls) = std::thread::scope(|scope| {
+        let (slow, seen) = channel();
+        let began = Instant::now();
+        let watch =
+            scope.spawn(move || stalls::watch(server.http, server.process_id(), began, &seen));
         let running: Vec<_> = (0..usize::from(args.strangers))
             .map(|number| {
                 let network = &be[number % be.len()];
@@ -143,19 +163,21 @@ fn measure(
                 scope.spawn(move || stranger.run(end))
             })
             .collect();
-        let beside = clients(args.seconds);
+        let beside = clients(args.seconds, Some((slow_from_ms, slow)));
         end.store(true, Ordering::Relaxed);
         let mut all = ClientRecord::default();
         for stranger in running {
             let ended = stranger.join();
             all.add(ended.map_err(|_| Failure::failed("a stranger panicked"))?);
         }
-        Ok::<_, Failure>((beside?, all))
+        let stalls = watch.join().map_err(|_| Failure::failed("the watch panicked"))?;
+        Ok::<_, Failure>((beside?, all, stalls))
     })?;
     let bytes_after = server.resident_bytes();
+    let slow_calls = server.take_slow_calls();
     unload(server, be, usize::from(args.strangers));
     eprintln!("real time alone again, {} s", args.alone_seconds);
-    let after = clients(args.alone_seconds)?;
+    let after = clients(args.alone_seconds, None)?;
     let alone: Vec<f64> = [&before.latencies_ms[..], &after.latencies_ms].concat();
     let real_time_failed = before.failed + beside.failed + after.failed;
     let failures = [&before, &beside, &after, &strangers];
@@ -174,6 +196,8 @@ fn measure(
         strangers_failed: strangers.failed,
         failures: failures.iter().flat_map(|record| record.failures.clone()).collect(),
         actions: strangers.actions,
+        stalls,
+        slow_calls: SlowCalls::of(&slow_calls),
         server_bytes: [bytes_before, bytes_after],
     })
 }

@@ -23,7 +23,7 @@ use crate::compile::toolkit::Toolkit;
 use crate::compile::tuning::{self, Tuning};
 use crate::device_context::DeviceContext;
 use crate::driver::nvml::{Health, Nvml};
-use crate::driver::{Context, DriverFacts, Priority, Stream};
+use crate::driver::{Context, DriverFacts, Priority, Stream, slow_calls};
 use crate::error::{CudaError, OpenError};
 use crate::fault_injection;
 use crate::measure::timeline::Timeline;
@@ -120,6 +120,7 @@ impl CudaDevice {
             queues: options.queues.max(1),
             rounding: options.precision.rounding(),
         };
+        slow_calls::report_from(options.slow_call);
         let partition = context.partition(options.partition_multiprocessors)?;
         let recorder = GraphRecorder::new(&context, partition)?;
         let memory_stream = Arc::new(Stream::new(&context, Priority::Low)?);

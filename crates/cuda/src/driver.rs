@@ -14,12 +14,14 @@ mod pinned_blocks;
 mod pinned_pool;
 pub(crate) mod process;
 mod resource_counts;
+pub(crate) mod slow_calls;
 mod sm_partition;
 mod stream;
 mod tensor_map;
 mod transfer;
 mod virtual_memory;
 
+pub use context::is_refused;
 pub(crate) use context::{Context, was_opened};
 pub(crate) use device_buffer::DeviceBuffer;
 pub(crate) use event::Event;

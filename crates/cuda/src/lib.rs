@@ -47,8 +47,9 @@ mod toy;
 pub use crate::device::CudaDevice;
 pub use compile::kernel_cache::CompileProgress;
 pub use compile::tuning::{TunedVariants, Tuning};
+pub use driver::is_refused;
 pub use driver::nvml::Health;
-pub use driver::process::{end_process, tune_allocator};
+pub use driver::process::{close_descriptors_on_exec, end_process, tune_allocator};
 pub use error::{CudaError, OpenError};
 pub use measure::kernel_report::{EntryFacts, KernelReport, builtin_kernels};
 pub use measure::padding::{

@@ -37,6 +37,8 @@ pub struct CudaOptions {
     pub polling: Polling,
     /// SMs of the partition that co-running best effort is confined to; 0 for no partition.
     pub partition_multiprocessors: u32,
+    /// Driver calls that take this long are logged, with their thread; zero for none.
+    pub slow_call: Duration,
 }
 
 impl Default for CudaOptions {
@@ -55,6 +57,7 @@ impl Default for CudaOptions {
             weights_chunk_bytes: 2 << 20,
             polling: Polling::default(),
             partition_multiprocessors: 16,
+            slow_call: Duration::ZERO,
         }
     }
 }

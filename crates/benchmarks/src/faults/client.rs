@@ -1,31 +1,33 @@
 //! A client that sends without pause and compares every reply.
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use assembly::Failure;
-use device::DeviceError;
-use model::{LaunchPlan, Tensor};
-use runtime::device_group::router::GroupModelId;
-use runtime::{DeviceGroup, Rejection, ReplyResult, Request};
 
-/// A request without a reply after this time has none.
-const REPLY_LIMIT: Duration = Duration::from_secs(120);
+use crate::rest_client::{Connection, HttpReply};
+
 /// Pause after a refusal.
-const REFUSED_PAUSE: Duration = Duration::from_millis(1);
+const REFUSED_PAUSE: Duration = Duration::from_millis(2);
 
-/// A network with the reply that it must give.
+/// A network of the server with the reply that it must give.
 pub(super) struct ServedNetwork {
-    name: String,
-    model: GroupModelId,
-    pub(super) plan: Arc<LaunchPlan>,
-    inputs: Vec<Tensor>,
-    outputs: Vec<Tensor>,
+    pub(super) name: String,
+    pub(super) message: Vec<u8>,
+    expected: Vec<u8>,
     right: AtomicU64,
-    /// The last right reply, and the longest time between two since the last reset.
-    gap: Mutex<(Instant, Duration)>,
+    seen: Mutex<Seen>,
+}
+
+/// What a client saw since the last fault.
+struct Seen {
+    last_right: Instant,
+    /// The longest time between two right replies.
+    gap: Duration,
+    /// The first refusal.
+    refused: Option<Instant>,
 }
 
 impl ServedNetwork {
@@ -33,27 +35,21 @@ impl ServedNetwork {
     /// When it gives no reply.
     pub(super) fn new(
         name: String,
-        model: GroupModelId,
-        plan: Arc<LaunchPlan>,
-        inputs: Vec<Tensor>,
-        group: &DeviceGroup,
+        message: Vec<u8>,
+        server: SocketAddr,
     ) -> Result<ServedNetwork, Failure> {
-        let (right, gap) = (AtomicU64::new(0), Mutex::new((Instant::now(), Duration::ZERO)));
-        let mut network = ServedNetwork { name, model, plan, inputs, outputs: vec![], right, gap };
-        network.outputs = match network.ask(group, model) {
-            Some(Ok(outputs)) => outputs,
-            other => return Err(Failure::failed(format!("{}: {other:?}", network.name))),
+        let reply = Connection::new(server).exchange(&message).map_err(Failure::failed)?;
+        let Some((_, expected)) = reply.parts().filter(|_| reply.status == 200) else {
+            return Err(Failure::failed(format!("{name}: {}", reply.text())));
         };
-        Ok(network)
+        let expected = expected.to_vec();
+        let seen = Seen { last_right: Instant::now(), gap: Duration::ZERO, refused: None };
+        let (right, seen) = (AtomicU64::new(0), Mutex::new(seen));
+        Ok(ServedNetwork { name, message, expected, right, seen })
     }
 
-    /// The reply of `model` to the inputs of this network; `None` when there is none.
-    pub(super) fn ask(&self, group: &DeviceGroup, model: GroupModelId) -> Option<ReplyResult> {
-        let (sender, receiver) = channel();
-        let inputs = self.inputs.clone();
-        let request = Request { model, inputs, class: None, priority: None, timeout: None };
-        group.submit(request, Box::new(move |reply| drop(sender.send(reply.result))));
-        receiver.recv_timeout(REPLY_LIMIT).ok()
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Right replies so far.
@@ -61,74 +57,96 @@ impl ServedNetwork {
         self.right.load(Ordering::SeqCst)
     }
 
-    pub(super) fn reset_gap(&self) {
-        self.gap.lock().unwrap_or_else(PoisonError::into_inner).1 = Duration::ZERO;
+    /// Forgets what was seen before the next fault.
+    pub(super) fn reset(&self) {
+        let mut seen = self.seen();
+        (seen.gap, seen.refused) = (Duration::ZERO, None);
     }
 
     /// The longest time between two right replies since the last reset.
     pub(super) fn gap(&self) -> Duration {
-        self.gap.lock().unwrap_or_else(PoisonError::into_inner).1
+        self.seen().gap
+    }
+
+    /// The first refusal since the last reset.
+    pub(super) fn refused(&self) -> Option<Instant> {
+        self.seen().refused
     }
 
     fn count_right(&self) {
-        let mut gap = self.gap.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = Instant::now();
-        gap.1 = gap.1.max(now - gap.0);
-        gap.0 = now;
-        drop(gap);
+        let (mut seen, now) = (self.seen(), Instant::now());
+        seen.gap = seen.gap.max(now - seen.last_right);
+        seen.last_right = now;
+        drop(seen);
         self.right.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn is_right(&self, reply: &HttpReply) -> bool {
+        reply.parts().is_some_and(|(_, data)| data == self.expected)
     }
 }
 
 /// What became of the requests of a client.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct ClientRecord {
     pub(super) right: u64,
-    /// Refused because the device is faulted or has no memory.
+    /// Refused with 503 and the time after which to try again.
     pub(super) refused: u64,
     pub(super) wrong: u64,
+    /// Connections that were refused, or closed before the reply to a request.
     pub(super) unanswered: u64,
+    /// What was wrong or missing, the first few.
+    pub(super) failures: Vec<String>,
 }
 
 impl ClientRecord {
-    pub(super) fn add(&mut self, other: &ClientRecord) {
+    const MAX_FAILURES: usize = 10;
+
+    pub(super) fn add(&mut self, other: ClientRecord) {
         self.right += other.right;
         self.refused += other.refused;
         self.wrong += other.wrong;
         self.unanswered += other.unanswered;
+        self.failures.extend(other.failures);
+        self.failures.truncate(ClientRecord::MAX_FAILURES);
+    }
+
+    fn fail(&mut self, network: &str, why: &str) {
+        if self.failures.len() < ClientRecord::MAX_FAILURES {
+            self.failures.push(format!("{network}: {why}"));
+        }
     }
 }
 
-pub(super) struct Client<'a> {
-    pub(super) group: &'a DeviceGroup,
-    pub(super) network: &'a ServedNetwork,
-    pub(super) end: &'a AtomicBool,
-}
-
-impl Client<'_> {
-    /// Sends one request after another until the end.
-    pub(super) fn run(&self) -> ClientRecord {
-        let mut record = ClientRecord::default();
-        while !self.end.load(Ordering::SeqCst) {
-            match self.network.ask(self.group, self.network.model) {
-                None => record.unanswered += 1,
-                Some(Ok(outputs)) if outputs == self.network.outputs => {
-                    record.right += 1;
-                    self.network.count_right();
-                }
-                Some(Err(Rejection::Device(
-                    DeviceError::Faulted { .. } | DeviceError::OutOfMemory { .. },
-                ))) => {
-                    record.refused += 1;
-                    std::thread::sleep(REFUSED_PAUSE);
-                }
-                Some(other) => {
-                    let what = other.map(|_| "other outputs than before");
-                    eprintln!("{}: {what:?}", self.network.name);
-                    record.wrong += 1;
-                }
+/// Sends one request after another until the end.
+pub(super) fn run(
+    server: SocketAddr,
+    network: &ServedNetwork,
+    is_ended: &AtomicBool,
+) -> ClientRecord {
+    let mut record = ClientRecord::default();
+    let mut connection = Connection::new(server);
+    while !is_ended.load(Ordering::SeqCst) {
+        match connection.exchange(&network.message) {
+            Ok(reply) if reply.status == 200 && network.is_right(&reply) => {
+                record.right += 1;
+                network.count_right();
+            }
+            Ok(reply) if reply.status == 503 && reply.retry_after => {
+                record.refused += 1;
+                network.seen().refused.get_or_insert_with(Instant::now);
+                std::thread::sleep(REFUSED_PAUSE);
+            }
+            Ok(reply) => {
+                record.wrong += 1;
+                record.fail(&network.name, &reply.text());
+            }
+            Err(why) => {
+                record.unanswered += 1;
+                record.fail(&network.name, &why);
+                std::thread::sleep(REFUSED_PAUSE);
             }
         }
-        record
     }
+    record
 }

@@ -23,7 +23,7 @@ impl Millis {
 pub(super) struct FaultRow {
     pub(super) kind: String,
     pub(super) count: u32,
-    /// From the fault until the device was given up.
+    /// From the fault until the first refusal.
     pub(super) noticed: Millis,
     /// The longest time in which a network gave no reply, for each fault.
     pub(super) without_service: Millis,
@@ -46,6 +46,7 @@ pub(super) struct FaultReport {
     pub(super) refused: u64,
     pub(super) wrong: u64,
     pub(super) unanswered: u64,
+    pub(super) failures: Vec<String>,
 }
 
 /// The report for people.
@@ -106,6 +107,7 @@ mod tests {
             refused: 2,
             wrong: 0,
             unanswered: 0,
+            failures: Vec::new(),
         };
         let text = table(&report);
         assert!(text.contains("trap") && text.contains("+3"), "{text}");

@@ -1,10 +1,11 @@
 //! The server under test: a process that ends with its parent.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use assembly::{DeviceArgs, Failure};
@@ -25,6 +26,12 @@ const NOT_INHERITED: [&str; 7] = [
     "ATOLL_LOG",
     "ATOLL_DATA_DIR",
 ];
+
+/// The message with which a server logs a slow call of the driver.
+const SLOW_CALL: &str = "slow driver call";
+
+/// Slow calls that are kept, at most.
+const MAX_SLOW_CALLS: usize = 100_000;
 
 /// Max time until its metrics are read.
 const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -60,6 +67,29 @@ pub(crate) struct ServerProcess {
     pub(super) grpc: SocketAddr,
     metrics: SocketAddr,
     pub(super) transport: Transport,
+    slow_calls: Arc<Mutex<Vec<SlowDriverCall>>>,
+}
+
+/// A call of the GPU's driver that took long, as the server logs it.
+#[derive(Clone, Debug)]
+pub(crate) struct SlowDriverCall {
+    pub(crate) call: String,
+    pub(crate) thread: String,
+    pub(crate) ms: f64,
+}
+
+impl SlowDriverCall {
+    /// The call of a line of the log, if it is about one.
+    fn from_line(line: &str) -> Option<SlowDriverCall> {
+        if !line.contains(SLOW_CALL) {
+            return None;
+        }
+        let event: Value = serde_json::from_str(line).ok()?;
+        let fields = &event["fields"];
+        let text = |name: &str| fields[name].as_str().unwrap_or("?").to_string();
+        let ms = fields["micros"].as_f64()? / 1e3;
+        Some(SlowDriverCall { call: text("call"), thread: text("thread"), ms })
+    }
 }
 
 /// Inferences and batches so far.
@@ -109,14 +139,43 @@ impl ServerProcess {
         let log = process.stderr.take();
         let mut guard = KillOnDrop(Some(process));
         let log = log.ok_or_else(|| Failure::failed("the server has no log"))?;
-        let ready = wait_until_ready(&read_lines(log), limit)?;
+        let slow_calls = Arc::new(Mutex::new(Vec::new()));
+        let ready = wait_until_ready(&read_lines(log, slow_calls.clone()), limit)?;
         let address = |wire: &str| {
             let text = ready["fields"][wire].as_str().unwrap_or_default();
             text.parse().map_err(|err| Failure::failed(format!("{wire} at '{text}': {err}")))
         };
         let (http, grpc, metrics) = (address("http")?, address("grpc")?, address("metrics")?);
         let process = guard.0.take().ok_or_else(|| Failure::failed("the server is gone"))?;
-        Ok(ServerProcess { process, http, grpc, metrics, transport })
+        Ok(ServerProcess { process, http, grpc, metrics, transport, slow_calls })
+    }
+
+    /// Writes a line to its standard input.
+    pub(crate) fn send_line(&mut self, line: &str) -> Result<(), String> {
+        let input = self.process.stdin.as_mut().ok_or("the server has no input")?;
+        input.write_all(format!("{line}\n").as_bytes()).map_err(|err| err.to_string())
+    }
+
+    /// The sum of a metric over its labels, if the server has it.
+    pub(crate) fn metric(&self, name: &str) -> Option<f64> {
+        let text = fetch(self.metrics, &self.transport).ok()?;
+        let of = |line: &&str| line.starts_with(name) && line[name.len()..].starts_with(['{', ' ']);
+        let values: Vec<f64> = text
+            .lines()
+            .filter(of)
+            .filter_map(|line| line.rsplit(' ').next()?.parse().ok())
+            .collect();
+        (!values.is_empty()).then(|| values.iter().sum())
+    }
+
+    /// The slow calls of the driver since the last time; with `--slow-call-us` only.
+    pub(crate) fn take_slow_calls(&self) -> Vec<SlowDriverCall> {
+        std::mem::take(&mut self.slow_calls.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The number of the process.
+    pub(crate) fn process_id(&self) -> u32 {
+        self.process.id()
     }
 
     /// Resident memory of the process, if the system reports it.
@@ -151,10 +210,19 @@ impl Drop for ServerProcess {
 }
 
 /// Reads the lines of a log on a thread, so that its writer never blocks.
-fn read_lines(log: impl Read + Send + 'static) -> Receiver<String> {
+fn read_lines(
+    log: impl Read + Send + 'static,
+    slow_calls: Arc<Mutex<Vec<SlowDriverCall>>>,
+) -> Receiver<String> {
     let (sender, lines) = sync_channel(1024);
     std::thread::spawn(move || {
         for line in BufReader::new(log).lines().map_while(Result::ok) {
+            if let Some(call) = SlowDriverCall::from_line(&line) {
+                let mut calls = slow_calls.lock().unwrap_or_else(PoisonError::into_inner);
+                if calls.len() < MAX_SLOW_CALLS {
+                    calls.push(call);
+                }
+            }
             // No line is read once the server is ready.
             let _ = sender.try_send(line);
         }

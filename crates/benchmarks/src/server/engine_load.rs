@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Instant;
 
+use assembly::device_group::OnFault;
 use assembly::{DeviceArgs, Failure, device_group, sample_inputs};
 use base::Bytes;
 use model::repository::Repository;
@@ -50,7 +51,8 @@ impl EngineUnderTest {
         let entry = entry.ok_or_else(|| Failure::usage("there is no model in this file"))?;
         let config = entry.config().map_err(Failure::usage)?;
         let ServeSettings { device, gpu_memory, node } = settings;
-        let device_group = device_group::open_device_group(device, *gpu_memory, node)?;
+        let device_group =
+            device_group::open_device_group(device, *gpu_memory, node, OnFault::Reopen)?;
         let placed = assembly::load_file(&device_group, path, &AtomicBool::new(false))
             .map_err(Failure::failed)?;
         let plan = placed.program.plan().clone();

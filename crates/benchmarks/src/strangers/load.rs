@@ -4,13 +4,15 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use assembly::sample_inputs;
 use base::Random;
 use model::{LaunchPlan, Tensor};
 
-use super::wire::{Connection, HttpReply, inference, plain};
+use super::stalls::SlowRequest;
+use crate::rest_client::{Connection, HttpReply, inference, plain};
 
 /// How far a reply may differ from that of the same inputs, relative to its largest value: other
 /// batches use other kernels.
@@ -80,15 +82,24 @@ fn agree(a: &HttpReply, b: &HttpReply) -> bool {
     pairs().all(|(a, b)| a.to_bits() == b.to_bits() || (a - b).abs() <= TOLERANCE * largest)
 }
 
+/// What a real-time client does.
+pub(super) struct RealTimeLoad {
+    /// Requests a second.
+    pub(super) rate: f64,
+    pub(super) span: Duration,
+    pub(super) seed: u64,
+    /// Who looks into requests that take longer than so many milliseconds.
+    pub(super) slow: Option<(f64, Sender<SlowRequest>)>,
+}
+
 /// A real-time client: requests due at a fixed rate, timed from when they are due.
 pub(super) fn real_time(
     address: SocketAddr,
     network: &Network,
-    rate: f64,
-    span: Duration,
-    seed: u64,
+    load: &RealTimeLoad,
 ) -> Result<ClientRecord, String> {
-    let mut random = Random::new(seed);
+    let RealTimeLoad { rate, span, seed, slow } = load;
+    let mut random = Random::new(*seed);
     let bindings = sample_inputs::Bindings::default();
     let inputs = sample_inputs::random_inputs(&network.plan, &bindings, &mut random)?;
     let message = inference(&network.name, &network.plan, &inputs, "rt")?;
@@ -104,12 +115,19 @@ pub(super) fn real_time(
     let began = Instant::now();
     for number in 0.. {
         let due = began + Duration::from_secs_f64(f64::from(number) / rate);
-        if due.duration_since(began) >= span {
+        if due.duration_since(began) >= *span {
             break;
         }
         wait_until(due);
         let reply = connection.exchange(&message);
-        record.latencies_ms.push(due.elapsed().as_secs_f64() * 1e3);
+        let latency_ms = due.elapsed().as_secs_f64() * 1e3;
+        record.latencies_ms.push(latency_ms);
+        if let Some((from_ms, watch)) = slow
+            && latency_ms > *from_ms
+        {
+            // Nobody looks any more when the measurement ends.
+            let _ = watch.send(SlowRequest { at: Instant::now(), latency_ms });
+        }
         match reply {
             Ok(reply) if reply.status == 200 && agree(&expected, &reply) => {}
             Ok(reply) if reply.status == 200 => {

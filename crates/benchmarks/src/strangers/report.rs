@@ -5,6 +5,12 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
+use super::stalls::{Stall, ThreadShare};
+use crate::server::child::SlowDriverCall;
+
+/// Stalls that the text shows; the JSON has more.
+const STALLS_SHOWN: usize = 8;
+
 /// Latency in milliseconds.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(super) struct Latency {
@@ -33,6 +39,34 @@ impl Latency {
     }
 }
 
+/// Slow calls of the driver with one name, by threads of one name.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct SlowCalls {
+    pub(super) call: String,
+    pub(super) thread: String,
+    pub(super) count: usize,
+    pub(super) median_ms: f64,
+    pub(super) max_ms: f64,
+}
+
+impl SlowCalls {
+    /// The calls by name and thread, the longest first.
+    pub(super) fn of(calls: &[SlowDriverCall]) -> Vec<SlowCalls> {
+        let mut by_name: BTreeMap<(&str, &str), Vec<f64>> = BTreeMap::new();
+        for SlowDriverCall { call, thread, ms } in calls {
+            by_name.entry((call, thread)).or_default().push(*ms);
+        }
+        let row = |((call, thread), times): ((&str, &str), Vec<f64>)| {
+            let Latency { count, p50_ms, max_ms, .. } = Latency::of(&times);
+            let (call, thread) = (call.to_string(), thread.to_string());
+            SlowCalls { call, thread, count, median_ms: p50_ms, max_ms }
+        };
+        let mut rows: Vec<SlowCalls> = by_name.into_iter().map(row).collect();
+        rows.sort_by(|a, b| b.max_ms.total_cmp(&a.max_ms));
+        rows
+    }
+}
+
 /// The result.
 #[derive(Debug, Serialize)]
 pub(super) struct StrangersReport {
@@ -52,6 +86,10 @@ pub(super) struct StrangersReport {
     pub(super) failures: Vec<String>,
     /// What strangers did.
     pub(super) actions: BTreeMap<&'static str, u64>,
+    /// Slow real-time requests beside strangers, in the order they happened.
+    pub(super) stalls: Vec<Stall>,
+    /// Calls of the GPU's driver that took a millisecond or longer beside strangers.
+    pub(super) slow_calls: Vec<SlowCalls>,
     /// Resident memory of the server before and after the strangers.
     pub(super) server_bytes: [Option<u64>; 2],
 }
@@ -94,6 +132,39 @@ pub(super) fn table(report: &StrangersReport) -> String {
         "failed: {} of real time, {} of strangers",
         report.real_time_failed, report.strangers_failed
     );
+    for SlowCalls { call, thread, count, median_ms, max_ms } in &report.slow_calls {
+        let _ = writeln!(
+            text,
+            "slow driver call: {call} by {thread}, {count} times, median {median_ms} ms, \
+             maximum {max_ms} ms"
+        );
+    }
+    text.push_str(&stall_table(&report.stalls));
+    text
+}
+
+/// The longest stalls, with what the server says about them.
+fn stall_table(stalls: &[Stall]) -> String {
+    let mut longest: Vec<&Stall> = stalls.iter().collect();
+    longest.sort_by(|a, b| b.latency_ms.total_cmp(&a.latency_ms));
+    let mut text = String::new();
+    for stall in longest.iter().take(STALLS_SHOWN) {
+        let inside = stall.server_ms.map_or("?".to_string(), |ms| format!("{ms:.2}"));
+        let why = stall.why.as_deref().unwrap_or("not recorded any more");
+        let _ = writeln!(
+            text,
+            "stall of {:.2} ms at {:.1} s, {inside} ms of it in the node: {why}",
+            stall.latency_ms, stall.at_s
+        );
+        let thread = |share: &ThreadShare| {
+            let ThreadShare { name, ran_ms, waited_ms } = share;
+            format!("{name} ran {ran_ms:.1} ms, waited {waited_ms:.1} ms")
+        };
+        let threads: Vec<String> = stall.threads.iter().map(thread).collect();
+        if !threads.is_empty() {
+            let _ = writeln!(text, "  meanwhile {}", threads.join("; "));
+        }
+    }
     text
 }
 
@@ -108,5 +179,18 @@ mod tests {
         assert_eq!((latency.count, latency.p50_ms, latency.p99_ms), (1000, 501.0, 991.0));
         assert_eq!((latency.p999_ms, latency.max_ms), (1000.0, 1000.0));
         assert_eq!(Latency::of(&[]).max_ms, 0.0);
+    }
+
+    #[test]
+    fn slow_calls_are_grouped_by_call_and_thread() {
+        let call = |call: &str, thread: &str, ms: f64| SlowDriverCall {
+            call: call.to_string(),
+            thread: thread.to_string(),
+            ms,
+        };
+        let calls = [call("a", "x", 1.0), call("b", "x", 9.0), call("a", "x", 3.0)];
+        let rows = SlowCalls::of(&calls);
+        assert_eq!((rows[0].call.as_str(), rows[0].count), ("b", 1));
+        assert_eq!((rows[1].count, rows[1].max_ms), (2, 3.0));
     }
 }

@@ -13,6 +13,7 @@ use super::facts::{DriverFacts, read_facts};
 use super::gpu_use::{self, Leftover};
 use super::pinned_pool::PinnedPool;
 use super::resource_counts::ResourceCounts;
+use super::slow_calls;
 use super::sm_partition::{self, SmPartition};
 use crate::error::{CudaError, OpenError, is_sticky};
 
@@ -203,6 +204,7 @@ impl Context {
         if let Some(reason) = self.fault.get() {
             return Err(CudaError::Faulted(reason.clone()));
         }
+        slow_calls::begin();
         if CURRENT.get() == self.number {
             return Ok(());
         }
@@ -214,6 +216,7 @@ impl Context {
 
     /// `code` as a result. A sticky error marks the device as faulted.
     pub(crate) fn check(&self, call: &'static str, code: CUresult) -> Result<(), CudaError> {
+        slow_calls::end(call);
         if code == CUresult::CUDA_SUCCESS {
             return Ok(());
         }
@@ -221,6 +224,7 @@ impl Context {
         if !is_sticky(code) {
             return Err(err);
         }
+        gpu_use::set_refused(self.device);
         Err(CudaError::Faulted(self.set_faulted(&err.to_string()).to_string()))
     }
 
@@ -296,6 +300,12 @@ impl Drop for Context {
     }
 }
 
+/// Whether the driver refuses the GPU `ordinal` to this process since a kernel has faulted on it;
+/// another process can use it.
+pub fn is_refused(ordinal: usize) -> bool {
+    was_opened() && find_device(ordinal).is_ok_and(gpu_use::is_refused)
+}
+
 /// Loads and initialises the driver, or says what is missing.
 fn start_driver() -> Result<(), OpenError> {
     // SAFETY: asks the loader for the library by name. NVIDIA's driver library has no unsound
@@ -354,6 +364,9 @@ fn retain(device: CUdevice) -> Result<CUcontext, OpenError> {
     let mut raw: CUcontext = std::ptr::null_mut();
     // SAFETY: `device` came from the driver; a [`Context`] releases it when it is dropped.
     let code = unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) };
+    if is_sticky(code) {
+        gpu_use::set_refused(device);
+    }
     check("cuDevicePrimaryCtxRetain", code)?;
     Ok(raw)
 }

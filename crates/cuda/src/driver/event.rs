@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUevent};
 
+use super::slow_calls;
 use super::{Context, Stream};
 use crate::error::CudaError;
 
@@ -74,6 +75,7 @@ impl Drop for Event {
         if self.context.enter().is_ok() {
             // SAFETY: created in `new` and not used after this.
             let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
+            slow_calls::end("cuEventDestroy");
         }
     }
 }

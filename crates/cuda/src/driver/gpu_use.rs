@@ -1,10 +1,11 @@
 //! Which GPUs this process uses, and what a faulted one leaves behind.
 //!
-//! The primary context of a GPU serves everything that opens it. After a fault it must be destroyed
+//! The primary context of a GPU serves everything that opens it. After a hang it must be destroyed
 //! before it is made again, and that is safe only when nothing uses it any more: every object of
 //! the driver holds a [`super::Context`], so the last of them destroys it. What outlives a context,
 //! such as physical memory, cannot be freed while the GPU is faulted, and is kept until it is open
-//! again.
+//! again. After a fault of a kernel the driver (580 on an H200) answers with that fault whatever
+//! is destroyed or reset: only another process can use the GPU.
 
 use std::alloc::Layout;
 use std::collections::BTreeMap;
@@ -26,6 +27,8 @@ pub(super) enum Leftover {
 struct GpuUse {
     contexts: usize,
     faulted: bool,
+    /// The driver answers every call with the fault, whatever becomes of the context.
+    refused: bool,
     leftovers: Vec<Leftover>,
 }
 
@@ -48,6 +51,16 @@ pub(super) fn begin(device: CUdevice) {
 /// A context of the GPU met an error that it does not recover from.
 pub(super) fn set_faulted(device: CUdevice) {
     gpus().entry(device).or_default().faulted = true;
+}
+
+/// The driver reported a fault of a kernel or of the GPU itself.
+pub(super) fn set_refused(device: CUdevice) {
+    gpus().entry(device).or_default().refused = true;
+}
+
+/// Whether the driver refuses the GPU to this process for ever.
+pub(super) fn is_refused(device: CUdevice) -> bool {
+    gpus().get(&device).is_some_and(|gpu| gpu.refused)
 }
 
 /// A context no longer uses the GPU: calls `reset` when it was the last one of a faulted GPU.
@@ -107,7 +120,9 @@ mod tests {
         end(device, || panic!("it is not faulted"));
         begin(device);
         set_faulted(device);
-        assert!(is_faulted(device));
+        assert!(is_faulted(device) && !is_refused(device));
+        set_refused(4_002);
+        assert!(is_refused(4_002));
         end(device, || panic!("another context uses it"));
         end(device, || resets += 1);
         assert!(resets == 1 && !is_faulted(device));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
 
+use super::slow_calls;
 use super::{Context, CountedResource, ResourceKind, Stream};
 use crate::error::CudaError;
 
@@ -59,6 +60,7 @@ impl Drop for Graph {
         if self.context.enter().is_ok() {
             // SAFETY: made in `instantiate` and not used after this.
             let _ = unsafe { sys::cuGraphExecDestroy(self.exec) };
+            slow_calls::end("cuGraphExecDestroy");
         }
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
 
+use super::slow_calls;
 use super::{Context, CountedResource, ResourceKind};
 use crate::error::CudaError;
 
@@ -111,6 +112,7 @@ impl Drop for Module {
         if self.context.enter().is_ok() {
             // SAFETY: loaded in `load` and not used after this: users have waited for its kernels.
             let _ = unsafe { sys::cuModuleUnload(self.raw) };
+            slow_calls::end("cuModuleUnload");
         }
     }
 }

@@ -10,6 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys;
 
 use super::resource_counts::CountedResource;
+use super::slow_calls;
 use crate::error::CudaError;
 
 /// Bytes of one allocation.
@@ -128,6 +129,7 @@ pub(super) fn piece_size(bytes: usize) -> usize {
 pub(super) fn free(address: *mut u8) {
     // SAFETY: from `allocate`, and not used after this; the context is the thread's.
     let _ = unsafe { sys::cuMemFreeHost(address.cast()) };
+    slow_calls::end("cuMemFreeHost");
 }
 
 #[cfg(test)]

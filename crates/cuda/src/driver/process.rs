@@ -28,6 +28,17 @@ pub fn tune_allocator() {
     }
 }
 
+/// Closes every descriptor but the standard ones when this process executes another program, also
+/// those of libraries: a GPU keeps the memory of a process as long as one is open.
+pub fn close_descriptors_on_exec() {
+    #[cfg(target_os = "linux")]
+    // SAFETY: sets a flag of descriptors. Where the system does not know the call, libraries have
+    // set it themselves or not.
+    let _ = unsafe {
+        libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC)
+    };
+}
+
 /// Ends the process with `code` if a GPU was opened; returns otherwise. Threads may be inside the
 /// driver or its compiler, and exit handlers of these libraries would free what they use, so no
 /// exit handler runs. The caller has flushed and joined everything else.

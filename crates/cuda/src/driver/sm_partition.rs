@@ -8,7 +8,6 @@ use cudarc::driver::sys::{
 
 use super::call::check;
 use super::facts::DriverFacts;
-use super::gpu_use;
 use crate::error::{CudaError, OpenError};
 
 /// From compute capability 9.0 on, SMs are assigned in groups of this size, and the driver rounds
@@ -82,7 +81,6 @@ fn divide(
 /// One SM partition.
 pub(crate) struct SmPartition {
     raw: CUgreenCtx,
-    device: CUdevice,
     multiprocessors: u32,
 }
 
@@ -107,7 +105,7 @@ impl SmPartition {
         // SAFETY: the description is of this device; destroyed when this value is dropped.
         let code = unsafe { sys::cuGreenCtxCreate(&mut raw, desc, device, flags) };
         check("cuGreenCtxCreate", code)?;
-        Ok(SmPartition { raw, device, multiprocessors })
+        Ok(SmPartition { raw, multiprocessors })
     }
 
     pub(crate) fn multiprocessors(&self) -> u32 {
@@ -136,11 +134,9 @@ impl SmPartition {
 
 impl Drop for SmPartition {
     fn drop(&mut self) {
-        // The reset of a faulted GPU destroys it, too, and this would wait for kernels that hang.
-        if !gpu_use::is_faulted(self.device) {
-            // SAFETY: made in `open` and not used after this; an error cannot be reported.
-            let _ = unsafe { sys::cuGreenCtxDestroy(self.raw) };
-        }
+        // Also of a faulted GPU: the primary context cannot be reset before.
+        // SAFETY: made in `open` and not used after this; an error cannot be reported.
+        let _ = unsafe { sys::cuGreenCtxDestroy(self.raw) };
     }
 }
 

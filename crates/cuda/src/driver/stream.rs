@@ -12,6 +12,7 @@ use cudarc::driver::sys::{
     CUstreamBatchMemOpType, CUstreamCaptureMode,
 };
 
+use super::slow_calls;
 use super::{Context, Function, Graph, SmPartition};
 use crate::error::CudaError;
 
@@ -282,6 +283,7 @@ impl Drop for Stream {
         if self.context.enter().is_ok() {
             // SAFETY: made in `new` and not used after this; enqueued work still runs.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+            slow_calls::end("cuStreamDestroy");
         }
     }
 }

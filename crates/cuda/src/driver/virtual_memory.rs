@@ -10,6 +10,7 @@ use cudarc::driver::sys::{
 };
 
 use super::gpu_use::Leftover;
+use super::slow_calls;
 use super::{Context, CountedResource, ResourceKind};
 use crate::error::CudaError;
 
@@ -70,6 +71,7 @@ impl Drop for PhysicalMemory {
             // SAFETY: created in `new` and not used after this. The driver keeps the memory while
             // it is mapped.
             let _ = unsafe { sys::cuMemRelease(self.handle) };
+            slow_calls::end("cuMemRelease");
         } else {
             self.context.keep(Leftover::Physical(self.handle));
         }
@@ -164,6 +166,7 @@ impl Drop for AddressRange {
             let _ = self.unmap(0, self.bytes);
             // SAFETY: reserved in `reserve`, unmapped by the line above and not used after this.
             let _ = unsafe { sys::cuMemAddressFree(self.address, self.bytes as usize) };
+            slow_calls::end("cuMemAddressFree");
         } else {
             let mapped = self.mapped.get_mut().unwrap_or_else(PoisonError::into_inner);
             let (address, mapped) = (self.address, std::mem::take(mapped));

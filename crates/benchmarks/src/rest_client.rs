@@ -14,36 +14,40 @@ const MAX_REPLY_BYTES: usize = 1 << 30;
 const REPLY_LIMIT: Duration = Duration::from_secs(120);
 
 /// A reply.
-pub(super) struct HttpReply {
-    pub(super) status: u16,
+pub(crate) struct HttpReply {
+    pub(crate) status: u16,
+    /// It says when to try again.
+    pub(crate) retry_after: bool,
     /// Length of the JSON before binary tensors.
     header_bytes: Option<usize>,
-    pub(super) body: Vec<u8>,
+    pub(crate) body: Vec<u8>,
+    /// No request may follow on its connection.
+    closes: bool,
 }
 
 impl HttpReply {
     /// The JSON, and the bytes behind it.
-    pub(super) fn parts(&self) -> Option<(Value, &[u8])> {
+    pub(crate) fn parts(&self) -> Option<(Value, &[u8])> {
         let at = self.header_bytes.unwrap_or(self.body.len());
         let (head, data) = self.body.split_at_checked(at)?;
         Some((serde_json::from_slice(head).ok()?, data))
     }
 
     /// The beginning of the body, for messages.
-    pub(super) fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         let shown = &self.body[..self.body.len().min(200)];
         format!("{} {}", self.status, String::from_utf8_lossy(shown))
     }
 }
 
 /// A connection.
-pub(super) struct Connection {
+pub(crate) struct Connection {
     address: SocketAddr,
     stream: Option<BufReader<TcpStream>>,
 }
 
 impl Connection {
-    pub(super) fn new(address: SocketAddr) -> Connection {
+    pub(crate) fn new(address: SocketAddr) -> Connection {
         Connection { address, stream: None }
     }
 
@@ -58,12 +62,12 @@ impl Connection {
     }
 
     /// Closes the connection, whatever is outstanding on it.
-    pub(super) fn close(&mut self) {
+    pub(crate) fn close(&mut self) {
         self.stream = None;
     }
 
     /// Sends a request.
-    pub(super) fn send(&mut self, message: &[u8]) -> Result<(), String> {
+    pub(crate) fn send(&mut self, message: &[u8]) -> Result<(), String> {
         let sent = self.stream()?.get_mut().write_all(message).map_err(|err| err.to_string());
         if sent.is_err() {
             self.close();
@@ -72,16 +76,16 @@ impl Connection {
     }
 
     /// The reply to the request that was sent.
-    pub(super) fn receive(&mut self) -> Result<HttpReply, String> {
+    pub(crate) fn receive(&mut self) -> Result<HttpReply, String> {
         let reply = read_reply(self.stream()?);
-        if reply.is_err() {
+        if reply.as_ref().map_or(true, |reply| reply.closes) {
             self.close();
         }
         reply
     }
 
     /// Sends a request and waits for its reply.
-    pub(super) fn exchange(&mut self, message: &[u8]) -> Result<HttpReply, String> {
+    pub(crate) fn exchange(&mut self, message: &[u8]) -> Result<HttpReply, String> {
         self.send(message)?;
         self.receive()
     }
@@ -94,6 +98,7 @@ fn read_reply(stream: &mut impl BufRead) -> Result<HttpReply, String> {
     let status = line.split(' ').nth(1).and_then(|code| code.parse().ok());
     let status = status.ok_or_else(|| format!("no status in '{}'", line.trim()))?;
     let (mut length, mut header_bytes) = (0, None);
+    let (mut retry_after, mut closes) = (false, false);
     loop {
         line.clear();
         stream.read_line(&mut line).map_err(failed)?;
@@ -101,6 +106,8 @@ fn read_reply(stream: &mut impl BufRead) -> Result<HttpReply, String> {
         match name.to_ascii_lowercase().as_str() {
             "content-length" => length = value.trim().parse().map_err(|_| "a bad length")?,
             "inference-header-content-length" => header_bytes = value.trim().parse().ok(),
+            "retry-after" => retry_after = true,
+            "connection" => closes = value.trim().eq_ignore_ascii_case("close"),
             _ => {}
         }
     }
@@ -109,16 +116,16 @@ fn read_reply(stream: &mut impl BufRead) -> Result<HttpReply, String> {
     }
     let mut body = vec![0; length];
     stream.read_exact(&mut body).map_err(failed)?;
-    Ok(HttpReply { status, header_bytes, body })
+    Ok(HttpReply { status, retry_after, closes, header_bytes, body })
 }
 
 /// A request without a body.
-pub(super) fn plain(method: &str, path: &str) -> Vec<u8> {
+pub(crate) fn plain(method: &str, path: &str) -> Vec<u8> {
     format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n").into_bytes()
 }
 
 /// The inference request of these inputs, with binary tensors.
-pub(super) fn inference(
+pub(crate) fn inference(
     model: &str,
     plan: &LaunchPlan,
     inputs: &[Tensor],
