@@ -115,7 +115,15 @@ class Server:
             # The registry is beside the log, so that servers never share one.
             env = {**os.environ, "ATOLL_DATA_DIR": str(self.log.parent / "data")}
             with self.log.open("ab") as output:
-                self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=env)
+                # A server that stops when its input ends reads lines from here.
+                piped = "--until-input-ends" in self.command
+                self.process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.PIPE if piped else None,
+                    stdout=output,
+                    stderr=output,
+                    env=env,
+                )
         while time.monotonic() - started < START_SECONDS:
             if self.process is not None and self.process.poll() is not None:
                 raise AssertionError(
@@ -137,7 +145,7 @@ class Server:
     def assert_alive(self) -> None:
         """Asserts that the server runs, replies, and never panicked."""
         if self.process is not None:
-            assert self.process.poll() is None, f"the server exited:\n{self.log_tail()}"
+            assert self.process.poll() is None, f"the server exited with {self.process.returncode}:\n{self.log_tail()}"
             assert "panicked" not in self.log_text(), self.log_tail()
         reply = requests.get(f"{self.url}/v2/health/live", timeout=PATIENCE_SECONDS)
         assert reply.status_code == 200

@@ -121,7 +121,7 @@ impl ApiError {
 
     /// The reply to requests while the server drains.
     pub fn shutting_down() -> ApiError {
-        ApiError::unavailable("the server is shutting down")
+        ApiError::unavailable("the server is shutting down").retry_after(1)
     }
 
     /// Adds a retry hint.

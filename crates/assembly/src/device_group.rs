@@ -5,7 +5,7 @@ use std::sync::Arc;
 use base::{Bytes, MonotonicClock, Nanos};
 use cpu::{CpuDevice, CpuOptions};
 use device::{Device, DeviceError};
-use runtime::device_group::recovery::{FaultDomain, NodeOpener};
+use runtime::device_group::recovery::{FaultDomain, NodeOpener, ReopenError};
 use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeError, NodeOptions};
 
 use crate::device_args::DeviceArgs;
@@ -86,6 +86,18 @@ impl DeviceName {
     }
 }
 
+/// What becomes of a GPU that has faulted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnFault {
+    /// This process opens it again, if the driver lets it.
+    Reopen,
+    /// The caller replaces the process once no device is left ([`DeviceGroup::is_lost`]).
+    ReplaceProcess,
+}
+
+/// Why the process is replaced.
+const ONE_GPU: &str = "a process cannot use a GPU any more on which a kernel of it has faulted";
+
 /// An open device with its budget for weights.
 struct OpenDevice {
     device: Arc<dyn Device>,
@@ -101,8 +113,10 @@ pub fn open_device_group(
     args: &DeviceArgs,
     memory: Option<Bytes>,
     options: &NodeOptions,
+    on_fault: OnFault,
 ) -> Result<Arc<DeviceGroup>, Failure> {
     let named = parse(&args.device).map_err(Failure::usage)?;
+    let several = named.len() > 1;
     let cpus = named.iter().filter(|one| **one == DeviceName::Cpu).count();
     if memory.is_some() && cpus == named.len() {
         return Err(Failure::usage(
@@ -128,7 +142,12 @@ pub fn open_device_group(
             nodes.push(Arc::new(start(device, options, clock.clone())?));
         }
         if let DeviceName::Gpu { ordinal, parts } = one {
-            let open = reopener(args, ordinal, parts, gpu_options, clock.clone());
+            // Where there is nothing else to serve, the time that the attempt takes is lost.
+            let attempts = on_fault == OnFault::Reopen || several;
+            let open: NodeOpener = match attempts {
+                true => reopener(args, ordinal, parts, gpu_options, clock.clone()),
+                false => Box::new(|| Err(ReopenError::OnlyNewProcess(ONE_GPU.to_string()))),
+            };
             domains.push(FaultDomain { devices: first..nodes.len(), open });
         }
     }
@@ -152,9 +171,15 @@ fn reopener(
     let args = args.clone();
     let device = format!("cuda:{ordinal}");
     Box::new(move || {
-        let refused = |err: Failure| {
-            let reason = err.message().to_string();
-            DeviceError::Faulted { device: device.clone(), reason }
+        if cuda::is_refused(ordinal) {
+            return Err(ReopenError::OnlyNewProcess(ONE_GPU.to_string()));
+        }
+        let refused = |err: Failure| match cuda::is_refused(ordinal) {
+            true => ReopenError::OnlyNewProcess(err.message().to_string()),
+            false => {
+                let (device, reason) = (device.clone(), err.message().to_string());
+                ReopenError::NotYet(DeviceError::Faulted { device, reason })
+            }
         };
         let opened = open_gpu(&args, None, ordinal, parts).map_err(refused)?;
         opened

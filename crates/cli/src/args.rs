@@ -284,6 +284,10 @@ pub(crate) struct ServeArgs {
     /// Stop when standard input ends, for parents that the server must not outlive
     #[arg(long, hide = true)]
     pub(crate) until_input_ends: bool,
+
+    /// Inject the faults that lines of standard input name, as `inject trap`
+    #[arg(long, hide = true, requires = "until_input_ends")]
+    pub(crate) inject_faults: bool,
 }
 
 #[derive(Clone, Debug, Args)]

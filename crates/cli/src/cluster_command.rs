@@ -4,12 +4,13 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use assembly::backend::{
     BackendParts, REQUEST_TIMEOUT, RunningBackend, address_text, clock, retry_until_reached,
     server_metadata,
 };
+use assembly::device_group::OnFault;
 use assembly::{Failure, device_group, tokio_runtime};
 use base::Nanos;
 use cluster::frontend::{Frontend, FrontendSettings};
@@ -30,7 +31,7 @@ use cluster::status::{Status, render};
 use cluster::store::etcd::EtcdAccess;
 use cluster::store::{self, Store};
 use runtime::{DeviceGroup, NodeOptions};
-use server::{RunningServer, Server, ServerOptions};
+use server::{InheritedSockets, RunningServer, Server, ServerOptions};
 use tokio::sync::watch;
 
 use crate::args::ServeArgs;
@@ -40,6 +41,7 @@ use crate::cluster_args::{
 };
 use crate::data_folder::user_data_folder;
 use crate::listen::{bind, listen};
+use crate::process_replacement::{self, Handover, NO_DEVICE, REPLY_LIMIT};
 use crate::security_args::Ports;
 use crate::serve_command::node_options;
 use crate::shutdown_signal::ShutdownSignal;
@@ -271,8 +273,20 @@ fn backend_folder(folder: &Path, name: &str) -> PathBuf {
     folder.join("backends").join(name)
 }
 
+/// Replaces a process whose devices are lost; returns only when that fails.
+async fn replaced(
+    device_group: &DeviceGroup,
+    sockets: &InheritedSockets,
+    started: Instant,
+) -> Failure {
+    let reason = NO_DEVICE.to_string();
+    let handover = Handover::new(reason, device_group, Vec::new(), started.elapsed());
+    tokio::time::sleep(handover.pause()).await;
+    process_replacement::replace(sockets, &handover, false)
+}
+
 async fn backend(args: &BackendArgs) -> Result<(), Failure> {
-    let stop = ShutdownSignal::new()?;
+    let (stop, started) = (ShutdownSignal::new()?, Instant::now());
     if args.model_repository.is_empty() && args.models.model_store.is_none() {
         return Err(Failure::usage("name a --model-repository or a --model-store"));
     }
@@ -287,6 +301,8 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
     // A name with the number of the process is another one after a restart.
     let data_dir = args.data_dir.clone().or_else(user_data_folder);
     let data_dir = data_dir.filter(|_| args.store.name.is_some());
+    let (memory, on_fault) = (args.gpu_memory, OnFault::ReplaceProcess);
+    let device_group = device_group::open_device_group(&args.device, memory, &options, on_fault)?;
     let running = RunningBackend::start(BackendParts {
         store: open_store(&args.store)?,
         keys: Keys::new(&args.store.cluster),
@@ -295,7 +311,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         lease: Duration::from_millis(args.store.lease_ms),
         repositories: &args.model_repository,
         files: open_files(&args.models)?,
-        device_group: device_group::open_device_group(&args.device, args.gpu_memory, &options)?,
+        device_group: device_group.clone(),
         listen: args.security.backend_options(&args.ports(), body)?,
         advertise: args.advertise.clone(),
         kind: args.device_kind.clone(),
@@ -303,7 +319,13 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         checker: args.model_check.checker(&args.device.device),
     })
     .await?;
-    stop.wait().await;
+    tokio::select! {
+        () = stop.wait() => {}
+        () = process_replacement::lost(&device_group) => {
+            running.shutdown(REPLY_LIMIT).await;
+            return Err(replaced(&device_group, &InheritedSockets::default(), started).await);
+        }
+    }
     tracing::info!(in_flight = running.server.in_flight(), "stopping");
     check_finished(running.shutdown(Duration::from_secs(args.exit_timeout_secs)).await)
 }
@@ -318,8 +340,9 @@ pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
     if args.model_repository.is_empty() && args.data_dir.is_none() {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
-    let device_group =
-        device_group::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
+    let (memory, options) = (args.gpu_memory, node_options(args));
+    let on_fault = OnFault::ReplaceProcess;
+    let device_group = device_group::open_device_group(&args.device, memory, &options, on_fault)?;
     let runtime = tokio_runtime()?;
     let result = runtime.block_on(all_roles(args, device_group));
     runtime.shutdown_background();
@@ -327,7 +350,7 @@ pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
 }
 
 async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(), Failure> {
-    let stop = ShutdownSignal::new()?;
+    let (stop, started) = (ShutdownSignal::new()?, Instant::now());
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     // First, because the backend takes any free port, which must not be one of these.
     let bound = bind(&args.listen, args.data_dir.as_deref(), body).await?;
@@ -356,7 +379,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         lease,
         repositories: &args.model_repository,
         files: files.clone(),
-        device_group,
+        device_group: device_group.clone(),
         listen: ServerOptions {
             http: loopback,
             grpc: loopback,
@@ -383,14 +406,21 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
     };
     let service = Frontend::start(store.clone(), keys.clone(), clock(), settings).await;
     let service = service.map_err(Failure::failed)?;
-    let server = bound.serve(Arc::new(service.clone())).await.map_err(Failure::failed)?;
+    let mut server = bound.serve(Arc::new(service.clone())).await.map_err(Failure::failed)?;
     let record = FrontendRecord {
         grpc: address_text(server.grpc_addr),
         http: address_text(server.http_addr),
     };
     let _membership = service.join(store, &keys, &record);
     tracing::info!(http = record.http, grpc = record.grpc, "ready");
-    stop.wait().await;
+    tokio::select! {
+        () = stop.wait() => {}
+        () = process_replacement::lost(&device_group) => {
+            let sockets = server.take_sockets();
+            server.shutdown(REPLY_LIMIT).await;
+            return Err(replaced(&device_group, &sockets, started).await);
+        }
+    }
     let limit = Duration::from_secs(args.exit_timeout_secs);
     let done = server.shutdown(limit).await;
     check_finished(backend.server.shutdown(limit).await && done)

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use api::InferenceService;
 use assembly::Failure;
-use server::{BoundServer, RunningServer, Server};
+use server::{BoundServer, RunningServer, Server, ServerOptions};
 
 use crate::args::ListenArgs;
+use crate::process_replacement::take_sockets;
 
 /// Listens and serves; `folder` may hold tokens.
 pub(crate) async fn listen(
@@ -25,5 +26,7 @@ pub(crate) async fn bind(
     folder: Option<&Path>,
     max_body_bytes: usize,
 ) -> Result<BoundServer, Failure> {
-    Server::bind(args.options(folder, max_body_bytes)?).await.map_err(Failure::failed)
+    let inherited = take_sockets();
+    let options = ServerOptions { inherited, ..args.options(folder, max_body_bytes)? };
+    Server::bind(options).await.map_err(Failure::failed)
 }

@@ -17,6 +17,7 @@ mod npy;
 mod nvidia;
 mod plan_command;
 mod popularity;
+mod process_replacement;
 mod profile_command;
 mod quantize_command;
 mod registry_args;
@@ -54,6 +55,7 @@ fn main() -> ExitCode {
         cuda::end_process(code);
         return ExitCode::from(code);
     }
+    process_replacement::inherit();
     exit_without_error_on_closed_stdout();
     let deprecated = deprecated_env::read();
     let cli = parse(std::env::args_os(), &deprecated).unwrap_or_else(|err| err.exit());

@@ -5,16 +5,20 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use assembly::device_group::OnFault;
 use assembly::{DiskLoader, Failure, backend::address_text, device_group, tokio_runtime};
+use device::{DeviceError, InjectedFault};
 use model::repository::Repository;
 use model::store::Store;
 use runtime::{DeviceGroup, NodeOptions};
-use server::LocalNode;
+use server::{InheritedSockets, LocalNode, RunningServer};
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::{ModelControlMode, ServeArgs};
 use crate::data_folder::user_data_folder;
 use crate::listen::listen;
 use crate::popularity::Popularity;
+use crate::process_replacement::{self, Handover, NO_DEVICE, REPLY_LIMIT};
 use crate::shutdown_signal::ShutdownSignal;
 
 /// Runs the command until a signal stops it.
@@ -28,8 +32,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     if repositories.is_empty() && registry.is_err() {
         return Err(Failure::usage("name a --model-repository or a --data-dir"));
     }
+    let (memory, options) = (args.gpu_memory, node_options(args));
     let device_group =
-        device_group::open_device_group(&args.device, args.gpu_memory, &node_options(args))?;
+        device_group::open_device_group(&args.device, memory, &options, OnFault::ReplaceProcess)?;
     let loader = Arc::new(DiskLoader::with_checks(
         device_group.clone(),
         repositories,
@@ -38,11 +43,69 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         args.model_check.of_repositories(),
     ));
     let runtime = tokio_runtime()?;
-    let result = runtime.block_on(serve(args, device_group, loader.clone()));
+    let result = runtime.block_on(serve(args, device_group.clone(), loader.clone()));
     loader.stop();
+    if let Ok(Some(replacement)) = &result {
+        // The devices are not closed: calls for a faulted GPU may not return.
+        std::thread::sleep(replacement.pause);
+        let Replacement { sockets, handover, upgrade, .. } = replacement;
+        return Err(process_replacement::replace(sockets, handover, *upgrade));
+    }
     // A model that is still being loaded does not keep the process.
     runtime.shutdown_background();
-    result
+    result.map(drop)
+}
+
+/// The process that takes over from this one.
+struct Replacement {
+    sockets: InheritedSockets,
+    handover: Handover,
+    /// By the program that has the name of this one now.
+    upgrade: bool,
+    /// How long to wait before.
+    pause: Duration,
+}
+
+/// Why the server ends.
+enum Ending {
+    /// A signal stops it.
+    Stopped,
+    /// No device is left that this process can use.
+    Lost,
+    /// A signal asks for a new process.
+    Upgrade,
+}
+
+/// Returns when the server must end.
+async fn ending(stop: ShutdownSignal, device_group: &DeviceGroup) -> Ending {
+    let Ok(mut upgrade) = signal(SignalKind::user_defined2()) else {
+        stop.wait().await;
+        return Ending::Stopped;
+    };
+    tokio::select! {
+        () = stop.wait() => Ending::Stopped,
+        () = process_replacement::lost(device_group) => Ending::Lost,
+        _ = upgrade.recv() => Ending::Upgrade,
+    }
+}
+
+/// Injects the fault that a line of standard input names, as `inject trap` or `inject hang 2000`.
+fn inject(line: &str, device_group: &DeviceGroup) {
+    let mut words = line.split_whitespace();
+    let (Some("inject"), Some(name)) = (words.next(), words.next()) else { return };
+    let number = words.next().and_then(|word| word.parse().ok()).unwrap_or(0);
+    let injected = match InjectedFault::named(name, number) {
+        Some(InjectedFault::Lost) => {
+            let (device, reason) = (device_group.names()[0].clone(), "injected".to_string());
+            device_group.lose(0, &DeviceError::Faulted { device, reason })
+        }
+        Some(fault) => device_group.node(0).device().inject(fault),
+        None => Err(DeviceError::BadInput(format!("there is no fault '{name}'"))),
+    };
+    match injected {
+        Ok(()) => tracing::warn!(fault = name, number, "fault injected"),
+        Err(error) => tracing::error!(fault = name, %error, "fault not injected"),
+    }
 }
 
 /// Options of each device's node.
@@ -121,56 +184,101 @@ async fn serve(
     args: &ServeArgs,
     device_group: Arc<DeviceGroup>,
     loader: Arc<DiskLoader>,
-) -> Result<(), Failure> {
+) -> Result<Option<Replacement>, Failure> {
     let started = Instant::now();
     // Before anything is visible from outside, so that no signal is missed.
-    let stop =
-        if args.until_input_ends { ShutdownSignal::with_input()? } else { ShutdownSignal::new()? };
-    let mut stopped = std::pin::pin!(stop.wait());
+    let stop = shutdown_signal(args, &device_group)?;
+    let mut ended = std::pin::pin!(ending(stop, &device_group));
     let service = LocalNode::new(device_group.clone(), loader.clone());
     if matches!(args.model_control_mode, Some(ModelControlMode::None | ModelControlMode::Poll)) {
         service.forbid_control();
     }
+    let handover = process_replacement::handover();
+    handover.inspect(|handover| service.announce(&handover.models));
     let max_body_bytes = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let folder = args.data_dir.clone().or_else(user_data_folder);
-    let server =
+    let mut server =
         listen(&args.listen, folder.as_deref(), max_body_bytes, Arc::new(service.clone())).await?;
     let exit_timeout = Duration::from_secs(args.exit_timeout_secs);
+    let mut early = None;
     tokio::select! {
-        loaded = load_models(args, &service) => loaded?,
-        () = &mut stopped => {
-            tracing::info!("stopping while models are being loaded");
-            loader.stop();
-            server.shutdown(exit_timeout).await;
-            return Ok(());
-        }
+        loaded = load_models(args, &service, handover) => loaded?,
+        ending = &mut ended => early = Some(ending),
     }
-    let popularity = preload(args, &service);
-    service.set_started();
+    let popularity = if early.is_none() { preload(args, &service) } else { None };
+    if early.is_none() {
+        service.set_started();
+        handover.inspect(|handover| handover.restore(&device_group));
+    }
+    let ending = match early {
+        Some(ending) => ending,
+        None => {
+            log_ready(args, &server, &device_group, started);
+            if args.model_control_mode == Some(ModelControlMode::Poll) {
+                let period = Duration::from_secs(args.repository_poll_secs);
+                tokio::spawn(follow_changes(service.clone(), loader.clone(), period));
+            }
+            wait_and_save(ended, &service, popularity).await
+        }
+    };
+    loader.stop();
+    let (reason, upgrade, limit) = match ending {
+        Ending::Stopped => {
+            tracing::info!(in_flight = server.in_flight(), "stopping");
+            return match server.shutdown(exit_timeout).await {
+                true => Ok(None),
+                false => Err(Failure::failed(UNFINISHED)),
+            };
+        }
+        Ending::Lost => (NO_DEVICE, false, REPLY_LIMIT),
+        Ending::Upgrade => ("a new process was requested", true, exit_timeout),
+    };
+    let (sockets, models) = (server.take_sockets(), service.served_models());
+    let handover = Handover::new(reason.to_string(), &device_group, models, started.elapsed());
+    if !server.shutdown(limit).await {
+        tracing::warn!("{UNFINISHED}");
+    }
+    let pause = if args.inject_faults { Duration::ZERO } else { handover.pause() };
+    Ok(Some(Replacement { sockets, handover, upgrade, pause }))
+}
+
+/// Signals, and standard input if it is to end the server or to inject faults.
+fn shutdown_signal(
+    args: &ServeArgs,
+    device_group: &Arc<DeviceGroup>,
+) -> Result<ShutdownSignal, Failure> {
+    match (args.until_input_ends, args.inject_faults) {
+        (true, true) => {
+            let device_group = device_group.clone();
+            ShutdownSignal::with_input(move |line| inject(line, &device_group))
+        }
+        (true, false) => ShutdownSignal::with_input(|_| {}),
+        (false, _) => ShutdownSignal::new(),
+    }
+}
+
+fn log_ready(
+    args: &ServeArgs,
+    server: &RunningServer,
+    device_group: &DeviceGroup,
+    started: Instant,
+) {
     tracing::info!(
         http = address_text(server.http_addr),
         grpc = address_text(server.grpc_addr),
         metrics = address_text(server.metrics_addr),
-        device = device_group::describe(&device_group),
+        device = device_group::describe(device_group),
         policy = args.policy,
         started_ms = started.elapsed().as_millis() as u64,
         "ready"
     );
-    if args.model_control_mode == Some(ModelControlMode::Poll) {
-        let period = Duration::from_secs(args.repository_poll_secs);
-        tokio::spawn(follow_changes(service.clone(), loader.clone(), period));
-    }
-    wait_and_save(stopped, &service, popularity).await;
-    tracing::info!(in_flight = server.in_flight(), "stopping");
-    loader.stop();
-    if server.shutdown(exit_timeout).await {
-        return Ok(());
-    }
-    Err(Failure::failed("some requests did not finish in time and were cancelled"))
 }
 
 /// The file of request counts, and its content when the server started.
 type PopularityFile = Option<(PathBuf, Popularity)>;
+
+/// Why a server fails that stops too late.
+const UNFINISHED: &str = "some requests did not finish in time and were cancelled";
 
 /// Interval in which request counts are saved.
 const SAVE_INTERVAL: Duration = Duration::from_secs(60);
@@ -187,12 +295,12 @@ fn preload(args: &ServeArgs, service: &LocalNode) -> PopularityFile {
     saved
 }
 
-/// Waits for the shutdown signal, and saves request counts periodically.
+/// Waits until the server must end, and saves request counts periodically.
 async fn wait_and_save(
-    mut stopped: Pin<&mut impl Future<Output = ()>>,
+    mut ended: Pin<&mut impl Future<Output = Ending>>,
     service: &LocalNode,
     saved: PopularityFile,
-) {
+) -> Ending {
     let save = || {
         if let Some((path, known)) = &saved
             && let Err(err) = known.after(service.inference_counts()).write(path)
@@ -200,15 +308,33 @@ async fn wait_and_save(
             tracing::warn!("{}: {err}", path.display());
         }
     };
-    while tokio::time::timeout(SAVE_INTERVAL, &mut stopped).await.is_err() {
-        save();
-    }
+    let ending = loop {
+        match tokio::time::timeout(SAVE_INTERVAL, &mut ended).await {
+            Ok(ending) => break ending,
+            Err(_) => save(),
+        }
+    };
     save();
+    ending
 }
 
-/// Loads the models of the start. One that fails is logged and skipped, so that the others are
-/// served; one named on the command line must load.
-async fn load_models(args: &ServeArgs, service: &LocalNode) -> Result<(), Failure> {
+/// Loads the models of the start, those first that the process before this one served. One that
+/// fails is logged and skipped, so that the others are served; one named on the command line must
+/// load.
+async fn load_models(
+    args: &ServeArgs,
+    service: &LocalNode,
+    handover: Option<&Handover>,
+) -> Result<(), Failure> {
+    let mut loaded = Vec::new();
+    for name in handover.iter().flat_map(|handover| &handover.models) {
+        match service.load_model(name).await {
+            Ok(_) => loaded.push(name.clone()),
+            Err(error) => {
+                tracing::warn!(model = name, %error, "model of the process before not loaded");
+            }
+        }
+    }
     let explicit = args.model_control_mode == Some(ModelControlMode::Explicit);
     let all = if args.load_model.is_empty() {
         !explicit
@@ -216,13 +342,13 @@ async fn load_models(args: &ServeArgs, service: &LocalNode) -> Result<(), Failur
         args.load_model.iter().any(|name| name == "*")
     };
     if all {
-        let failed = service.load_all().await.map_err(Failure::failed)?;
+        let failed = service.load_all(&loaded).await.map_err(Failure::failed)?;
         if !failed.is_empty() {
             tracing::warn!(count = failed.len(), "models not loaded");
         }
         return Ok(());
     }
-    for name in &args.load_model {
+    for name in args.load_model.iter().filter(|name| !loaded.contains(name)) {
         service.load_model(name).await.map_err(Failure::failed)?;
     }
     Ok(())

@@ -1,8 +1,13 @@
 //! Waits for the signal that ends a server.
 
+use std::io::{BufRead, Read};
+
 use assembly::Failure;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
+
+/// A longer line of standard input is read in parts.
+const MAX_LINE_BYTES: u64 = 4096;
 
 /// SIGTERM and Ctrl-C and, if requested, the end of standard input.
 pub(crate) struct ShutdownSignal {
@@ -22,12 +27,22 @@ impl ShutdownSignal {
         })
     }
 
-    /// The same, and the end of standard input.
-    pub(crate) fn with_input() -> Result<ShutdownSignal, Failure> {
+    /// The same, and the end of standard input, whose lines go to `read`.
+    pub(crate) fn with_input(
+        read: impl Fn(&str) + Send + 'static,
+    ) -> Result<ShutdownSignal, Failure> {
         let (sender, ended) = oneshot::channel::<()>();
         let read_to_the_end = move || {
             // An error ends the input, too. The sender is dropped with the thread.
-            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+            let mut input = std::io::stdin().lock();
+            let mut line = Vec::new();
+            let mut next = |line: &mut Vec<u8>| {
+                line.clear();
+                input.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', line)
+            };
+            while next(&mut line).is_ok_and(|bytes| bytes > 0) {
+                read(String::from_utf8_lossy(&line).trim());
+            }
             drop(sender);
         };
         let thread = std::thread::Builder::new().name("input".to_string());

@@ -354,6 +354,29 @@ impl DeviceGroup {
         self.shared.lock().recoveries[device]
     }
 
+    /// Whether no device is left that this process can use: only a new process can serve again.
+    pub fn is_lost(&self) -> bool {
+        self.shared.lock().recoveries.iter().all(|counts| counts.lost)
+    }
+
+    /// Gives a device up as a fault would that only a new process recovers from: its pending
+    /// requests are answered.
+    ///
+    /// # Errors
+    /// When nothing can take the place of its node.
+    pub fn lose(&self, device: usize, fault: &DeviceError) -> Result<(), DeviceError> {
+        self.shared.lose(device, fault)
+    }
+
+    /// Goes on counting the faults of a device where another process stopped.
+    pub fn restore_recoveries(&self, device: usize, earlier: RecoveryCounts) {
+        if let Some(counts) = self.shared.lock().recoveries.get_mut(device) {
+            counts.faults += earlier.faults;
+            counts.recovered += earlier.recovered;
+            counts.out_of_service += earlier.out_of_service;
+        }
+    }
+
     /// Replicas added and removed so far.
     pub fn changes(&self) -> ReplicaCounts {
         self.shared.lock().router.changes()

@@ -25,6 +25,8 @@ pub use auth::{AccessOptions, JwtOptions};
 pub use connection::ConnectionLimits;
 pub use node::LocalNode;
 pub use node::loader::{LoadError, LoadedModel, ModelLoader, RepositoryEntry, check_cancelled};
-pub use server::{BoundServer, PlanFn, RunningServer, Server, ServerError, ServerOptions};
+pub use server::{
+    BoundServer, InheritedSockets, PlanFn, RunningServer, Server, ServerError, ServerOptions,
+};
 pub use telemetry::{Sampler, TelemetryOptions};
 pub use tls::{TlsIdentity, TlsOptions, write_self_signed};

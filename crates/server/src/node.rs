@@ -15,6 +15,7 @@ use api::{
 };
 use base::{Clock, Nanos};
 use device::DeviceError;
+use model::config::Class;
 use model::{HostMemory, Tensor};
 use runtime::batching::StaggeredBatch;
 use runtime::device_group::router::GroupModelId;
@@ -102,6 +103,12 @@ impl LocalNode {
         }
     }
 
+    /// Requests for these models get 503 with `Retry-After` until they are loaded, or have failed to
+    /// load.
+    pub fn announce(&self, names: &[String]) {
+        self.inner.models.announce(names);
+    }
+
     /// Declares that the initial models have been loaded or have failed to load.
     pub fn set_started(&self) {
         self.inner.started.store(true, Ordering::SeqCst);
@@ -132,13 +139,16 @@ impl LocalNode {
         ))
     }
 
-    /// Loads the newest version of every model of the repository and returns those that failed.
-    pub async fn load_all(&self) -> ApiResult<Vec<(String, ApiError)>> {
+    /// Loads the newest version of every model of the repository but those already `loaded`, and
+    /// returns those that failed.
+    pub async fn load_all(&self, loaded: &[String]) -> ApiResult<Vec<(String, ApiError)>> {
         let loader = self.inner.loader.clone();
         let entries = blocking(move || loader.index()).await?;
         let mut names: Vec<String> = entries.into_iter().map(|entry| entry.name).collect();
         names.sort_unstable();
         names.dedup();
+        names.retain(|name| !loaded.contains(name));
+        self.announce(&names);
         let mut failed = Vec::new();
         for name in names {
             if let Err(error) = self.load_model(&name).await {
@@ -180,6 +190,20 @@ impl LocalNode {
         let models = self.inner.models.all();
         let count = |served: &Arc<ServedModel>| served.counters.inferences.load(Ordering::Relaxed);
         models.iter().map(|served| (served.name.to_string(), count(served))).collect()
+    }
+
+    /// Names of the models that are served, those first that are needed most: real time, then by
+    /// the number of inferences.
+    pub fn served_models(&self) -> Vec<String> {
+        let mut models = self.inner.models.all();
+        let count = |served: &Arc<ServedModel>| served.counters.inferences.load(Ordering::Relaxed);
+        models.sort_by_key(|served| {
+            let best_effort = served.config.class == Class::BestEffort;
+            (best_effort, std::cmp::Reverse(count(served)), served.name.clone())
+        });
+        let mut names: Vec<String> = models.iter().map(|served| served.name.to_string()).collect();
+        names.dedup();
+        names
     }
 
     /// The devices.
@@ -451,12 +475,12 @@ impl Inner {
             let (loader, measured, version) = (inner.loader.clone(), name.clone(), served.version);
             // An unload does not wait for the profiling.
             drop(served);
-            let measured = tokio::task::spawn_blocking(move || {
+            let measured = in_background(move || {
                 let _mark = loader.begin_measuring(&measured, version);
                 device_group.profile(key, PROFILE_LIMIT)
             });
             match measured.await {
-                Ok(times) if !times.is_empty() => {
+                Some(times) if !times.is_empty() => {
                     tracing::info!(model = name, times = profile_text(&times), "model profiled");
                 }
                 _ => tracing::info!(model = name, "model not profiled"),
@@ -480,15 +504,15 @@ impl Inner {
             let (loader, checked, version) = (inner.loader.clone(), name.clone(), served.version);
             // An unload does not wait for it.
             drop(served);
-            let checked = tokio::task::spawn_blocking(move || {
+            let checked = in_background(move || {
                 let _mark = loader.begin_measuring(&checked, version);
                 device_group.check_padding(key, PADDING_LIMIT)
             });
             match checked.await {
-                Ok(Some(Ok(max_length))) => {
+                Some(Some(Ok(max_length))) => {
                     tracing::info!(model = name, max_length, "lengths share batches");
                 }
-                Ok(Some(Err(reason))) => {
+                Some(Some(Err(reason))) => {
                     tracing::info!(model = name, reason, "lengths do not share batches");
                 }
                 _ => {}

@@ -1,6 +1,7 @@
 //! Lifecycle of the server: bind, serve, drain without losing requests.
 
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -64,6 +65,19 @@ pub struct ServerOptions {
     pub planner: Option<PlanFn>,
     /// Where spans of requests are sent.
     pub telemetry: Option<TelemetryOptions>,
+    /// Sockets that listen already, which another process has bound: used instead of the addresses.
+    pub inherited: InheritedSockets,
+}
+
+/// Sockets that another process has bound.
+#[derive(Clone, Debug, Default)]
+pub struct InheritedSockets {
+    /// REST.
+    pub http: Option<Arc<std::net::TcpListener>>,
+    /// gRPC.
+    pub grpc: Option<Arc<std::net::TcpListener>>,
+    /// Metrics and management.
+    pub metrics: Option<Arc<std::net::TcpListener>>,
 }
 
 /// Plans GPUs: takes and returns what `POST /v2/atoll/plan` does. It may take seconds.
@@ -93,6 +107,7 @@ impl Default for ServerOptions {
             max_execution: Some(Duration::from_secs(300)),
             planner: None,
             telemetry: None,
+            inherited: InheritedSockets::default(),
         }
     }
 }
@@ -210,8 +225,12 @@ impl Server {
             }
         }
         let tls = options.tls.clone().map(Tls::open).transpose();
-        let bound =
-            [bind(options.http).await?, bind(options.grpc).await?, bind(options.metrics).await?];
+        let inherited = &options.inherited;
+        let bound = [
+            bind(options.http, inherited.http.as_deref()).await?,
+            bind(options.grpc, inherited.grpc.as_deref()).await?,
+            bind(options.metrics, inherited.metrics.as_deref()).await?,
+        ];
         let addresses: Vec<SocketAddr> = bound.iter().flatten().map(|bound| bound.1).collect();
         let certificates = options.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
         let access = Access::open(&options.access, &addresses, certificates);
@@ -288,7 +307,13 @@ impl BoundServer {
         app.bodies.memory.add_cache(cache);
         let (stop, stopped) = watch::channel(None);
         let reload = tokio::spawn(reload(self.access.clone(), self.tls.clone()));
+        let sockets = InheritedSockets {
+            http: duplicate(&self.http),
+            grpc: duplicate(&self.grpc),
+            metrics: duplicate(&self.metrics),
+        };
         let mut server = RunningServer {
+            sockets,
             http_addr: self.http.as_ref().map(|bound| bound.1),
             grpc_addr: self.grpc.as_ref().map(|bound| bound.1),
             metrics_addr: self.metrics.as_ref().map(|bound| bound.1),
@@ -348,12 +373,34 @@ async fn reload(access: Arc<Access>, tls: Option<Arc<Tls>>) {
 
 type Bound = (TcpListener, SocketAddr);
 
-async fn bind(address: Option<SocketAddr>) -> Result<Option<Bound>, ServerError> {
+async fn bind(
+    address: Option<SocketAddr>,
+    inherited: Option<&std::net::TcpListener>,
+) -> Result<Option<Bound>, ServerError> {
     let Some(address) = address else { return Ok(None) };
     let failed = |source| ServerError::Bind { address, source };
-    let listener = TcpListener::bind(address).await.map_err(failed)?;
+    let listener = match inherited {
+        Some(socket) => {
+            let socket = socket.try_clone().map_err(failed)?;
+            socket.set_nonblocking(true).map_err(failed)?;
+            TcpListener::from_std(socket).map_err(failed)?
+        }
+        None => TcpListener::bind(address).await.map_err(failed)?,
+    };
     let address = listener.local_addr().map_err(failed)?;
     Ok(Some((listener, address)))
+}
+
+/// Another handle of a listening socket.
+fn duplicate(bound: &Option<Bound>) -> Option<Arc<std::net::TcpListener>> {
+    let (listener, address) = bound.as_ref()?;
+    match listener.as_fd().try_clone_to_owned() {
+        Ok(socket) => Some(Arc::new(socket.into())),
+        Err(err) => {
+            tracing::warn!(%address, %err, "this socket cannot be handed on");
+            None
+        }
+    }
 }
 
 /// A running server. Dropping it closes the listeners without waiting for requests.
@@ -364,6 +411,8 @@ pub struct RunningServer {
     pub grpc_addr: Option<SocketAddr>,
     /// Where metrics listen.
     pub metrics_addr: Option<SocketAddr>,
+    /// Handles of the listening sockets, for another process.
+    sockets: InheritedSockets,
     app: Arc<AppState>,
     health: Option<grpc::GrpcHealth>,
     stop: watch::Sender<Option<Instant>>,
@@ -410,6 +459,12 @@ impl RunningServer {
         self.app.requests.in_flight()
     }
 
+    /// The listening sockets: as long as they are held, connections wait in them instead of being
+    /// refused.
+    pub fn take_sockets(&mut self) -> InheritedSockets {
+        std::mem::take(&mut self.sockets)
+    }
+
     /// Reports not ready, refuses new requests, waits for requests in flight and closes the
     /// listeners. `false` if requests were still running after `limit` and were dropped. Clients
     /// that do not finish sending a request, or do not take a response, only lose their own.
@@ -425,6 +480,7 @@ impl RunningServer {
         let drained = self.app.service.drain(remaining).await;
         // Finished responses still have to be written, even after the deadline.
         let written = deadline.max(Instant::now() + Duration::from_millis(500));
+        self.sockets = InheritedSockets::default();
         let _ = self.stop.send(Some(written));
         for task in &mut self.tasks {
             // Listeners close their connections at the deadline themselves.

@@ -3,7 +3,8 @@
 //! A fault ends everything on a device: its context, its memory and what runs. The node of such a
 //! device is abandoned, which answers every pending request, and dropped. A node on an absent
 //! device takes its place until the device is open again; then the models that were there are
-//! loaded, those first that are needed most. Other devices go on meanwhile.
+//! loaded, those first that are needed most. Other devices go on meanwhile. A driver may refuse the
+//! device to this process for ever; then only another process can open it.
 
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
@@ -28,14 +29,23 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_
 /// Pause before a model that could not be loaded is tried again.
 const LOAD_PAUSE: Nanos = Nanos::from_millis(5_000);
 
+/// Why faulted devices were not opened again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReopenError {
+    /// Something of them is still in use: it is tried again.
+    NotYet(DeviceError),
+    /// This process cannot open them any more.
+    OnlyNewProcess(String),
+}
+
 /// Starts the nodes of a domain, in the order of its devices.
-pub type NodeOpener = Box<dyn Fn() -> Result<Vec<Node>, DeviceError> + Send>;
+pub type NodeOpener = Box<dyn Fn() -> Result<Vec<Node>, ReopenError> + Send>;
 
 /// Devices that fault together, such as the parts of one GPU.
 pub struct FaultDomain {
     /// Their indices in the group.
     pub devices: Range<usize>,
-    /// Opens them again. Fails while something of the faulted devices is still in use.
+    /// Opens them again.
     pub open: NodeOpener,
 }
 
@@ -50,6 +60,8 @@ pub struct RecoveryCounts {
     pub out_of_service: Nanos,
     /// Out of service since then.
     pub since: Option<Nanos>,
+    /// Only another process can open it.
+    pub lost: bool,
 }
 
 /// A model that a device must load again.
@@ -89,7 +101,9 @@ impl Shared {
             let mut faults = domain.devices.clone().filter_map(|device| self.node(device).fault());
             if let Some(fault) = faults.next() {
                 drop(faults);
-                self.recover(domain, &fault, &mut kept);
+                if !self.recover(domain, &fault, &mut kept) {
+                    return;
+                }
             }
             for device in domain.devices.clone() {
                 self.reload(device, &mut kept);
@@ -105,13 +119,14 @@ impl Shared {
         waited.unwrap_or_else(PoisonError::into_inner).0.stopping
     }
 
-    fn recover(&self, domain: &FaultDomain, fault: &DeviceError, kept: &mut Kept) {
+    /// Opens the devices again; false when they stay out of service, or when the group stops.
+    fn recover(&self, domain: &FaultDomain, fault: &DeviceError, kept: &mut Kept) -> bool {
         let device = &self.names[domain.devices.start];
         tracing::error!(device, %fault, "device is given up and opened again");
         for device in domain.devices.clone() {
             if let Err(err) = self.take_out(device, fault, kept) {
                 tracing::error!(error = %err, "cannot replace the node of a faulted device");
-                return;
+                return false;
             }
         }
         let (mut wait, longest) = PAUSES;
@@ -120,7 +135,13 @@ impl Shared {
             match (domain.open)() {
                 Ok(nodes) if nodes.len() == domain.devices.len() => break nodes,
                 Ok(_) => tracing::error!(device, "wrong number of devices"),
-                Err(err) => {
+                Err(ReopenError::OnlyNewProcess(reason)) => {
+                    tracing::error!(device, reason, "only a new process can open the device");
+                    let mut state = self.lock();
+                    domain.devices.clone().for_each(|device| state.recoveries[device].lost = true);
+                    return false;
+                }
+                Err(ReopenError::NotYet(err)) => {
                     let text = err.to_string();
                     if text != logged {
                         tracing::warn!(device, error = %text, "cannot open the device yet");
@@ -129,7 +150,7 @@ impl Shared {
                 }
             }
             if self.pause(wait) {
-                return;
+                return false;
             }
             wait = (wait * 2).min(longest);
         };
@@ -137,6 +158,7 @@ impl Shared {
             self.put_in(device, Arc::new(node));
         }
         tracing::info!(device, "device is open again");
+        true
     }
 
     /// Replaces the node of a faulted device; what was pending is answered.
@@ -168,6 +190,12 @@ impl Shared {
             let stats = old.stats(key).unwrap_or_default();
             kept.stats.push((model, device, ModelStats { pending: 0, ..stats }));
         }
+        Ok(())
+    }
+
+    pub(super) fn lose(&self, device: usize, fault: &DeviceError) -> Result<(), DeviceError> {
+        self.take_out(device, fault, &mut Kept::default())?;
+        self.lock().recoveries[device].lost = true;
         Ok(())
     }
 

@@ -22,6 +22,18 @@ struct ModelEntry {
     cancel: Option<Arc<AtomicBool>>,
 }
 
+impl ModelEntry {
+    fn loading() -> ModelEntry {
+        ModelEntry {
+            served: None,
+            released: None,
+            state: ModelState::Loading,
+            reason: String::new(),
+            cancel: None,
+        }
+    }
+}
+
 /// Number of locks: how many models can be loaded or unloaded concurrently.
 const LOCK_COUNT: usize = 16;
 
@@ -94,17 +106,19 @@ impl ModelTable {
     /// Marks `name` as loading, until `cancelled` is set. A version in service remains in service.
     pub fn begin_load(&self, name: &str, cancelled: Arc<AtomicBool>) {
         let mut entries = self.write();
-        let entry = entries.entry(name.to_string()).or_insert_with(|| ModelEntry {
-            served: None,
-            released: None,
-            state: ModelState::Loading,
-            reason: String::new(),
-            cancel: None,
-        });
+        let entry = entries.entry(name.to_string()).or_insert_with(ModelEntry::loading);
         entry.cancel = Some(cancelled);
         if entry.served.is_none() {
             entry.state = ModelState::Loading;
             entry.reason.clear();
+        }
+    }
+
+    /// Models that will be loaded: requests for them get 503 with `Retry-After` meanwhile.
+    pub fn announce(&self, names: &[String]) {
+        let mut entries = self.write();
+        for name in names {
+            entries.entry(name.clone()).or_insert_with(ModelEntry::loading);
         }
     }
 

@@ -22,6 +22,8 @@ struct Hardware {
     /// They make progress all the same.
     progresses: AtomicBool,
     progress: AtomicUsize,
+    /// Only a new process could open it.
+    refused: AtomicBool,
     /// Attempts to open it that fail.
     closed: AtomicUsize,
     opened: AtomicUsize,
@@ -222,12 +224,26 @@ impl Bench {
         let nodes = hardware.iter().map(start).collect();
         let domain = |(index, hardware): (usize, &Arc<Hardware>)| {
             let (hardware, clock, options) = (hardware.clone(), clock.clone(), options.clone());
-            let open = move || open(&hardware, &clock, &options).map(|node| vec![node]);
+            let open = move || {
+                if hardware.refused.load(Ordering::SeqCst) {
+                    return Err(ReopenError::OnlyNewProcess("on purpose".to_string()));
+                }
+                let opened = open(&hardware, &clock, &options).map(|node| vec![node]);
+                opened.map_err(ReopenError::NotYet)
+            };
             FaultDomain { devices: index..index + 1, open: Box::new(open) }
         };
         let domains = hardware.iter().enumerate().map(domain).collect();
         let group = DeviceGroup::start_with(nodes, DeviceGroupOptions::default(), domains);
         Bench { group: group.unwrap(), hardware }
+    }
+
+    fn wait_lost(&self, device: usize) {
+        let clock = MonotonicClock::new();
+        while !self.group.recoveries(device).lost {
+            assert!(clock.now() < Nanos::from_millis(10_000), "the device is not given up");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn add(&self, name: &str, class: Class) -> GroupModelId {
@@ -304,6 +320,28 @@ fn a_faulted_device_serves_again_with_all_its_models() {
     // Counters go on.
     let (view, key) = bench.group.replicas(background)[0];
     assert_eq!(bench.group.node(view.device).stats(key).unwrap().success, 11);
+}
+
+#[test]
+fn a_device_that_only_a_new_process_can_open_stays_out_of_service() {
+    let bench = Bench::new(2, &NodeOptions::default());
+    let model = bench.add("model", Class::RealTime);
+    let home = bench.until_served(model, 1.0);
+    let other = 1 - home;
+    bench.hardware[home].refused.store(true, Ordering::SeqCst);
+    bench.break_device(home);
+    bench.wait_lost(home);
+    assert!(!bench.group.is_lost(), "another device is left");
+    let earlier = RecoveryCounts { faults: 4, recovered: 3, ..RecoveryCounts::default() };
+    bench.group.restore_recoveries(other, earlier);
+    bench.hardware[other].refused.store(true, Ordering::SeqCst);
+    bench.break_device(other);
+    bench.wait_lost(other);
+    assert!(bench.group.is_lost());
+    let counts = bench.group.recoveries(other);
+    assert_eq!((counts.faults, counts.recovered, counts.lost), (5, 3, true));
+    let reply = bench.submit(model, 2.0).recv_timeout(LONG).expect("an answer").result;
+    assert!(matches!(reply, Err(Rejection::Device(DeviceError::Faulted { .. }))));
 }
 
 #[test]
