@@ -124,7 +124,7 @@ async fn serve(
 ) -> Result<(), Failure> {
     let started = Instant::now();
     // Before anything is visible from outside, so that no signal is missed.
-    let stop =
+    let mut stop =
         if args.until_input_ends { ShutdownSignal::with_input()? } else { ShutdownSignal::new()? };
     let mut stopped = std::pin::pin!(stop.wait());
     let service = LocalNode::new(device_group.clone(), loader.clone());

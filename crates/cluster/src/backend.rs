@@ -21,6 +21,7 @@ use crate::record::{
     AssignedModel, Assignment, BackendRecord, BackendState, FailedUpdate, Keys, LoadState,
     ModelRecord, ProfileRecord, RecordKind, decode, encode, profile_name,
 };
+use crate::state_file::{self, StateFile};
 use crate::store::mirror;
 use crate::store::{Store, StoreError};
 
@@ -107,29 +108,45 @@ pub struct BackendAgent {
     pub catalog: ModelCatalog,
     /// The clock.
     pub clock: Arc<dyn Clock>,
+    /// Where the last assignment is kept, for a start without the store.
+    pub saved: Option<StateFile>,
 }
 
 /// Pause before a failed load is tried again.
 const RETRY: Duration = Duration::from_secs(5);
 
+/// Name of the assignment in the saved state.
+const SAVED_ASSIGNMENT: &str = "assignment";
+/// Pause before an unreachable store is tried again.
+const UNREACHABLE_RETRY: Duration = Duration::from_millis(200);
+
 /// What this backend has loaded and measured.
+#[derive(Default)]
 struct LocalState {
     state: BackendState,
     /// Digests whose profile is in the store.
     measured: BTreeSet<String>,
+    /// What was saved last.
+    saved: state_file::Entries,
 }
 
 impl BackendAgent {
-    /// Follows the plan until `stop` is true, then leaves the cluster. The store must be reachable
-    /// once.
+    /// Follows the plan until `stop` is true, then leaves the cluster. Waits for a store that
+    /// cannot be reached.
     pub async fn run(self, mut stop: watch::Receiver<bool>) -> Result<(), StoreError> {
-        let mut models =
-            mirror::follow(self.store.clone(), &self.keys.of(RecordKind::Model)).await?;
-        let own = self.keys.one(RecordKind::Assignment, &self.name);
-        let mut assignments = mirror::follow(self.store.clone(), &own).await?;
         let membership = Membership::start(self.store.clone(), self.lease);
         membership.put(self.keys.one(RecordKind::Backend, &self.name), encode(&self.record));
-        let mut local = LocalState { state: BackendState::default(), measured: BTreeSet::new() };
+        let mut local = LocalState::default();
+        self.load_saved(&mut local, &membership).await;
+        let own = self.keys.one(RecordKind::Assignment, &self.name);
+        let follow = async {
+            let models = self.follow_prefix(&self.keys.of(RecordKind::Model)).await?;
+            Ok((models, self.follow_prefix(&own).await?))
+        };
+        let (mut models, mut assignments) = tokio::select! {
+            _ = stop.wait_for(|stop| *stop) => return Ok(()),
+            followed = follow => followed?,
+        };
         self.publish(&membership, &local);
         // Beside the loop: a candidate does not wait for loads, nor they for it.
         let mut checks = JoinSet::new();
@@ -144,6 +161,7 @@ impl BackendAgent {
             self.read_models(&models.borrow_and_update());
             let assignment: Option<Assignment> =
                 assignments.borrow_and_update().get("").and_then(|value| decode(&own, value));
+            self.save(assignment.as_ref(), &mut local).await;
             let settled = match &assignment {
                 None => true,
                 Some(assignment) => self.follow(assignment, &mut local, &membership).await,
@@ -158,6 +176,62 @@ impl BackendAgent {
         }
         membership.leave().await;
         Ok(())
+    }
+
+    async fn follow_prefix(
+        &self,
+        prefix: &str,
+    ) -> Result<watch::Receiver<mirror::KeyValues>, StoreError> {
+        loop {
+            match mirror::follow(self.store.clone(), prefix).await {
+                Err(StoreError::Unreachable(reason)) => {
+                    tracing::warn!(reason, "cannot read the plan; trying again");
+                    tokio::time::sleep(UNREACHABLE_RETRY).await;
+                }
+                followed => return followed,
+            }
+        }
+    }
+
+    /// Loads what was assigned when the backend last ran: most likely it still is, and requests
+    /// may arrive before the store can be reached.
+    async fn load_saved(&self, local: &mut LocalState, membership: &Membership) {
+        let Some(file) = &self.saved else { return };
+        let entries = file.read();
+        let Some(assignment) = entries.get(SAVED_ASSIGNMENT) else { return };
+        let Some(assignment) = decode::<Assignment>(SAVED_ASSIGNMENT, assignment) else { return };
+        let prefix = RecordKind::Model.folder_prefix();
+        let models = entries.iter().filter_map(|(key, value)| {
+            let name = key.strip_prefix(prefix)?;
+            Some((name.to_string(), decode::<ModelRecord>(name, value)?))
+        });
+        self.catalog.set(models.collect());
+        for assigned in &assignment.models {
+            self.load(assigned, local, membership).await;
+        }
+        tracing::info!(models = assignment.models.len(), "models of the last run loaded");
+    }
+
+    /// Saves an assignment with the records of its models, where it has changed.
+    async fn save(&self, assignment: Option<&Assignment>, local: &mut LocalState) {
+        let (Some(file), Some(assignment)) = (&self.saved, assignment) else { return };
+        let prefix = RecordKind::Model.folder_prefix();
+        let record = |assigned: &AssignedModel| {
+            let record = self.catalog.find(&assigned.model)?;
+            Some((format!("{prefix}{}", assigned.model), encode(&record)))
+        };
+        let mut entries: state_file::Entries =
+            assignment.models.iter().filter_map(record).collect();
+        entries.insert(SAVED_ASSIGNMENT.to_string(), encode(assignment));
+        if local.saved == entries {
+            return;
+        }
+        local.saved.clone_from(&entries);
+        let file = file.clone();
+        let written = tokio::task::spawn_blocking(move || file.write(&entries)).await;
+        if let Ok(Err(error)) = written {
+            tracing::warn!(%error, "cannot save the assignment");
+        }
     }
 
     fn read_models(&self, entries: &mirror::KeyValues) {

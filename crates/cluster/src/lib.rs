@@ -14,6 +14,7 @@ pub mod record;
 pub mod scaling;
 pub mod scheduler;
 pub mod snapshot;
+pub mod state_file;
 pub mod status;
 pub mod store;
 pub mod tls;

@@ -20,6 +20,7 @@ use crate::snapshot::ClusterSnapshot;
 pub mod agent;
 pub mod demand;
 pub mod deployment;
+mod ejected_backends;
 pub mod packing;
 pub mod placement;
 pub mod plan;
@@ -28,6 +29,7 @@ pub mod prefix_batching;
 pub mod splitting;
 
 use deployment::{DeploymentState, DeploymentStep, ModelFacts};
+use ejected_backends::EjectedBackends;
 use placement::PlacementSettings;
 use plan::{Curves, Demand, DutyCycle, LoadedModels, Machine, PlacedPart, Placement};
 use pooling::{BackendPools, LoadFactors};
@@ -101,6 +103,9 @@ pub struct Core {
     assigned: BTreeMap<String, BTreeSet<String>>,
     /// Backends that are to be drained.
     draining: BTreeSet<String>,
+    /// Backends that frontends avoid, and those of them that the plan does without.
+    ejected: EjectedBackends,
+    avoided: BTreeSet<String>,
     planned_at: Option<Nanos>,
     /// Whether the placement has been extended since the plan.
     extended: bool,
@@ -123,6 +128,8 @@ impl Core {
             splits: snapshot.splits.clone(),
             assigned: BTreeMap::new(),
             draining: BTreeSet::new(),
+            ejected: EjectedBackends::default(),
+            avoided: BTreeSet::new(),
             planned_at: None,
             extended: false,
             seen_at: now,
@@ -194,6 +201,7 @@ impl Core {
             return None;
         }
         let present = machines(snapshot);
+        self.avoided = self.ejected.update(now, snapshot);
         let machines = self.retained(&present);
         let mut demands = self.demands(snapshot);
         let curves = curves(snapshot);
@@ -212,11 +220,14 @@ impl Core {
         Some(self.deploy(snapshot, &present, &demands, &curves))
     }
 
-    /// The machines that are not draining; all of them where every machine is draining, because
+    /// The machines that are neither draining nor avoided; all of them where none is left, because
     /// requests must still be served.
     fn retained<'a>(&self, present: &'a [Machine]) -> Cow<'a, [Machine]> {
-        let is_retained = |machine: &&Machine| !self.draining.contains(&machine.name);
-        match self.draining.is_empty() || !present.iter().any(|machine| is_retained(&machine)) {
+        let is_retained = |machine: &&Machine| {
+            !self.draining.contains(&machine.name) && !self.avoided.contains(&machine.name)
+        };
+        let all_retained = self.draining.is_empty() && self.avoided.is_empty();
+        match all_retained || !present.iter().any(|machine| is_retained(&machine)) {
             true => Cow::Borrowed(present),
             false => present.iter().filter(is_retained).cloned().collect(),
         }
@@ -269,12 +280,13 @@ impl Core {
             return Some("backend lost");
         }
         let is_retained = |name: &String| machines.iter().any(|machine| machine.name == *name);
-        if self
-            .draining
-            .iter()
-            .any(|name| self.placement.duty_cycles.contains_key(name) && !is_retained(name))
-        {
+        let is_left =
+            |name: &String| self.placement.duty_cycles.contains_key(name) && !is_retained(name);
+        if self.draining.iter().any(is_left) {
             return Some("backend drained");
+        }
+        if self.avoided.iter().any(is_left) {
+            return Some("backend avoided");
         }
         if !self.placement.covers(machines, demands) {
             return Some("models changed");
@@ -363,7 +375,7 @@ impl Core {
         let current = match reason {
             // SLOs may have changed too, not only rates.
             "model measured" | "queries changed" => return None,
-            "backend lost" | "backend joined" | "backend drained" => {
+            "backend lost" | "backend joined" | "backend drained" | "backend avoided" => {
                 let placement = &self.placement;
                 placement::repair(placement, machines, demands, curves, &self.assigned, settings)?
             }

@@ -60,6 +60,7 @@ impl ClusterSnapshot {
         ClusterSnapshot {
             plan: entries.get("plan").and_then(|value| decode("plan", value)),
             scaling: entries.get("scaling").and_then(|value| decode("scaling", value)),
+            backends: records(entries, RecordKind::Backend),
             frontends: records(entries, RecordKind::Frontend),
             models: records(entries, RecordKind::Model),
             routes: records(entries, RecordKind::Route),
