@@ -45,6 +45,8 @@ use routing_table::{ModelEntry, RouteTarget, RoutingTable};
 
 /// How often load is reported.
 const REPORT_INTERVAL: Duration = Duration::from_millis(1000);
+/// How often in that time it is measured; a rise is reported at once.
+const CHECKS: u32 = 4;
 /// Shortest time between two writes of the saved routes.
 const SAVE_INTERVAL: Duration = Duration::from_millis(500);
 /// Time for a backend to describe a model while there is another one that could.
@@ -175,13 +177,18 @@ impl Frontend {
         let (inner, weak) = (Arc::downgrade(&self.inner), Arc::downgrade(&membership));
         let key = keys.one(RecordKind::Load, &settings.name);
         tokio::spawn(async move {
-            let mut ticks = tokio::time::interval(REPORT_INTERVAL);
-            loop {
+            let mut ticks = tokio::time::interval(REPORT_INTERVAL / CHECKS);
+            let mut reported = LoadReport::default();
+            for tick in 0u32.. {
                 ticks.tick().await;
                 let (Some(inner), Some(membership)) = (inner.upgrade(), weak.upgrade()) else {
                     return;
                 };
-                membership.put(key.clone(), encode(&inner.report()));
+                let report = inner.report();
+                if tick % CHECKS == 0 || meter::is_rise(&report, &reported) {
+                    membership.put(key.clone(), encode(&report));
+                    reported = report;
+                }
             }
         });
         membership

@@ -68,6 +68,9 @@ impl Default for SchedulerSettings {
 /// Minimum time between plans for reasons other than load and loss, so that simultaneous changes
 /// lead to one plan.
 const PLAN_SPACING: Nanos = Nanos::from_millis(1000);
+/// How long a plan may be prepared before it takes over part by part: a backend that loads for ever
+/// does not hold it up.
+const PREPARE_MAX: Nanos = Nanos::from_millis(30_000);
 /// Relative change of a model's rate that counts as a rise.
 const RATE_CHANGE: f64 = 0.1;
 /// Gain in capacity, or in the number of machines, that is worth moving models.
@@ -90,8 +93,12 @@ pub struct Decision {
 /// Decides on plans and deploys them step by step.
 pub struct Core {
     settings: SchedulerSettings,
-    /// The placement in force: the plan, extended since.
+    /// The plan, extended since. It is in force unless it is still being prepared.
     placement: Placement,
+    /// The placement in force while the plan is being prepared, and since when.
+    in_force: Option<(Placement, Nanos)>,
+    /// Whether the last step found the plan deployed.
+    settled: bool,
     /// Machines and rates that the placement was made for.
     machines: BTreeSet<String>,
     rates: BTreeMap<String, f64>,
@@ -121,6 +128,8 @@ impl Core {
         let mut core = Core {
             settings,
             placement: Placement::default(),
+            in_force: None,
+            settled: false,
             machines: snapshot.assignments.keys().cloned().collect(),
             rates: BTreeMap::new(),
             measured: 0,
@@ -217,7 +226,7 @@ impl Core {
         } else if self.placement.slack(&demands) < 1.0 {
             self.extend_placement(&machines, &demands, &curves);
         }
-        Some(self.deploy(snapshot, &present, &demands, &curves))
+        Some(self.deploy(now, snapshot, &present, &demands, &curves))
     }
 
     /// The machines that are neither draining nor avoided; all of them where none is left, because
@@ -326,7 +335,15 @@ impl Core {
             self.keep_current(&fresh, machines, demands, curves, reason).unwrap_or(fresh);
         chosen.bound = bound;
         self.plan.moves += moves(&chosen, &self.assigned);
-        self.placement = chosen;
+        let before = std::mem::replace(&mut self.placement, chosen);
+        if before.covers(machines, demands) && matches!(reason, "epoch" | "load rose") {
+            // One that is being prepared never came into force.
+            if self.in_force.is_none() && self.settled && before != self.placement {
+                self.in_force = Some((before, now));
+            }
+        } else {
+            self.in_force = None;
+        }
         self.machines = machines.iter().map(|machine| machine.name.clone()).collect();
         self.rates = demands.iter().map(|demand| (demand.model.clone(), demand.rate)).collect();
         self.measured = curves.len();
@@ -391,6 +408,7 @@ impl Core {
 
     fn deploy(
         &mut self,
+        now: Nanos,
         snapshot: &ClusterSnapshot,
         machines: &[Machine],
         demands: &[Demand],
@@ -411,17 +429,25 @@ impl Core {
             memory: &memory,
             models: &models,
         };
-        let step = deployment::step(&state);
+        let preparing = self.in_force.as_ref().filter(|(_, since)| now - *since < PREPARE_MAX);
+        let prepared = preparing.and_then(|(before, _)| deployment::prepare(&state, before));
+        let is_prepared = prepared.is_none();
+        let step = prepared.unwrap_or_else(|| deployment::step(&state));
+        if is_prepared {
+            self.in_force = None;
+        }
+        self.settled = step.settled;
+        let in_force = self.in_force.as_ref().map_or(&self.placement, |(before, _)| before);
         for model in &step.forced {
             tracing::warn!(model, "no memory for a shadow; requests may be refused for a moment");
         }
         let pools = match self.settings.placement.pooled {
-            true => self.load_factors.pools(&self.placement, machines, demands, curves),
+            true => self.load_factors.pools(in_force, machines, demands, curves),
             false => BackendPools::default(),
         };
         let decision = Decision {
-            assignments: self.assignments(&step, &models, &pools),
-            routes: self.routes(snapshot, &step, demands, curves, &pools),
+            assignments: self.assignments(in_force, &step, &models, &pools),
+            routes: self.routes(in_force, snapshot, &step, demands, curves, &pools),
             splits: self.splits.clone(),
             plan: self.summarize(snapshot, machines.len(), demands),
         };
@@ -435,6 +461,7 @@ impl Core {
 
     fn assignments(
         &self,
+        in_force: &Placement,
         step: &DeploymentStep,
         models: &BTreeMap<String, ModelFacts>,
         pools: &BackendPools,
@@ -450,8 +477,7 @@ impl Core {
                     min_batch: pools.min_batch(backend, model),
                 }
             };
-            let cycle_ms =
-                self.placement.duty_cycles.get(backend).map_or(0.0, |cycle| cycle.cycle_ms);
+            let cycle_ms = in_force.duty_cycles.get(backend).map_or(0.0, |cycle| cycle.cycle_ms);
             let models = assigned.iter().map(share).collect();
             (backend.clone(), Assignment { epoch: self.plan.epoch, cycle_ms, models })
         };
@@ -460,6 +486,7 @@ impl Core {
 
     fn routes(
         &self,
+        in_force: &Placement,
         snapshot: &ClusterSnapshot,
         step: &DeploymentStep,
         demands: &[Demand],
@@ -484,7 +511,7 @@ impl Core {
             let target = |(backend, weight): &(String, f64)| {
                 let record = snapshot.backends.get(backend)?;
                 let assigned = step.assigned.get(backend)?.get(model)?;
-                let cycle = self.placement.duty_cycles.get(backend);
+                let cycle = in_force.duty_cycles.get(backend);
                 let curve = curves.get(&(record.device.clone(), model.clone()));
                 let time = curve.and_then(|c| c.iter().find(|(batch, _)| *batch >= assigned.1));
                 Some(TargetRecord {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use base::{Nanos, Random};
-use cluster::frontend::meter::Rates;
+use cluster::frontend::meter::{Rates, is_rise};
 use cluster::record::{
     BackendRecord, BackendState, LoadReport, LoadState, ModelLoad, ModelRecord, ProfileRecord,
     TargetRecord, decode, encode,
@@ -424,33 +424,32 @@ impl ScenarioRun<'_> {
         for loss in self.scenario.losses.iter().filter(|loss| loss.at_s == second) {
             self.lose(loss, second);
         }
-        // The scheduler runs twice per second, as its agent does.
-        for half in 0..2 {
-            let now = Nanos::from_millis(second * 1000 + half * 500);
+        // Frontends measure their load four times per second. The scheduler runs as often: its
+        // agent follows every report.
+        for part in 0..4 {
+            let now = Nanos::from_millis(second * 1000 + part * 250);
             self.cluster.run_until(now);
             self.turn_events(now);
             self.finish_loads(now);
-            if half == 0 {
-                self.observe(now);
-            }
+            self.observe(now, part == 0);
             self.decide(now);
+            self.react(now);
         }
         self.report.used.push(self.core.placement().used());
-        self.react(second);
     }
 
-    fn react(&mut self, second: u64) {
+    fn react(&mut self, now: Nanos) {
         let Some(step) = self.scenario.steps.first().filter(|step| step.factor > 1.0) else {
             return;
         };
-        let used = &self.report.used;
-        let before = step.at_s.checked_sub(1).and_then(|at| used.get(at as usize)).copied();
-        if second >= step.at_s
-            && self.report.reaction_s.is_none()
+        let before = step.at_s.checked_sub(1).and_then(|at| self.report.used.get(at as usize));
+        let since = now.0.checked_sub(step.at_s * 1_000_000_000);
+        let used = self.core.placement().used();
+        if let (Some(before), Some(since)) = (before, since)
+            && used > *before
             && self.loading.is_empty()
-            && before.is_some_and(|before| used.last().is_some_and(|now| *now > before))
         {
-            self.report.reaction_s = Some((second - step.at_s) as f64 + 1.0);
+            self.report.reaction_s.get_or_insert(since as f64 / 1e9);
         }
     }
 
@@ -509,16 +508,19 @@ impl ScenarioRun<'_> {
         }
     }
 
-    fn observe(&mut self, now: Nanos) {
-        let Some(report) = self.view.loads.get_mut("f") else { return };
+    /// Measures the load, and reports it if a report is due or the load has risen.
+    fn observe(&mut self, now: Nanos, due: bool) {
+        let mut report = LoadReport::default();
         for (index, count) in self.cluster.arrived().iter().enumerate() {
             let (fast, window, slow) = self.meters[index].tick(now, *count);
-            if now.0 < 2_000_000_000 {
-                continue;
-            }
-            if let Some(load) = report.models.get_mut(&self.names[index]) {
-                *load = ModelLoad { fast, window, slow, ..Default::default() };
-            }
+            let load = ModelLoad { fast, window, slow, ..Default::default() };
+            report.models.insert(self.names[index].clone(), load);
+        }
+        let reported = self.view.loads.get("f");
+        let rises = reported.is_some_and(|reported| is_rise(&report, reported));
+        // The first plans are for the rates that the scenario gives.
+        if now.0 >= 2_000_000_000 && (due || rises) {
+            self.view.loads.insert("f".to_string(), report);
         }
     }
 
@@ -668,7 +670,7 @@ pub fn text(report: &ClusterReport) -> String {
         worst,
         used(usize::min),
         used(usize::max),
-        report.reaction_s.map_or("-".to_string(), |s| format!("{s:.0} s")),
+        report.reaction_s.map_or("-".to_string(), |s| format!("{s:.2} s")),
         report.outcomes.good,
         report.outcomes.late,
         report.outcomes.refused,
