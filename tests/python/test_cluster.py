@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -112,6 +113,8 @@ def test_one_process_can_have_all_roles(models: Path, tmp_path: Path) -> None:
             lambda: requests.post(f"{server.url}/v2/models/digits/infer", json=BODY, timeout=60)
         )
         assert reply.status_code == 200, reply.text
+        assert server.metric("atoll_cluster_plan_epoch") >= 1
+        assert server.metric("atoll_cluster_plan_backends") == 1
         server.assert_alive()
     finally:
         server.stop()
@@ -152,6 +155,94 @@ def test_every_request_gets_one_reply_despite_faults(cluster: Cluster) -> None:
         warnings.warn(f"{anomaly}: {report}", stacklevel=1)
     for name, process in cluster.processes.items():
         assert "panicked" not in process.text(), f"{name}\n{process.text()[-2000:]}"
+
+
+def status_command(cluster: Cluster) -> subprocess.CompletedProcess[str]:
+    command = [str(BINARY), "cluster", "status", "--store", cluster.store]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_lost_etcd_is_rebuilt_under_load(cluster: Cluster) -> None:
+    """etcd starts again without its data: backends put the records of models back, also that of a
+    registered one, and no request gets 404."""
+    for name in ("s1", "s2"):
+        cluster.scheduler(name)
+    for name in ("b1", "b2"):
+        cluster.backend(name, *cluster.model_store)
+    frontend = cluster.frontend("f1")
+    cluster.wait_ready()
+    digits = (ASSETS / "digits.onnx").read_bytes()
+    form = {"name": (None, "registered"), "model": digits}
+    reply = requests.post(f"{frontend.url}/register", files=form, timeout=120)
+    assert reply.status_code == 200, reply.text
+    cluster.wait_status(lambda status: routed(status) and status["problems"] == [])
+    assert status_command(cluster).returncode == 0
+    load = Load(cluster, [*MODELS, "registered"], BODY).start()
+    try:
+        load.wait_more(50)
+        cluster.processes["etcd"].kill()
+        shutil.rmtree(cluster.folder / "etcd")
+        load.wait_more(20)
+        cluster.processes["etcd"].start()
+        took = cluster.wait_status(
+            lambda status: len(status["models"]) == len(MODELS) + 1
+            and routed(status)
+            and status["leader"] is not None
+            and status["problems"] == []
+        )
+        load.wait_more(100)
+    finally:
+        load.stop()
+    report = f"{load.codes()}, rebuilt after {took:.1f} s, refused {load.refused()[:5]}"
+    print(report)
+    load.check(report)
+    # A process that leaves makes the status wrong, which says so.
+    for name in ("s1", "s2"):
+        cluster.processes[name].kill(signal.SIGTERM)
+    reply = status_command(cluster)
+    assert reply.returncode == 1 and "PROBLEM no scheduler leads" in reply.stdout, reply.stdout
+    index = requests.post(f"{frontend.url}/v2/repository/index", timeout=60).json()
+    assert "registered" in {row["name"] for row in index}
+
+
+def test_a_newer_folder_replaces_a_version_only_with_enough_backends(tmp_path: Path) -> None:
+    """A backend with a newer version joins, then a second one: requests never fail, and all get
+    the old version until two backends have the new one."""
+    folders = [tmp_path / "old", tmp_path / "new"]
+    for version, folder in enumerate(folders, start=1):
+        (folder / "m" / str(version)).mkdir(parents=True)
+        shutil.copy(ASSETS / "digits.onnx", folder / "m" / str(version) / "model.onnx")
+    # Other content under the same interface.
+    newer = folders[1] / "m" / "2" / "model.onnx"
+    newer.write_bytes(newer.read_bytes() + b"\x12\x05newer")
+    cluster = Cluster(tmp_path, folders[0], lease_ms=SHORT_LEASE_MS)
+    try:
+        cluster.scheduler("s1")
+        cluster.backend("b1")
+        cluster.backend("b2")
+        frontend = cluster.frontend("f1")
+        cluster.wait_ready()
+        cluster.models = folders[1]
+        load = Load(cluster, ["m"], BODY).start()
+        versions = lambda status: [model["version"] for model in status["models"]]  # noqa: E731
+        try:
+            cluster.backend("b3")
+            assert wait_for(
+                lambda: "waits; the older one serves" in cluster.processes["b3"].text(),
+                WAIT_SECONDS,
+            ), cluster.logs()
+            assert versions(cluster.status()) == [1]
+            cluster.backend("b4")
+            cluster.wait_status(lambda status: versions(status) == [2] and routed(status))
+            load.wait_more(100)
+        finally:
+            load.stop()
+        load.check(f"{load.codes()}, refused {load.refused()[:5]}")
+        assert not [reply for reply in load.refused() if "no backend" in reply.error]
+        index = requests.post(f"{frontend.url}/v2/repository/index", timeout=60).json()
+        assert [(row["version"], row["state"]) for row in index] == [("2", "READY")], index
+    finally:
+        cluster.stop()
 
 
 def assert_all_models_served(server: Server) -> None:

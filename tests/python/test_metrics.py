@@ -60,6 +60,51 @@ def test_preemption_time_is_a_histogram(server: Server) -> None:
     assert "# TYPE atoll_preemptions_caused_total counter" in text
 
 
+PHASES = ["queue", "compute_input", "compute_infer", "compute_output"]
+
+
+def test_the_phases_of_requests_add_up_to_their_time(server: Server) -> None:
+    labels = {"model": "identity_fp32", "version": "1"}
+    for _ in range(20):
+        infer(server, 1.0, 2.0)
+    whole = server.metric("nv_inference_request_duration_us", **labels)
+    parts = [server.metric(f"nv_inference_{phase}_duration_us", **labels) for phase in PHASES]
+    # Each is rounded down to a microsecond.
+    assert 0 <= whole - sum(parts) <= len(parts)
+    assert all(part > 0 for part in parts), dict(zip(PHASES, parts, strict=True))
+
+
+@pytest.mark.parametrize("phase", ["request", *PHASES])
+def test_every_phase_has_a_histogram(server: Server, phase: str) -> None:
+    infer(server, 1.0)
+    name = f"nv_inference_{phase}_duration_histogram_us"
+    text = server.metrics()
+    assert f"# TYPE {name} histogram" in text
+    found = re.findall(
+        rf'^{name}_bucket\{{model="identity_fp32",version="1",le="([^"]+)"\}} (\d+)$', text, re.M
+    )
+    bounds = [float(bound) for bound, _ in found]
+    counts = [int(count) for _, count in found]
+    assert bounds == sorted(bounds) and bounds[0] == 10 and bounds[-1] == float("inf")
+    assert counts == sorted(counts) and counts[-1] > 0
+    labels = {"model": "identity_fp32", "version": "1"}
+    assert server.metric(f"{name}_count", **labels) >= counts[-1]
+    assert server.metric(f"{name}_sum", **labels) >= 0
+
+
+def test_runs_beside_best_effort_are_counted(server: Server) -> None:
+    text = server.metrics()
+    assert "# TYPE atoll_real_time_runs_total counter" in text
+    assert re.search(r'^atoll_co_run_pairs\{device="cpu",decision="admitted"\} \d+$', text, re.M)
+
+
+def test_gpu_metrics_are_absent_without_a_gpu(server: Server) -> None:
+    """They are those of NVML, so a server on the CPU has none, not zeros."""
+    if re.search(r'^atoll_resident_bytes\{device="cuda', server.metrics(), re.M):
+        pytest.skip("the server has a GPU")
+    assert "nv_gpu_" not in server.metrics() and "nv_energy" not in server.metrics()
+
+
 def test_pending_requests_are_a_gauge(server: Server) -> None:
     assert "# TYPE nv_inference_pending_request_count gauge" in server.metrics()
 

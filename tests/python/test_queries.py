@@ -174,17 +174,17 @@ def test_bad_requests_are_refused(ocr: Server) -> None:
 
 def test_queries_can_be_added_and_deleted(ocr: Server) -> None:
     url = f"{ocr.url}/v2/atoll/queries"
-    text = OCR.read_text().replace("rapidocr_rec", "missing")
-    kept = requests.put(f"{url}/lost", data=text.encode(), timeout=60)
+    text = OCR.read_text()
+    wrong = text.replace("rapidocr_rec", "missing")
+    refused = requests.put(f"{url}/more", data=wrong.encode(), timeout=60)
+    assert refused.status_code == 400, refused.text
+    assert "there is no model 'missing'" in refused.text
+    kept = requests.put(f"{url}/more", data=text.encode(), timeout=60)
     assert kept.status_code == 200, kept.text
-    assert [stage["ready"] for stage in kept.json()["stages"]] == [True, False]
-    reply = requests.post(
-        f"{url}/lost/infer", data=page([]), headers={"Content-Type": "image/png"}, timeout=60
-    )
-    assert reply.status_code == 404 and "missing" in reply.text
-    assert {query["name"] for query in requests.get(url, timeout=60).json()} == {"lost", "ocr"}
-    assert requests.delete(f"{url}/lost", timeout=60).status_code == 200
-    assert requests.get(f"{url}/lost", timeout=60).status_code == 404
+    assert [stage["ready"] for stage in kept.json()["stages"]] == [True, True]
+    assert {query["name"] for query in requests.get(url, timeout=60).json()} == {"more", "ocr"}
+    assert requests.delete(f"{url}/more", timeout=60).status_code == 200
+    assert requests.get(f"{url}/more", timeout=60).status_code == 404
 
 
 def test_a_single_server_refuses_queries(models: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_backend_is_drained_before_it_is_removed(
             frontend.metrics()
         )
         assert frontend.metric("atoll_cluster_backends_present") in (1, 2)
-        command = [str(BINARY), "cluster", "status", "--store", cluster.store]
+        command = [str(BINARY), "cluster", "status", "--store", cluster.store, "--leader-only"]
         text = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=60
         ).stdout

@@ -105,6 +105,7 @@ pub fn decode_response(message: proto::ModelInferResponse) -> ApiResult<InferRes
         model_version: Arc::from(message.model_version),
         id: message.id,
         outputs,
+        timing: None,
     })
 }
 
@@ -220,6 +221,7 @@ mod tests {
             model_version: "1".into(),
             id: "7".to_string(),
             outputs: inputs,
+            timing: None,
         };
         assert_eq!(decode_response(encode_infer(response.clone()).unwrap()).unwrap(), response);
     }

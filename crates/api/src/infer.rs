@@ -81,4 +81,30 @@ pub struct InferResponse {
     pub id: String,
     /// The outputs in the requested order.
     pub outputs: Vec<NamedTensor>,
+    /// When it passed which point; absent if another server ran it.
+    pub timing: Option<RequestTiming>,
+}
+
+/// When a request passed which point, by a clock of the node that ran it. A point that it did not
+/// pass is [`Nanos::ZERO`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RequestTiming {
+    /// It arrived at the node.
+    pub arrived: Nanos,
+    /// Its inputs were staged.
+    pub staged: Nanos,
+    /// Its first step started.
+    pub started: Nanos,
+    /// Its last step ended.
+    pub finished: Nanos,
+    /// Its outputs were ready to be sent.
+    pub ready: Nanos,
+    /// The same in nanoseconds of Unix time.
+    pub ready_unix_ns: u64,
+    /// Its time on the device.
+    pub busy: Nanos,
+    /// How often it was preempted.
+    pub preemptions: u32,
+    /// Rows of its batch; 0 without one.
+    pub rows: usize,
 }

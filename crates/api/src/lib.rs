@@ -19,7 +19,9 @@ pub mod service;
 pub mod trace;
 
 pub use error::{ApiError, ErrorKind};
-pub use infer::{InferOptions, InferRequest, InferResponse, Inputs, NamedTensor, RequestedOutput};
+pub use infer::{
+    InferOptions, InferRequest, InferResponse, Inputs, NamedTensor, RequestTiming, RequestedOutput,
+};
 pub use metadata::{
     IndexEntry, ModelMetadata, ModelState, ModelStatistics, QueryMetadata, QueryStageMetadata,
     ServerMetadata, TensorMetadata,

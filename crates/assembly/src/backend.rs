@@ -1,6 +1,6 @@
 //! A cluster's backend: a server whose models follow the plan.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use api::{ApiError, InferenceService, RegisterRequest, ServerMetadata};
 use base::MonotonicClock;
+use cluster::backend::version_offer::FolderVersion;
 use cluster::backend::{BackendAgent, Host, HostFuture, ModelCatalog, PoolBatch};
 use cluster::candidate::CandidateRecord;
 use cluster::model_store::{ModelRecords, ModelStore, ModelStoreError, digest};
-use cluster::record::{BackendRecord, Keys};
+use cluster::record::{BackendRecord, Keys, VersionRecord};
 use cluster::state_file::StateFile;
 use cluster::store::{Store, StoreError};
 use model::repository::Repository;
@@ -53,8 +54,8 @@ where
     loop {
         match request().await {
             Ok(value) => return Ok(value),
-            Err(StoreError::Unreachable(why)) => {
-                tracing::warn!(why, "store unreachable, retrying");
+            Err(error) if error.is_transient() => {
+                tracing::debug!(%error, "store not ready, retrying");
                 tokio::time::sleep(RETRY).await;
             }
             Err(error) => return Err(Failure::failed(error)),
@@ -222,38 +223,33 @@ impl Host for NodeHost {
     }
 }
 
-/// A model of a repository, to be published to the cluster.
-struct RepositoryModel {
-    name: String,
-    version: u64,
-    digest: String,
-    bytes: u64,
-    path: PathBuf,
-    config: model::ModelConfig,
+/// The models of a backend's folders.
+#[derive(Default)]
+struct FolderModels {
+    /// The newest version of each.
+    newest: BTreeMap<String, VersionRecord>,
+    /// Files of all versions, by digest.
+    files: HashMap<String, PathBuf>,
 }
 
-/// The newest version of every model in `repositories`. Logs and skips those that cannot be read.
-fn find_models(repositories: &[PathBuf]) -> Result<Vec<RepositoryModel>, Failure> {
-    let mut newest: HashMap<String, RepositoryModel> = HashMap::new();
+/// Every version of every model in `repositories`. Logs and skips those that cannot be read.
+fn find_models(repositories: &[PathBuf]) -> Result<FolderModels, Failure> {
+    let mut found = FolderModels::default();
     for path in repositories {
         let repository = Repository::open(path).map_err(Failure::usage)?;
         for entry in repository.list().map_err(Failure::usage)? {
-            if newest.get(&entry.name).is_some_and(|found| found.version >= entry.version) {
-                continue;
-            }
             let read = std::fs::read(&entry.path).map_err(|err| err.to_string());
             let config = entry.config().map_err(|err| err.to_string());
             match (read, config) {
                 (Ok(bytes), Ok(config)) => {
-                    let found = RepositoryModel {
-                        name: entry.name.clone(),
-                        version: entry.version,
-                        digest: digest(&bytes),
-                        bytes: bytes.len() as u64,
-                        path: entry.path,
-                        config,
-                    };
-                    newest.insert(entry.name, found);
+                    let digest = digest(&bytes);
+                    found.files.insert(digest.clone(), entry.path);
+                    let (version, bytes) = (entry.version, bytes.len() as u64);
+                    let before = found.newest.get(&entry.name).map_or(0, |found| found.version);
+                    if version > before {
+                        let record = VersionRecord { version, digest, bytes, config };
+                        found.newest.insert(entry.name, record);
+                    }
                 }
                 (Err(why), _) | (_, Err(why)) => {
                     tracing::warn!(model = entry.name, why, "model skipped");
@@ -261,7 +257,34 @@ fn find_models(repositories: &[PathBuf]) -> Result<Vec<RepositoryModel>, Failure
             }
         }
     }
-    Ok(newest.into_values().collect())
+    Ok(found)
+}
+
+/// Publishes the models of this backend's folders that the cluster does not have. Returns those of
+/// which it has an older version: they are offered once the backend has joined. Their files go to
+/// the model store, where there is one, so that other backends can load them.
+async fn publish_models(
+    records: &ModelRecords,
+    models: &FolderModels,
+    files: Option<&ModelStore>,
+) -> Result<Vec<FolderVersion>, Failure> {
+    let mut offered = Vec::new();
+    for (model, version) in &models.newest {
+        if !retry_until_reached(|| records.publish(model, version, false)).await? {
+            continue;
+        }
+        if let (Some(files), Some(path)) = (files, models.files.get(&version.digest)) {
+            let stored = match std::fs::read(path) {
+                Ok(bytes) => files.put(bytes.into()).await.map_err(|error| error.to_string()),
+                Err(error) => Err(error.to_string()),
+            };
+            if let Err(why) = stored {
+                tracing::warn!(model, why, "cannot store the newer version for other backends");
+            }
+        }
+        offered.push(FolderVersion { model: model.clone(), version: version.clone() });
+    }
+    Ok(offered)
 }
 
 /// What a backend is made of.
@@ -305,17 +328,19 @@ pub struct RunningBackend {
     publish: Option<tokio::task::JoinHandle<Result<(), Failure>>>,
 }
 
-/// Publishes the models of the repositories, as soon as the store can be reached.
-async fn publish(records: ModelRecords, models: Vec<RepositoryModel>) -> Result<(), Failure> {
-    for m in &models {
-        let published = retry_until_reached(|| {
-            records.publish(&m.name, m.version, &m.digest, m.bytes, &m.config)
-        });
-        published.await.inspect_err(|error| {
-            let why = error.message();
-            tracing::error!(model = m.name, why, "cannot publish a model of the repository");
-        })?;
-    }
+/// Publishes the models of the folders, as soon as the store can be reached, and passes on what is
+/// to be offered.
+async fn publish(
+    records: ModelRecords,
+    models: FolderModels,
+    files: Option<ModelStore>,
+    offer: watch::Sender<Option<Vec<FolderVersion>>>,
+) -> Result<(), Failure> {
+    let offered = publish_models(&records, &models, files.as_ref()).await;
+    let offered = offered.inspect_err(|error| {
+        tracing::error!(why = error.message(), "cannot publish the models of the folders");
+    })?;
+    offer.send_replace(Some(offered));
     Ok(())
 }
 
@@ -368,8 +393,8 @@ impl RunningBackend {
         let loader = Arc::new(ClusterLoader {
             device_group: parts.device_group.clone(),
             catalog: catalog.clone(),
-            files: parts.files,
-            repositories: models.iter().map(|m| (m.digest.clone(), m.path.clone())).collect(),
+            files: parts.files.clone(),
+            repositories: models.files.clone(),
             threads: tokio::runtime::Handle::current(),
             checks: LoadChecks::new(
                 parts.data_dir.as_deref().map(LoadMarkers::in_data_dir),
@@ -378,7 +403,7 @@ impl RunningBackend {
             ),
         });
         let device_group = parts.device_group;
-        let info = device_group.nodes()[0].device().info().clone();
+        let info = device_group.node(0).device().info().clone();
         let node = LocalNode::new(device_group.clone(), loader.clone());
         node.forbid_control();
         let saved = |name| {
@@ -390,7 +415,8 @@ impl RunningBackend {
         save_ports(&server, saved("addresses"));
         let saved = saved("assignment");
         let records = ModelRecords::new(parts.store.clone(), parts.keys.clone());
-        let publish = publish(records, models);
+        let (offer, offered) = watch::channel(None);
+        let publish = publish(records, models, parts.files.clone(), offer);
         let publish = match saved.as_ref().is_some_and(|file| !file.read().is_empty()) {
             // Requests may come before the store can be reached: it serves what it last had.
             true => Some(tokio::spawn(publish)),
@@ -435,6 +461,7 @@ impl RunningBackend {
             record,
             host: Arc::new(NodeHost { node, loader: loader.clone() }),
             catalog,
+            offered,
             clock: clock(),
             saved,
         };

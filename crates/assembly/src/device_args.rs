@@ -57,6 +57,11 @@ pub struct DeviceSettings {
     )]
     pub best_effort_sms: u32,
 
+    /// A GPU on which a run makes no progress for this time is given up and opened again, in
+    /// milliseconds; 0 for never
+    #[arg(long, env = "ATOLL_WATCHDOG_MS", value_name = "MS", default_value_t = 10_000)]
+    pub watchdog_ms: u64,
+
     /// Threads of a CPU queue; 0 for all cores divided by the best-effort queues, and all cores for
     /// real time
     #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]

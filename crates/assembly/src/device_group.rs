@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use base::{Bytes, MonotonicClock};
+use base::{Bytes, MonotonicClock, Nanos};
 use cpu::{CpuDevice, CpuOptions};
-use device::Device;
+use device::{Device, DeviceError};
+use runtime::device_group::recovery::{FaultDomain, NodeOpener};
 use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeError, NodeOptions};
 
 use crate::device_args::DeviceArgs;
@@ -110,18 +111,59 @@ pub fn open_device_group(
         ));
     }
     let clock = Arc::new(MonotonicClock::new());
-    let mut nodes = Vec::new();
+    let (mut nodes, mut domains) = (Vec::new(), Vec::new());
     for one in named {
         let opened = match one {
             DeviceName::Cpu => vec![open_cpu(args, cpus)?],
             DeviceName::Gpu { ordinal, parts } => open_gpu(args, memory, ordinal, parts)?,
         };
+        let (first, mut gpu_options) = (nodes.len(), Vec::new());
         for OpenDevice { device, budget } in opened {
-            let options = NodeOptions { memory: Some(budget), ..options.clone() };
+            let watchdog = match one {
+                DeviceName::Cpu => None,
+                DeviceName::Gpu { .. } => watchdog(args),
+            };
+            let options = NodeOptions { memory: Some(budget), watchdog, ..options.clone() };
+            gpu_options.push(options.clone());
             nodes.push(Arc::new(start(device, options, clock.clone())?));
         }
+        if let DeviceName::Gpu { ordinal, parts } = one {
+            let open = reopener(args, ordinal, parts, gpu_options, clock.clone());
+            domains.push(FaultDomain { devices: first..nodes.len(), open });
+        }
     }
-    device_group_of(nodes)
+    DeviceGroup::start_with(nodes, DeviceGroupOptions::default(), domains)
+        .map(Arc::new)
+        .map_err(Failure::failed)
+}
+
+fn watchdog(args: &DeviceArgs) -> Option<Nanos> {
+    Some(Nanos::from_millis(args.settings.watchdog_ms)).filter(|limit| *limit > Nanos::ZERO)
+}
+
+/// Opens a faulted GPU again and starts its nodes with the options they had.
+fn reopener(
+    args: &DeviceArgs,
+    ordinal: usize,
+    parts: usize,
+    options: Vec<NodeOptions>,
+    clock: Arc<MonotonicClock>,
+) -> NodeOpener {
+    let args = args.clone();
+    let device = format!("cuda:{ordinal}");
+    Box::new(move || {
+        let refused = |err: Failure| {
+            let reason = err.message().to_string();
+            DeviceError::Faulted { device: device.clone(), reason }
+        };
+        let opened = open_gpu(&args, None, ordinal, parts).map_err(refused)?;
+        opened
+            .into_iter()
+            .zip(&options)
+            .map(|(opened, options)| start(opened.device, options.clone(), clock.clone()))
+            .collect::<Result<Vec<Node>, Failure>>()
+            .map_err(refused)
+    })
 }
 
 /// Opens one of `count` CPU devices, which share cores and memory equally.

@@ -19,6 +19,7 @@ use cluster::frontend::{Frontend, FrontendSettings};
 use cluster::record::{FrontendRecord, Keys};
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
+use cluster::scheduler::maintenance::MaintenanceSettings;
 use cluster::store;
 use cluster::store::etcd::EtcdAccess;
 use runtime::NodeOptions;
@@ -125,6 +126,8 @@ impl LocalCluster {
             lease,
             settings: SchedulerSettings::default(),
             scaling: None,
+            maintenance: MaintenanceSettings::default(),
+            state: Arc::default(),
             clock: clock(),
         };
         backend_threads.spawn(scheduler.run(stopped));

@@ -9,8 +9,10 @@ mod batching;
 mod cluster;
 mod disb;
 mod environment;
+mod faults;
 mod frontend;
 mod models;
+mod output;
 mod padding;
 mod preempt;
 mod server;
@@ -23,6 +25,7 @@ use clap::{Args, Subcommand};
 use crate::batching::BatchingArgs;
 use crate::cluster::ClusterStudyArgs;
 use crate::disb::DisbArgs;
+use crate::faults::FaultsArgs;
 use crate::frontend::FrontendBenchArgs;
 use crate::padding::PaddingArgs;
 use crate::preempt::PreemptArgs;
@@ -55,6 +58,8 @@ enum Benchmark {
     Server(Box<ServerBenchArgs>),
     /// Real-time latency beside clients that change shapes, load, update, unload and cancel
     Strangers(Box<StrangersArgs>),
+    /// Faults of a GPU while it serves: how long they keep it from serving, and what is answered
+    Faults(Box<FaultsArgs>),
     /// More models than memory: what loading and evicting weights costs
     Swap(Box<SwapArgs>),
     /// Batching policies: Nexus's drop curves and Ebird's step load, in virtual time or on a real
@@ -77,6 +82,7 @@ pub fn run(args: &BenchArgs, parse_serve: ParseServeArguments) -> Result<(), Fai
         Benchmark::Frontend(args) => frontend::run(args),
         Benchmark::Server(args) => server::run(args, parse_serve),
         Benchmark::Strangers(args) => strangers::run(args),
+        Benchmark::Faults(args) => faults::run(args),
         Benchmark::Swap(args) => swap::run(args),
         Benchmark::Batching(args) => batching::run(args),
         Benchmark::Padding(args) => padding::run(args),

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use assembly::{Failure, write_file};
+use assembly::Failure;
 
 pub(crate) use self::args::ServerBenchArgs;
 use self::child::{ServerProcess, common_arguments};
@@ -31,6 +31,7 @@ use self::transport::Transport;
 use self::window::MeasuredWindow;
 use self::wire_load::ProtocolClients;
 use crate::environment;
+use crate::output::print_report;
 
 /// Warm-up ends when two consecutive rates differ by less than this.
 const WARM_CHANGE: f64 = 0.05;
@@ -188,15 +189,7 @@ fn start_servers(
 }
 
 fn finish(args: &ServerBenchArgs, report: &ServerReport) -> Result<(), Failure> {
-    let text = serde_json::to_string_pretty(report).map_err(Failure::failed)? + "\n";
-    match &args.json {
-        Some(None) => print!("{text}"),
-        Some(Some(file)) => {
-            write_file(file, &text)?;
-            print!("{}", table(report));
-        }
-        None => print!("{}", table(report)),
-    }
+    print_report(args.json.as_ref(), report, &table(report))?;
     match report.wrong() {
         0 => Ok(()),
         wrong => {

@@ -9,13 +9,14 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use assembly::{Failure, compile_file, write_file};
+use assembly::{Failure, compile_file};
 
 pub(crate) use self::args::StrangersArgs;
 use self::load::{ClientRecord, Network, Stranger, real_time};
 use self::report::{Latency, StrangersReport, table};
 use self::wire::{Connection, plain};
 use crate::environment;
+use crate::output::print_report;
 use crate::server::child::{ServerProcess, common_arguments};
 use crate::server::transport::Transport;
 
@@ -43,15 +44,7 @@ pub(crate) fn run(args: &StrangersArgs) -> Result<(), Failure> {
     }
     let server = start(args, &repository, &real_time, folder.path())?;
     let report = measure(args, &server, &repository, (&real_time, &best_effort))?;
-    let json = serde_json::to_string_pretty(&report).map_err(Failure::failed)? + "\n";
-    match &args.json {
-        Some(None) => print!("{json}"),
-        Some(Some(path)) => {
-            write_file(path, &json)?;
-            print!("{}", table(&report));
-        }
-        None => print!("{}", table(&report)),
-    }
+    print_report(args.json.as_ref(), &report, &table(&report))?;
     match report.real_time_failed + report.strangers_failed {
         0 => Ok(()),
         failed => Err(Failure::failed(format!(

@@ -85,6 +85,8 @@ pub(crate) enum Command {
     Token(crate::token_command::TokenArgs),
     /// Write what a running server did in the last seconds, for ui.perfetto.dev
     Trace(crate::trace_command::TraceArgs),
+    /// Watch a running server in the terminal: models, devices, queues, preemptions
+    Top(crate::top_command::TopArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell

@@ -12,6 +12,7 @@ use cluster::tls::Secret;
 
 use crate::args::ListenArgs;
 use crate::security_args::{BackendTlsArgs, Ports, SecurityArgs, client_tls};
+use crate::server_client::ServerClientArgs;
 
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
@@ -21,7 +22,7 @@ use crate::security_args::{BackendTlsArgs, Ports, SecurityArgs, client_tls};
   atoll cluster status    --store etcd://etcd:2379
   atoll serve --cluster --model-repository models      all of it in one process
 
-docs/CLUSTER.md describes how the roles work together.")]
+docs/book/src/clusters.md describes how the roles work together.")]
 pub(crate) struct ClusterArgs {
     #[command(subcommand)]
     pub(crate) role: Role,
@@ -30,7 +31,7 @@ pub(crate) struct ClusterArgs {
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum Role {
     /// Plan: take part in the leader election, and while leading assign models to backends
-    Scheduler(SchedulerArgs),
+    Scheduler(Box<SchedulerArgs>),
     /// Accept requests and route them: REST, gRPC and metrics as of a single server
     Frontend(Box<FrontendArgs>),
     /// Serve the models that the plan assigns to this machine's device
@@ -39,6 +40,24 @@ pub(crate) enum Role {
     Status(StatusArgs),
     /// Print the same again and again
     Top(TopArgs),
+    /// Put an older version of a model in force, after a backend has loaded it
+    Rollback(RollbackArgs),
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  atoll cluster rollback digits                    to the version before the one in force
+  atoll cluster rollback digits --to 3 --url http://frontend:8000")]
+pub(crate) struct RollbackArgs {
+    /// The model
+    pub(crate) model: String,
+
+    /// The version [default: the newest before the one in force]
+    #[arg(long, value_name = "VERSION")]
+    pub(crate) to: Option<u64>,
+
+    #[command(flatten)]
+    pub(crate) server: ServerClientArgs,
 }
 
 /// The store of the cluster.
@@ -257,6 +276,26 @@ pub(crate) struct SchedulerArgs {
 
     #[command(flatten)]
     pub(crate) scaling: ScalingArgs,
+
+    /// Seconds of the store's history that the leader keeps; 0 to leave that to others
+    #[arg(long, env = "ATOLL_STORE_HISTORY_SECS", default_value_t = 300)]
+    pub(crate) store_history_secs: u64,
+
+    /// Quota of the store in MiB, for the alert before it is reached: as etcd's
+    /// --quota-backend-bytes
+    #[arg(long, env = "ATOLL_STORE_QUOTA_MIB", default_value_t = 2048)]
+    pub(crate) store_quota_mib: u64,
+
+    /// Address to listen on
+    #[arg(long, env = "ATOLL_HOST", default_value = "127.0.0.1")]
+    pub(crate) host: std::net::IpAddr,
+
+    /// Admin port, with metrics and health; 0 for any free one
+    #[arg(long, visible_alias = "admin-port", env = "ATOLL_METRICS_PORT", default_value_t = 0)]
+    pub(crate) metrics_port: u16,
+
+    #[command(flatten)]
+    pub(crate) security: SecurityArgs,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -271,7 +310,7 @@ pub(crate) struct SchedulerArgs {
        localhost:8000/v2/atoll/queries/ocr/infer
   curl localhost:8000/v2/atoll/queries/ocr                                  stages, budgets, times
 
-docs/CLUSTER.md describes how to write a query.")]
+docs/book/src/clusters.md describes how to write a query.")]
 pub(crate) struct FrontendArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
@@ -441,7 +480,8 @@ pub(crate) struct BackendArgs {
   atoll cluster status --store etcd://127.0.0.1:2379
   atoll cluster status --store etcd://127.0.0.1:2379 --json
 
-Exit code 1 when there is no leader or the store cannot be reached.")]
+Exit code 1 when something is wrong, or the store cannot be reached: what, and what to do, is
+printed first.")]
 pub(crate) struct StatusArgs {
     #[command(flatten)]
     pub(crate) store: StoreArgs,
@@ -449,6 +489,18 @@ pub(crate) struct StatusArgs {
     /// Print as JSON
     #[arg(long)]
     pub(crate) json: bool,
+
+    /// Print every model, also where there are many
+    #[arg(long)]
+    pub(crate) all: bool,
+
+    /// Exit with 0 whenever there is a leader, whatever else is wrong: for a scheduler's probe
+    #[arg(long)]
+    pub(crate) leader_only: bool,
+
+    /// Quota of the store in MiB: as etcd's --quota-backend-bytes
+    #[arg(long, env = "ATOLL_STORE_QUOTA_MIB", default_value_t = 2048)]
+    pub(crate) store_quota_mib: u64,
 }
 
 #[derive(Clone, Debug, Args)]

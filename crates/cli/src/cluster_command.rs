@@ -22,23 +22,26 @@ use cluster::scaling::kubernetes::KubernetesTarget;
 use cluster::scaling::scaler::ScalingSettings;
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
+use cluster::scheduler::maintenance::MaintenanceSettings;
 use cluster::scheduler::placement::PlacementSettings;
-use cluster::snapshot::ClusterSnapshot;
+use cluster::scheduler::service::{SchedulerService, SchedulerState};
+use cluster::snapshot::{ClusterSnapshot, damaged_records};
 use cluster::state_file::StateFile;
 use cluster::status::{Status, render};
 use cluster::store::etcd::EtcdAccess;
 use cluster::store::{self, Store};
 use runtime::{DeviceGroup, NodeOptions};
-use server::ServerOptions;
+use server::{RunningServer, Server, ServerOptions};
 use tokio::sync::watch;
 
 use crate::args::ServeArgs;
 use crate::cluster_args::{
-    BackendArgs, FrontendArgs, ModelStoreArgs, PlanningArgs, Role, ScalingArgs, SchedulerArgs,
-    StatusArgs, StoreArgs, TopArgs,
+    BackendArgs, FrontendArgs, ModelStoreArgs, PlanningArgs, Role, RollbackArgs, ScalingArgs,
+    SchedulerArgs, StatusArgs, StoreArgs, TopArgs,
 };
 use crate::data_folder::user_data_folder;
 use crate::listen::{bind, listen};
+use crate::security_args::Ports;
 use crate::serve_command::node_options;
 use crate::shutdown_signal::ShutdownSignal;
 
@@ -54,6 +57,7 @@ pub(crate) fn run(role: &Role) -> Result<(), Failure> {
         Role::Backend(args) => runtime.block_on(backend(args)),
         Role::Status(args) => runtime.block_on(status(args)),
         Role::Top(args) => runtime.block_on(top(args)),
+        Role::Rollback(args) => runtime.block_on(rollback(args)),
     };
     // A model that is still being loaded does not keep the process.
     runtime.shutdown_background();
@@ -128,16 +132,33 @@ fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
 async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
     let mut stop = ShutdownSignal::new()?;
     let lease = Duration::from_millis(args.store.lease_ms);
+    let store = open_store(&args.store)?;
+    let state = Arc::new(SchedulerState::default());
+    let quota_bytes = args.store_quota_mib << 20;
+    let service = SchedulerService {
+        state: state.clone(),
+        store: store.clone(),
+        quota_bytes,
+        metadata: server_metadata(),
+        clock: clock(),
+    };
+    let server = serve_admin(args, Arc::new(service)).await?;
     let agent = SchedulerAgent {
-        store: open_store(&args.store)?,
+        store,
         keys: Keys::new(&args.store.cluster),
         name: name_of(&args.store, "scheduler")?,
         lease,
         settings: planning(&args.planning, lease)?,
         scaling: scaling(&args.scaling)?,
+        maintenance: MaintenanceSettings {
+            history: Duration::from_secs(args.store_history_secs),
+            quota_bytes,
+        },
+        state,
         clock: clock(),
     };
-    tracing::info!(name = agent.name, store = args.store.store, "ready");
+    let metrics = address_text(server.metrics_addr);
+    tracing::info!(name = agent.name, store = args.store.store, metrics, "ready");
     let (stopping, stopped) = watch::channel(false);
     let work = tokio::spawn(agent.run(stopped));
     let until = async {
@@ -149,6 +170,17 @@ async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
         () = until => Ok(()),
         ended = work => ended.map_err(Failure::failed)?.map_err(Failure::failed),
     }
+}
+
+/// Health and metrics of a scheduler.
+async fn serve_admin(
+    args: &SchedulerArgs,
+    service: Arc<SchedulerService>,
+) -> Result<RunningServer, Failure> {
+    let ports = Ports { host: args.host, http: 0, grpc: 0, metrics: args.metrics_port };
+    let options = args.security.options(&ports, None, 1 << 20)?;
+    let options = ServerOptions { http: None, grpc: None, ..options };
+    Server::start(options, service).await.map_err(Failure::failed)
 }
 
 fn open_files(args: &ModelStoreArgs) -> Result<Option<ModelStore>, Failure> {
@@ -332,6 +364,8 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         lease,
         settings,
         scaling: None,
+        maintenance: MaintenanceSettings::default(),
+        state: Arc::default(),
         clock: clock(),
     };
     let _scheduler = tokio::spawn(agent.run(stopped));
@@ -392,19 +426,29 @@ async fn read_status(store: &dyn Store, keys: &Keys) -> Result<Status, Failure> 
     let short =
         |entry: store::Entry| Some((entry.key.strip_prefix(keys.all())?.to_string(), entry.value));
     let image = listing.entries.into_iter().filter_map(short).collect();
-    Ok(Status::of(&ClusterSnapshot::read(&image)))
+    let mut status = Status::of(&ClusterSnapshot::read(&image));
+    status.add_damaged(&damaged_records(&image));
+    Ok(status)
 }
 
 async fn status(args: &StatusArgs) -> Result<(), Failure> {
     let store = open_store(&args.store)?;
-    let status = read_status(&*store, &Keys::new(&args.store.cluster)).await?;
+    let mut status = read_status(&*store, &Keys::new(&args.store.cluster)).await?;
+    // A user of etcd may not be allowed to look.
+    if let Ok(space) = store.space().await {
+        status.add_space(space, args.store_quota_mib << 20);
+    }
     match args.json {
         true => println!("{}", serde_json::to_string_pretty(&status).map_err(Failure::failed)?),
-        false => print!("{}", render(&status)),
+        false => print!("{}", render(&status, args.all)),
     }
-    match status.leader {
-        Some(_) => Ok(()),
-        None => Err(Failure::failed("the cluster has no leader")),
+    match status.problems.as_slice() {
+        [] => Ok(()),
+        _ if args.leader_only && status.leader.is_some() => Ok(()),
+        [one] => Err(Failure::failed(format!("{}: {}", one.what, one.advice))),
+        [first, rest @ ..] => {
+            Err(Failure::failed(format!("{}, and {} more problems", first.what, rest.len())))
+        }
     }
 }
 
@@ -419,7 +463,7 @@ async fn top(args: &TopArgs) -> Result<(), Failure> {
                     format!("{}\n", serde_json::to_string(&status).map_err(Failure::failed)?)
                 }
                 // Clears the screen.
-                (Ok(status), false) => format!("\x1b[2J\x1b[H{}", render(&status)),
+                (Ok(status), false) => format!("\x1b[2J\x1b[H{}", render(&status, false)),
                 (Err(_), _) => "the store cannot be reached\n".to_string(),
             };
             let mut out = std::io::stdout();
@@ -434,4 +478,20 @@ async fn top(args: &TopArgs) -> Result<(), Failure> {
         shown = show => shown,
         () = stop.wait() => Ok(()),
     }
+}
+
+/// Time limit of a rollback: a backend compiles and loads the older version first.
+const ROLLBACK_TIMEOUT: Duration = Duration::from_secs(300);
+
+async fn rollback(args: &RollbackArgs) -> Result<(), Failure> {
+    if !model::repository::is_valid_name(&args.model) {
+        return Err(Failure::usage(format!("'{}' is not the name of a model", args.model)));
+    }
+    let version = args.to.map(|version| format!("/versions/{version}")).unwrap_or_default();
+    let path = format!("/v2/atoll/models/{}{version}/rollback", args.model);
+    let reply = args.server.post(&path, ROLLBACK_TIMEOUT).await?;
+    let text = reply.text().await.map_err(|error| args.server.failed(&error))?;
+    let reply: serde_json::Value = serde_json::from_str(&text).map_err(Failure::failed)?;
+    println!("{} version {} is in force", args.model, reply["version"].as_str().unwrap_or("?"));
+    Ok(())
 }

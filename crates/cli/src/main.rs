@@ -28,6 +28,7 @@ mod server_client;
 mod shutdown_signal;
 mod sim_command;
 mod token_command;
+mod top_command;
 mod trace_command;
 
 use std::ffi::OsString;
@@ -111,6 +112,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Cluster(args) => cluster_command::run(&args.role),
         Command::Token(args) => token_command::run(&args),
         Command::Trace(args) => trace_command::run(&args),
+        Command::Top(args) => top_command::run(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "atoll", &mut std::io::stdout());
             Ok(())

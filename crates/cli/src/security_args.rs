@@ -9,7 +9,8 @@ use clap::Args;
 use cluster::tls::ClientTls;
 use model::config::Class;
 use server::{
-    AccessOptions, ConnectionLimits, JwtOptions, ServerOptions, TlsIdentity, TlsOptions, tls,
+    AccessOptions, ConnectionLimits, JwtOptions, ServerOptions, TelemetryOptions, TlsIdentity,
+    TlsOptions, tls,
 };
 
 use crate::plan_command::plan_service::plan_fn;
@@ -248,6 +249,8 @@ impl SecurityArgs {
             insecure: self.insecure,
             max_execution: (limit > 0).then(|| Duration::from_secs(limit)),
             planner: Some(plan_fn()),
+            telemetry: TelemetryOptions::from_env(|name| std::env::var(name).ok())
+                .map_err(Failure::usage)?,
             ..ServerOptions::default()
         })
     }

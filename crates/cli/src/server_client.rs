@@ -1,11 +1,11 @@
-//! A client of a running server, for commands that read from it.
+//! A client of a running server, for commands that read from it or change its models.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use assembly::{Failure, read_file};
 use clap::Args;
-use reqwest::{Certificate, Client, Response};
+use reqwest::{Certificate, Client, Method, Response};
 
 /// Maximum size of a message of the server that is shown.
 const MAX_MESSAGE: usize = 500;
@@ -32,6 +32,20 @@ impl ServerClientArgs {
         path: &str,
         timeout: Option<Duration>,
     ) -> Result<Response, Failure> {
+        self.send(Method::GET, path, timeout).await
+    }
+
+    /// Sends a POST request without a body and checks that it succeeds.
+    pub(crate) async fn post(&self, path: &str, timeout: Duration) -> Result<Response, Failure> {
+        self.send(Method::POST, path, Some(timeout)).await
+    }
+
+    async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        timeout: Option<Duration>,
+    ) -> Result<Response, Failure> {
         cluster::tls::choose();
         let mut client = Client::builder().connect_timeout(Duration::from_secs(5)).no_proxy();
         if let Some(timeout) = timeout {
@@ -44,7 +58,8 @@ impl ServerClientArgs {
             client = client.tls_certs_merge([certificate]);
         }
         let client = client.build().map_err(Failure::failed)?;
-        let mut request = client.get(format!("{}{path}", self.url.trim_end_matches('/')));
+        let url = format!("{}{path}", self.url.trim_end_matches('/'));
+        let mut request = client.request(method, url);
         if let Some(path) = &self.token_file {
             request = request.bearer_auth(read_file(path)?.trim());
         }

@@ -19,14 +19,18 @@ use crate::candidate::CandidateRecord;
 use crate::membership::Membership;
 use crate::record::{
     AssignedModel, Assignment, BackendRecord, BackendState, FailedUpdate, Keys, LoadState,
-    ModelRecord, ProfileRecord, RecordKind, decode, encode, profile_name,
+    ModelRecord, ProfileRecord, RecordKind, decode, encode, is_tombstone, profile_name,
 };
+use crate::record_keeper::keep_records;
 use crate::state_file::{self, StateFile};
 use crate::store::mirror;
 use crate::store::{Store, StoreError};
 
+use version_offer::{FolderVersion, offer_versions};
+
 pub mod candidates;
 pub mod profiling;
+pub mod version_offer;
 
 /// A call to the node.
 pub type HostFuture<'a, T> = Pin<Box<dyn Future<Output = ApiResult<T>> + Send + 'a>>;
@@ -72,6 +76,8 @@ pub trait Host: Send + Sync + 'static {
 #[derive(Clone, Default)]
 pub struct ModelCatalog {
     models: Arc<RwLock<BTreeMap<String, ModelRecord>>>,
+    /// Models whose record is lost: not deleted, and not there.
+    lost: Arc<RwLock<BTreeSet<String>>>,
 }
 
 impl ModelCatalog {
@@ -85,8 +91,27 @@ impl ModelCatalog {
         self.models.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn set(&self, models: BTreeMap<String, ModelRecord>) {
+    /// Whether the record of a model that was known is lost.
+    fn is_lost(&self, model: &str) -> bool {
+        self.lost.read().unwrap_or_else(PoisonError::into_inner).contains(model)
+    }
+
+    /// Takes the records that are there; the last known ones of those that are lost stay.
+    fn set(&self, entries: &mirror::KeyValues) {
+        let read = |(name, value): (&String, &bytes::Bytes)| {
+            Some((name.clone(), decode::<ModelRecord>(name, value)?))
+        };
+        let mut models: BTreeMap<String, ModelRecord> = entries.iter().filter_map(read).collect();
+        let is_deleted = |name: &str| entries.get(name).is_some_and(|value| is_tombstone(value));
+        let mut lost = BTreeSet::new();
+        for (name, record) in self.all() {
+            if !models.contains_key(&name) && !is_deleted(&name) {
+                lost.insert(name.clone());
+                models.insert(name, record);
+            }
+        }
         *self.models.write().unwrap_or_else(PoisonError::into_inner) = models;
+        *self.lost.write().unwrap_or_else(PoisonError::into_inner) = lost;
     }
 }
 
@@ -106,6 +131,8 @@ pub struct BackendAgent {
     pub host: Arc<dyn Host>,
     /// The records that its loader reads.
     pub catalog: ModelCatalog,
+    /// Versions of its folders that are newer than those in force, once they are known.
+    pub offered: watch::Receiver<Option<Vec<FolderVersion>>>,
     /// The clock.
     pub clock: Arc<dyn Clock>,
     /// Where the last assignment is kept, for a start without the store.
@@ -117,8 +144,6 @@ const RETRY: Duration = Duration::from_secs(5);
 
 /// Name of the assignment in the saved state.
 const SAVED_ASSIGNMENT: &str = "assignment";
-/// Pause before an unreachable store is tried again.
-const UNREACHABLE_RETRY: Duration = Duration::from_millis(200);
 
 /// What this backend has loaded and measured.
 #[derive(Default)]
@@ -140,8 +165,10 @@ impl BackendAgent {
         self.load_saved(&mut local, &membership).await;
         let own = self.keys.one(RecordKind::Assignment, &self.name);
         let follow = async {
-            let models = self.follow_prefix(&self.keys.of(RecordKind::Model)).await?;
-            Ok((models, self.follow_prefix(&own).await?))
+            let prefix = self.keys.of(RecordKind::Model);
+            let models = mirror::follow_when_reachable(self.store.clone(), &prefix).await?;
+            let own = mirror::follow_when_reachable(self.store.clone(), &own).await?;
+            Ok::<_, StoreError>((models, own))
         };
         let (mut models, mut assignments) = tokio::select! {
             _ = stop.wait_for(|stop| *stop) => return Ok(()),
@@ -157,8 +184,13 @@ impl BackendAgent {
             self.host.clone(),
             stop.clone(),
         ));
+        let (store, keys, name) = (self.store.clone(), self.keys.clone(), self.name.clone());
+        checks.spawn(keep_records(store, keys, name, stop.clone()));
+        let (store, keys, name) = (self.store.clone(), self.keys.clone(), self.name.clone());
+        let offered = self.offered.clone();
+        checks.spawn(offer_versions(store, keys, name, offered, stop.clone()));
         loop {
-            self.read_models(&models.borrow_and_update());
+            self.catalog.set(&models.borrow_and_update());
             let assignment: Option<Assignment> =
                 assignments.borrow_and_update().get("").and_then(|value| decode(&own, value));
             self.save(assignment.as_ref(), &mut local).await;
@@ -178,21 +210,6 @@ impl BackendAgent {
         Ok(())
     }
 
-    async fn follow_prefix(
-        &self,
-        prefix: &str,
-    ) -> Result<watch::Receiver<mirror::KeyValues>, StoreError> {
-        loop {
-            match mirror::follow(self.store.clone(), prefix).await {
-                Err(StoreError::Unreachable(reason)) => {
-                    tracing::warn!(reason, "cannot read the plan; trying again");
-                    tokio::time::sleep(UNREACHABLE_RETRY).await;
-                }
-                followed => return followed,
-            }
-        }
-    }
-
     /// Loads what was assigned when the backend last ran: most likely it still is, and requests
     /// may arrive before the store can be reached.
     async fn load_saved(&self, local: &mut LocalState, membership: &Membership) {
@@ -202,10 +219,9 @@ impl BackendAgent {
         let Some(assignment) = decode::<Assignment>(SAVED_ASSIGNMENT, assignment) else { return };
         let prefix = RecordKind::Model.folder_prefix();
         let models = entries.iter().filter_map(|(key, value)| {
-            let name = key.strip_prefix(prefix)?;
-            Some((name.to_string(), decode::<ModelRecord>(name, value)?))
+            Some((key.strip_prefix(prefix)?.to_string(), value.clone()))
         });
-        self.catalog.set(models.collect());
+        self.catalog.set(&Arc::new(models.collect()));
         for assigned in &assignment.models {
             self.load(assigned, local, membership).await;
         }
@@ -232,13 +248,6 @@ impl BackendAgent {
         if let Ok(Err(error)) = written {
             tracing::warn!(%error, "cannot save the assignment");
         }
-    }
-
-    fn read_models(&self, entries: &mirror::KeyValues) {
-        let read = |(name, value): (&String, &bytes::Bytes)| {
-            Some((name.clone(), decode::<ModelRecord>(name, value)?))
-        };
-        self.catalog.set(entries.iter().filter_map(read).collect());
     }
 
     fn publish(&self, membership: &Membership, local: &LocalState) {
@@ -275,8 +284,9 @@ impl BackendAgent {
         membership: &Membership,
     ) {
         let planned: BTreeSet<&str> = assignment.models.iter().map(|s| s.model.as_str()).collect();
-        let others: Vec<String> =
-            local.state.models.keys().filter(|m| !planned.contains(m.as_str())).cloned().collect();
+        // A plan without a model whose record is lost does not mean it.
+        let is_other = |m: &&String| !planned.contains(m.as_str()) && !self.catalog.is_lost(m);
+        let others: Vec<String> = local.state.models.keys().filter(is_other).cloned().collect();
         for model in others {
             let load_state = local.state.models.remove(&model);
             local.state.failed.remove(&model);

@@ -1,8 +1,9 @@
 //! A version of a model before it replaces anything.
 //!
-//! A frontend proposes it in the store; one backend takes it on, compiles and loads it, and writes
-//! its verdict. Only then does the frontend change the model's record. The record of a version that
-//! cannot be loaded never exists.
+//! A frontend, or a backend whose folder has it, proposes it in the store. One backend after the
+//! other takes it on, compiles and loads it, until enough of them could, or one finds that the
+//! model is wrong. Only then is the model's record changed. The record of a version that cannot be
+//! loaded never exists.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,6 +43,12 @@ pub struct CandidateRecord {
     /// Number of those that were lost.
     #[serde(default)]
     pub lost: usize,
+    /// Backends that must be able to load it.
+    #[serde(default = "one_backend")]
+    pub wanted: usize,
+    /// Backends that were.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub passed: Vec<String>,
     /// Why the last of the others could not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub obstacle: Option<String>,
@@ -50,11 +57,22 @@ pub struct CandidateRecord {
     pub verdict: Option<Verdict>,
 }
 
+fn one_backend() -> usize {
+    1
+}
+
+impl CandidateRecord {
+    /// Whether a backend has nothing more to say about it.
+    pub fn is_known_to(&self, backend: &str) -> bool {
+        self.tried.iter().chain(&self.passed).any(|name| name == backend)
+    }
+}
+
 /// What a backend found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "verdict", rename_all = "lowercase")]
 pub enum Verdict {
-    /// It compiles, loads and runs.
+    /// It compiles, loads and runs, on as many backends as wanted.
     Passed,
     /// The model is wrong.
     Refused {
@@ -87,7 +105,11 @@ impl From<StoreError> for CandidateError {
     }
 }
 
-/// Proposes a candidate and waits for the verdict, at most for `limit`.
+/// Backends that can load a version before it replaces another, where there are so many.
+pub const BACKENDS_WANTED: usize = 2;
+
+/// Proposes a candidate and waits until `wanted` backends can load it, at most for `limit`. Returns
+/// the number of backends that can, which is less where the others cannot for reasons of their own.
 ///
 /// # Errors
 /// When it does not pass, or is not checked in time.
@@ -97,7 +119,8 @@ pub async fn propose(
     (model, digest, bytes): (&str, &str, u64),
     config: &ModelConfig,
     limit: Duration,
-) -> Result<(), CandidateError> {
+    wanted: usize,
+) -> Result<usize, CandidateError> {
     let lease = store.grant(LEASE).await?;
     // The lease's number is unique, so two candidates of one name do not meet.
     let key = keys.one(RecordKind::Candidate, &format!("{model}/{}", lease.0));
@@ -110,6 +133,8 @@ pub async fn propose(
         backend: None,
         tried: Vec::new(),
         lost: 0,
+        wanted,
+        passed: Vec::new(),
         obstacle: None,
         verdict: None,
     };
@@ -125,7 +150,7 @@ pub async fn propose(
     result
 }
 
-async fn wait(store: &Arc<dyn Store>, keys: &Keys, key: &str) -> Result<(), CandidateError> {
+async fn wait(store: &Arc<dyn Store>, keys: &Keys, key: &str) -> Result<usize, CandidateError> {
     let gone = || CandidateError::Unchecked("its candidate was removed".to_string());
     loop {
         let (record, revision) = match store.get(key).await {
@@ -141,7 +166,7 @@ async fn wait(store: &Arc<dyn Store>, keys: &Keys, key: &str) -> Result<(), Cand
             Err(error) => return Err(error.into()),
         };
         match &record.verdict {
-            Some(Verdict::Passed) => return Ok(()),
+            Some(Verdict::Passed) => return Ok(record.passed.len().max(1)),
             Some(Verdict::Refused { reason }) => {
                 return Err(CandidateError::Refused(reason.clone()));
             }
@@ -157,28 +182,33 @@ async fn wait(store: &Arc<dyn Store>, keys: &Keys, key: &str) -> Result<(), Cand
                     release_lost(store, key, revision, &record, backend).await?;
                 }
             }
-            None => check_not_exhausted(store, keys, &record).await?,
+            None if is_exhausted(store, keys, &record).await => {
+                let why = record.obstacle.unwrap_or_default();
+                return match record.passed.len() {
+                    0 => Err(CandidateError::Unchecked(why)),
+                    passed => {
+                        let model = record.model;
+                        tracing::warn!(model, passed, why, "not every backend can load it");
+                        Ok(passed)
+                    }
+                };
+            }
+            None => {}
         }
         tokio::time::sleep(POLL).await;
     }
 }
 
-/// An error once every backend has tried in vain.
-async fn check_not_exhausted(
-    store: &Arc<dyn Store>,
-    keys: &Keys,
-    record: &CandidateRecord,
-) -> Result<(), CandidateError> {
-    let Some(obstacle) = &record.obstacle else { return Ok(()) };
-    let prefix = keys.of(RecordKind::Backend);
-    let Ok(present) = store.list(&prefix).await else { return Ok(()) };
-    let is_tried = |key: &str| {
-        key.strip_prefix(&prefix).is_some_and(|name| record.tried.iter().any(|t| t == name))
-    };
-    match present.entries.iter().all(|entry| is_tried(&entry.key)) {
-        true => Err(CandidateError::Unchecked(obstacle.clone())),
-        false => Ok(()),
+/// Whether every backend has tried, and some in vain.
+async fn is_exhausted(store: &Arc<dyn Store>, keys: &Keys, record: &CandidateRecord) -> bool {
+    if record.obstacle.is_none() && record.passed.is_empty() {
+        return false;
     }
+    let prefix = keys.of(RecordKind::Backend);
+    let Ok(present) = store.list(&prefix).await else { return false };
+    let is_tried =
+        |key: &str| key.strip_prefix(&prefix).is_some_and(|name| record.is_known_to(name));
+    present.entries.iter().all(|entry| is_tried(&entry.key))
 }
 
 /// Offers a candidate whose backend is lost to the others.

@@ -18,9 +18,11 @@ use base::{Clock, Nanos, Random};
 use tokio::sync::watch;
 
 use crate::balance::backend_health::{Availability, EjectionReason};
+use crate::load_reports::LoadReporter;
 use crate::membership::Membership;
 use crate::model_store::{ModelRecords, ModelStore};
 use crate::record::{FrontendRecord, Keys, LoadReport, RecordKind, encode};
+use crate::retention::Retention;
 use crate::snapshot::ClusterSnapshot;
 use crate::state_file::StateFile;
 use crate::store::mirror::{self, KeyValues};
@@ -43,14 +45,14 @@ use attempts::AttemptBudgets;
 use backend_link::{BackendLink, BackendLinks};
 use routing_table::{ModelEntry, RouteTarget, RoutingTable};
 
-/// How often load is reported.
-const REPORT_INTERVAL: Duration = Duration::from_millis(1000);
-/// How often in that time it is measured; a rise is reported at once.
-const CHECKS: u32 = 4;
+/// How often load is measured. What is written of it, the reporter decides.
+const REPORT_INTERVAL: Duration = Duration::from_millis(250);
 /// Shortest time between two writes of the saved routes.
 const SAVE_INTERVAL: Duration = Duration::from_millis(500);
 /// Time for a backend to describe a model while there is another one that could.
 const METADATA_TIMEOUT: Duration = Duration::from_secs(2);
+/// How often it is looked whether what the store has lost is still to be kept.
+const RETENTION_LOOK: Duration = Duration::from_secs(1);
 /// Models whose metadata is cached.
 const METADATA_MAX: usize = 10_000;
 
@@ -175,30 +177,28 @@ impl Frontend {
         let membership = Arc::new(Membership::start(store, settings.lease));
         membership.put(keys.one(RecordKind::Frontend, &settings.name), encode(record));
         let (inner, weak) = (Arc::downgrade(&self.inner), Arc::downgrade(&membership));
-        let key = keys.one(RecordKind::Load, &settings.name);
+        let mut reporter = LoadReporter::new(keys, &settings.name);
         tokio::spawn(async move {
-            let mut ticks = tokio::time::interval(REPORT_INTERVAL / CHECKS);
-            let mut reported = LoadReport::default();
-            for tick in 0u32.. {
+            let mut ticks = tokio::time::interval(REPORT_INTERVAL);
+            loop {
                 ticks.tick().await;
                 let (Some(inner), Some(membership)) = (inner.upgrade(), weak.upgrade()) else {
                     return;
                 };
                 let report = inner.report();
-                if tick % CHECKS == 0 || meter::is_rise(&report, &reported) {
-                    membership.put(key.clone(), encode(&report));
-                    reported = report;
-                }
+                membership.put_together(reporter.next(inner.clock.now(), &report));
             }
         });
         membership
     }
 }
 
-/// The entries that routing and metrics need: most changes in a cluster do not concern a frontend.
+/// The entries that routing, metrics and the console need: most changes in a cluster do not concern
+/// a frontend.
 fn routing_entries(entries: &KeyValues) -> KeyValues {
     let kinds = [
         RecordKind::Backend,
+        RecordKind::State,
         RecordKind::Frontend,
         RecordKind::Model,
         RecordKind::Route,
@@ -207,7 +207,8 @@ fn routing_entries(entries: &KeyValues) -> KeyValues {
     ];
     let kinds = kinds.map(RecordKind::folder_prefix);
     let mine = |key: &str| {
-        matches!(key, "plan" | "scaling") || kinds.iter().any(|prefix| key.starts_with(prefix))
+        matches!(key, "leader" | "plan" | "scaling")
+            || kinds.iter().any(|prefix| key.starts_with(prefix))
     };
     let mine = entries.iter().filter(|(key, _)| mine(key));
     Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
@@ -235,14 +236,23 @@ async fn follow(
     mut entries: watch::Receiver<KeyValues>,
     saved: watch::Sender<KeyValues>,
 ) {
+    let mut retention = Retention::default();
     let mut last = saved.borrow().clone();
-    while entries.changed().await.is_ok() {
-        let Some(inner) = inner.upgrade() else { return };
-        let seen = routing_entries(&entries.borrow_and_update());
-        if seen != last {
-            inner.rebuild_table(&seen);
-            saved.send_replace(seen.clone());
-            last = seen;
+    loop {
+        {
+            let Some(inner) = inner.upgrade() else { return };
+            let seen = routing_entries(&entries.borrow_and_update());
+            let seen = retention.merge(inner.clock.now(), &seen);
+            if seen != last {
+                inner.rebuild_table(&seen);
+                saved.send_replace(seen.clone());
+                last = seen;
+            }
+        }
+        let pause = if retention.is_active() { RETENTION_LOOK } else { Duration::MAX };
+        tokio::select! {
+            changed = entries.changed() => if changed.is_err() { return },
+            () = tokio::time::sleep(pause) => {}
         }
     }
 }
@@ -267,6 +277,7 @@ impl Inner {
         let models = table.models.iter();
         let queries = table.queries.iter();
         LoadReport {
+            number: 0,
             models: models.map(|(name, e)| (name.clone(), e.meter.report(now))).collect(),
             queries: queries.map(|(name, q)| (name.clone(), q.meter.report(now))).collect(),
             ejected: self.ejected(now),

@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -12,9 +13,9 @@ use thiserror::Error;
 
 use bucket::BucketStore;
 
-use crate::candidate::{self, CandidateError};
+use crate::candidate::{self, BACKENDS_WANTED, CandidateError};
 use crate::query::spec::QuerySpec;
-use crate::record::{Keys, ModelRecord, RecordKind, VersionRecord, decode, encode};
+use crate::record::{Keys, ModelRecord, RecordKind, Tombstone, VersionRecord, decode, encode};
 use crate::store::{Condition, Store, StoreError, Write};
 
 pub mod bucket;
@@ -143,19 +144,27 @@ impl ModelRecords {
         ModelRecords { store, keys }
     }
 
+    /// The store that they are in.
+    pub fn store(&self) -> &dyn Store {
+        &*self.store
+    }
+
     /// Changes the record of `name` by `change`, which gets the current record and may keep it by
-    /// returning `None`. Returns the record that is in force afterwards.
+    /// returning `None`. Returns the record that is in force afterwards. Where a model of this name
+    /// was deleted, `change` gets the highest number that its versions had.
     pub async fn change(
         &self,
         name: &str,
-        change: impl Fn(Option<&ModelRecord>) -> Option<ModelRecord>,
+        change: impl Fn(Option<&ModelRecord>, u64) -> Option<ModelRecord>,
     ) -> Result<Option<ModelRecord>, StoreError> {
         let key = self.keys.one(RecordKind::Model, name);
         for _ in 0..ATTEMPTS {
             let entry = self.store.get(&key).await?;
             let before: Option<ModelRecord> =
                 entry.as_ref().and_then(|entry| decode(&key, &entry.value));
-            let Some(after) = change(before.as_ref()) else { return Ok(before) };
+            let deleted = entry.as_ref().and_then(|entry| Tombstone::read(&entry.value));
+            let highest = deleted.map_or(0, |deleted| deleted.highest);
+            let Some(after) = change(before.as_ref(), highest) else { return Ok(before) };
             let revision = entry.map_or(0, |entry| entry.revision);
             let put = self.store.compare_and_put(&key, revision, encode(&after), None).await?;
             if put.is_some() {
@@ -167,32 +176,41 @@ impl ModelRecords {
         )))
     }
 
-    /// Publishes a model of a model repository. A newer version replaces an older one; an existing
-    /// record of the same version stays.
+    /// Publishes a model of a backend's folder, where the cluster has none of this name. Returns
+    /// whether the cluster has an older version instead: then `replace` says whether this one takes
+    /// its place. A version that was in force once stays as it is.
     pub async fn publish(
         &self,
         name: &str,
-        version: u64,
-        digest: &str,
-        bytes: u64,
-        config: &ModelConfig,
-    ) -> Result<(), StoreError> {
-        let fresh =
-            || VersionRecord { version, digest: digest.to_string(), bytes, config: config.clone() };
-        let change = |before: Option<&ModelRecord>| match before {
-            Some(before) if before.version == version && before.digest != digest => {
-                tracing::warn!(
-                    model = name,
-                    version,
-                    "version is already published with other content"
-                );
-                None
+        version: &VersionRecord,
+        replace: bool,
+    ) -> Result<bool, StoreError> {
+        let is_newer = AtomicBool::new(false);
+        let change = |before: Option<&ModelRecord>, highest: u64| {
+            is_newer.store(false, Relaxed);
+            match before {
+                Some(before) if before.version == version.version => {
+                    if before.digest != version.digest {
+                        let number = version.version;
+                        tracing::warn!(
+                            model = name,
+                            version = number,
+                            "version is already published with other content"
+                        );
+                    }
+                    None
+                }
+                // Also where a newer version was rolled back: a restart does not undo that.
+                Some(before) if before.highest_version() >= version.version => None,
+                Some(_) if !replace => {
+                    is_newer.store(true, Relaxed);
+                    None
+                }
+                before => Some(first_or_next(before, highest, version.clone())),
             }
-            // Also where a newer version was rolled back: a restart does not undo that.
-            Some(before) if before.highest_version() >= version => None,
-            before => Some(first_or_next(before, fresh())),
         };
-        self.change(name, change).await.map(|_| ())
+        self.change(name, change).await?;
+        Ok(is_newer.into_inner())
     }
 
     /// The record of a model.
@@ -202,14 +220,19 @@ impl ModelRecords {
         Ok(entry.and_then(|entry| decode(&key, &entry.value)))
     }
 
-    /// Has a version checked by a backend before it replaces anything: name, digest and size.
+    /// Has a version checked by as many backends as there should be, of those there are, before it
+    /// replaces anything: name, digest and size. Returns how many can load it, and how many should.
     pub async fn propose(
         &self,
         candidate: (&str, &str, u64),
         config: &ModelConfig,
         limit: Duration,
-    ) -> Result<(), CandidateError> {
-        candidate::propose(&self.store, &self.keys, candidate, config, limit).await
+    ) -> Result<(usize, usize), CandidateError> {
+        let present = self.store.list(&self.keys.of(RecordKind::Backend)).await?.entries.len();
+        let wanted = BACKENDS_WANTED.min(present).max(1);
+        let (store, keys) = (&self.store, &self.keys);
+        let passed = candidate::propose(store, keys, candidate, config, limit, wanted).await?;
+        Ok((passed, wanted))
     }
 
     /// Stores a new version of a model and returns its number.
@@ -220,14 +243,14 @@ impl ModelRecords {
         bytes: u64,
         config: &ModelConfig,
     ) -> Result<u64, StoreError> {
-        let change = |before: Option<&ModelRecord>| {
+        let change = |before: Option<&ModelRecord>, highest: u64| {
             let fresh = VersionRecord {
-                version: before.map_or(1, |before| before.highest_version() + 1),
+                version: before.map_or(highest, ModelRecord::highest_version) + 1,
                 digest: digest.to_string(),
                 bytes,
                 config: config.clone(),
             };
-            Some(first_or_next(before, fresh))
+            Some(first_or_next(before, highest, fresh))
         };
         let record = self.change(name, change).await?;
         Ok(record.map_or(1, |record| record.version))
@@ -239,7 +262,7 @@ impl ModelRecords {
         name: &str,
         version: u64,
     ) -> Result<Option<ModelRecord>, StoreError> {
-        let change = |before: Option<&ModelRecord>| {
+        let change = |before: Option<&ModelRecord>, _| {
             let target = before?.rollback_target(Some(version))?.clone();
             Some(before?.replaced_by(target))
         };
@@ -247,7 +270,8 @@ impl ModelRecords {
     }
 
     /// Deletes a version of a model, or all of them: how many there were, and the record that is
-    /// left. Where the version was in force, the newest of the others is.
+    /// left. Where the version was in force, the newest of the others is. Where nothing is left, a
+    /// tombstone says so.
     pub async fn delete(
         &self,
         name: &str,
@@ -256,7 +280,11 @@ impl ModelRecords {
         let key = self.keys.one(RecordKind::Model, name);
         for _ in 0..ATTEMPTS {
             let Some(entry) = self.store.get(&key).await? else { return Ok((0, None)) };
+            if Tombstone::read(&entry.value).is_some() {
+                return Ok((0, None));
+            }
             let record: Option<ModelRecord> = decode(&key, &entry.value);
+            let highest = record.as_ref().map_or(0, ModelRecord::highest_version);
             let count = 1 + record.as_ref().map_or(0, |record| record.others.len());
             let left = match (&record, version) {
                 (Some(record), Some(version)) => match record.without(version) {
@@ -267,7 +295,7 @@ impl ModelRecords {
             };
             let write = match &left {
                 Some(left) => Write::put(key.clone(), encode(left)),
-                None => Write::delete(key.clone()),
+                None => Write::put(key.clone(), encode(&Tombstone::new(highest))),
             };
             let condition = Condition { key: key.clone(), revision: entry.revision };
             if self.store.transact(vec![condition], vec![write]).await?.is_some() {
@@ -285,7 +313,7 @@ impl ModelRecords {
         name: &str,
         enabled: bool,
     ) -> Result<Option<ModelRecord>, StoreError> {
-        let change = |before: Option<&ModelRecord>| {
+        let change = |before: Option<&ModelRecord>, _| {
             let before = before.filter(|before| before.enabled != enabled)?;
             Some(ModelRecord { enabled, ..before.clone() })
         };
@@ -311,9 +339,10 @@ impl ModelRecords {
         )))
     }
 
-    /// Deletes a query.
+    /// Deletes a query; a tombstone says so.
     pub async fn delete_query(&self, name: &str) -> Result<(), StoreError> {
-        self.store.delete(&self.keys.one(RecordKind::Query, name)).await
+        let key = self.keys.one(RecordKind::Query, name);
+        self.store.put(&key, encode(&Tombstone::new(0)), None).await.map(|_| ())
     }
 
     /// Restores the previous record, or removes the record where there was none, after a
@@ -335,19 +364,28 @@ impl ModelRecords {
                 let value = encode(&before);
                 self.store.compare_and_put(&key, entry.revision, value, None).await.map(|_| ())
             }
-            None => self.store.delete(&key).await,
+            None => {
+                let value = encode(&Tombstone::new(version));
+                self.store.compare_and_put(&key, entry.revision, value, None).await.map(|_| ())
+            }
         }
     }
 }
 
 /// The record of a model's first version, or of the next one.
-fn first_or_next(before: Option<&ModelRecord>, fresh: VersionRecord) -> ModelRecord {
+fn first_or_next(before: Option<&ModelRecord>, highest: u64, fresh: VersionRecord) -> ModelRecord {
     let VersionRecord { version, digest, bytes, config } = fresh.clone();
     match before {
         Some(before) => before.replaced_by(fresh),
-        None => {
-            ModelRecord { version, digest, bytes, enabled: true, config, ..ModelRecord::default() }
-        }
+        None => ModelRecord {
+            version,
+            digest,
+            bytes,
+            enabled: true,
+            config,
+            highest: highest.max(version),
+            others: Vec::new(),
+        },
     }
 }
 
@@ -378,7 +416,13 @@ mod tests {
         assert_eq!(rolled.rollback_target(None), None);
         assert_eq!(records.roll_back("m", 9).await.unwrap(), None);
         // A restarted backend publishes what it has, and does not end the rollback.
-        records.publish("m", 3, "c", 1, &config).await.unwrap();
+        let version = |version, digest: &str| VersionRecord {
+            version,
+            digest: digest.to_string(),
+            bytes: 1,
+            config: config.clone(),
+        };
+        assert!(!records.publish("m", &version(3, "c"), true).await.unwrap());
         assert_eq!(records.find("m").await.unwrap().unwrap().version, 1);
         // No number is used twice, also not of a version that was deleted.
         assert_eq!(records.delete("m", Some(3)).await.unwrap().0, 1);
@@ -389,6 +433,28 @@ mod tests {
         assert_eq!(records.delete("m", None).await.unwrap(), (2, None));
         assert_eq!(records.delete("m", None).await.unwrap(), (0, None));
         assert_eq!(records.find("m").await.unwrap(), None);
+        // Numbers go on after the deletion of all.
+        assert_eq!(records.register("m", "e", 1, &config).await.unwrap(), 5);
+    }
+
+    #[tokio::test]
+    async fn a_folder_with_a_newer_version_replaces_nothing_by_itself() {
+        let (records, config) = (records(), ModelConfig::default());
+        let version = |version, digest: &str| VersionRecord {
+            version,
+            digest: digest.to_string(),
+            bytes: 1,
+            config: config.clone(),
+        };
+        assert!(!records.publish("m", &version(1, "a"), false).await.unwrap());
+        assert!(records.publish("m", &version(2, "b"), false).await.unwrap(), "it waits");
+        assert_eq!(records.find("m").await.unwrap().unwrap().version, 1);
+        assert!(!records.publish("m", &version(2, "b"), true).await.unwrap());
+        let now = records.find("m").await.unwrap().unwrap();
+        assert_eq!((now.version, now.others[0].version), (2, 1));
+        // A backend that still has the older one changes nothing.
+        assert!(!records.publish("m", &version(1, "a"), true).await.unwrap());
+        assert_eq!(records.find("m").await.unwrap().unwrap().version, 2);
     }
 
     #[tokio::test]

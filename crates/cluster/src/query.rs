@@ -5,6 +5,7 @@
 //! execute the stages and send each over the routes that every request takes. This module has what
 //! happens between stages, without IO.
 
+pub mod model_fit;
 pub mod picture;
 pub mod region;
 pub mod rows;

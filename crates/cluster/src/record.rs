@@ -1,11 +1,16 @@
 //! The records that the roles exchange through the store: keys, and values as JSON.
+//! [`validation`] checks what is read.
 
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use model::ModelConfig;
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use serde::ser::SerializeTuple;
+use serde::{Deserialize, Serialize, Serializer};
+
+pub mod validation;
+
+use validation::StoredRecord;
 
 /// Names of keys. All keys of a cluster have one prefix, so that clusters can share a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,6 +66,8 @@ pub enum RecordKind {
     Frontend,
     /// Load that frontends observe ([`LoadReport`]); leased.
     Load,
+    /// What has changed since ([`LoadReport`] of these models), several by frontend; leased.
+    LoadDelta,
     /// Models ([`ModelRecord`]).
     Model,
     /// Profiles of models ([`ProfileRecord`]), by device kind and digest.
@@ -85,6 +92,7 @@ impl RecordKind {
             RecordKind::State => "states/",
             RecordKind::Frontend => "frontends/",
             RecordKind::Load => "loads/",
+            RecordKind::LoadDelta => "load-deltas/",
             RecordKind::Model => "models/",
             RecordKind::Profile => "profiles/",
             RecordKind::Assignment => "assignments/",
@@ -107,16 +115,48 @@ pub fn encode(record: &impl Serialize) -> Bytes {
     serde_json::to_vec(record).unwrap_or_default().into()
 }
 
-/// Decodes a stored record. One that cannot be decoded is logged and ignored: a writer of another
-/// release must not stop the cluster.
-pub fn decode<T: DeserializeOwned>(key: &str, value: &[u8]) -> Option<T> {
-    match serde_json::from_slice(value) {
-        Ok(record) => Some(record),
-        Err(error) => {
-            tracing::warn!(key, %error, "cannot decode record");
-            None
-        }
+/// Decodes a stored record, and moves its numbers into their ranges. One that is damaged is logged
+/// and ignored: a hostile writer, or one of another release, must not stop the cluster. `None` also
+/// for the tombstone of a deleted record.
+pub fn decode<T: StoredRecord>(key: &str, value: &[u8]) -> Option<T> {
+    validation::read(value).unwrap_or_else(|error| {
+        validation::report(T::KIND, key, value, &error);
+        None
+    })
+}
+
+/// The value in place of a record that was deleted on purpose. A record that is missing without one
+/// was lost, and is written again by those who know it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tombstone {
+    /// Always true.
+    pub deleted: bool,
+    /// The highest number that a version of the model ever had.
+    #[serde(default)]
+    pub highest: u64,
+}
+
+/// Tombstones are short.
+const TOMBSTONE_BYTES_MAX: usize = 64;
+
+impl Tombstone {
+    /// Of a model whose versions had numbers up to `highest`.
+    pub fn new(highest: u64) -> Tombstone {
+        Tombstone { deleted: true, highest }
     }
+
+    /// The tombstone that a value is, if it is one.
+    pub fn read(value: &[u8]) -> Option<Tombstone> {
+        if value.len() > TOMBSTONE_BYTES_MAX || !value.starts_with(b"{\"deleted\":true") {
+            return None;
+        }
+        serde_json::from_slice(value).ok()
+    }
+}
+
+/// Whether a value says that its record was deleted.
+pub fn is_tombstone(value: &[u8]) -> bool {
+    Tombstone::read(value).is_some()
 }
 
 /// A machine that runs models.
@@ -181,8 +221,9 @@ pub struct FrontendRecord {
     pub http: String,
 }
 
-/// What a frontend observes of one model. Counts start with the process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+/// What a frontend observes of one model. Counts start with the process. It is stored as the list
+/// of its fields in this order, which older releases read as well as the map they write.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
 pub struct ModelLoad {
     /// Requests per second over the last seconds.
     pub fast: f64,
@@ -202,6 +243,28 @@ pub struct ModelLoad {
     pub retried: u64,
     /// 99th percentile of recent latencies in milliseconds.
     pub p99_ms: f64,
+}
+
+impl Serialize for ModelLoad {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut fields = serializer.serialize_tuple(9)?;
+        for value in [self.fast, self.window, self.slow] {
+            add_number(&mut fields, value)?;
+        }
+        for count in [self.arrived, self.answered, self.late, self.refused, self.retried] {
+            fields.serialize_element(&count)?;
+        }
+        add_number(&mut fields, self.p99_ms)?;
+        fields.end()
+    }
+}
+
+/// Adds a number, without a fraction where it has none.
+fn add_number<T: SerializeTuple>(fields: &mut T, value: f64) -> Result<(), T::Error> {
+    match value.fract() == 0.0 && (0.0..1e15).contains(&value) {
+        true => fields.serialize_element(&(value as u64)),
+        false => fields.serialize_element(&value),
+    }
 }
 
 /// What a frontend observes of one stage of a query.
@@ -229,9 +292,13 @@ pub struct QueryLoad {
     pub stages: BTreeMap<String, StageLoad>,
 }
 
-/// What a frontend observes.
+/// What a frontend observes: a whole report, or what has changed since
+/// ([`crate::load_reports`]).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LoadReport {
+    /// Number of the whole report, also in its deltas.
+    #[serde(default)]
+    pub number: u64,
     /// By model.
     pub models: BTreeMap<String, ModelLoad>,
     /// By query.

@@ -21,11 +21,14 @@ pub mod agent;
 pub mod demand;
 pub mod deployment;
 mod ejected_backends;
+pub mod maintenance;
 pub mod packing;
 pub mod placement;
 pub mod plan;
 pub mod pooling;
 pub mod prefix_batching;
+mod refused_models;
+pub mod service;
 pub mod splitting;
 
 use deployment::{DeploymentState, DeploymentStep, ModelFacts};
@@ -33,6 +36,7 @@ use ejected_backends::EjectedBackends;
 use placement::PlacementSettings;
 use plan::{Curves, Demand, DutyCycle, LoadedModels, Machine, PlacedPart, Placement};
 use pooling::{BackendPools, LoadFactors};
+use refused_models::RefusedModels;
 
 /// Settings of the scheduler.
 #[derive(Clone, Debug, PartialEq)]
@@ -102,6 +106,10 @@ pub struct Core {
     /// Machines and rates that the placement was made for.
     machines: BTreeSet<String>,
     rates: BTreeMap<String, f64>,
+    /// Models that existed at the last step.
+    models: BTreeSet<String>,
+    /// Versions that backends could not load, by backend and model.
+    refused: RefusedModels,
     /// Number of curves known at that time.
     measured: usize,
     /// Queries, and their budgets at that time.
@@ -132,6 +140,8 @@ impl Core {
             settled: false,
             machines: snapshot.assignments.keys().cloned().collect(),
             rates: BTreeMap::new(),
+            models: BTreeSet::new(),
+            refused: RefusedModels::default(),
             measured: 0,
             queries: snapshot.queries.clone(),
             splits: snapshot.splits.clone(),
@@ -145,6 +155,10 @@ impl Core {
             load_factors: LoadFactors::default(),
             plan: snapshot.plan.clone().unwrap_or_default(),
         };
+        // Where the summary is lost, numbers go on from what is there.
+        let epochs = snapshot.assignments.values().map(|assignment| assignment.epoch);
+        let epochs = epochs.chain(snapshot.routes.values().map(|route| route.epoch));
+        core.plan.epoch = epochs.chain([core.plan.epoch]).max().unwrap_or(0);
         core.placement.scale = core.plan.scale;
         for (backend, assignment) in &snapshot.assignments {
             let models = assignment.models.iter().map(|share| share.model.clone()).collect();
@@ -209,6 +223,8 @@ impl Core {
         } else if now - self.seen_at < self.settings.grace {
             return None;
         }
+        self.adopt(snapshot);
+        self.refused.update(snapshot);
         let present = machines(snapshot);
         self.avoided = self.ejected.update(now, snapshot);
         let machines = self.retained(&present);
@@ -227,6 +243,24 @@ impl Core {
             self.extend_placement(&machines, &demands, &curves);
         }
         Some(self.deploy(now, snapshot, &present, &demands, &curves))
+    }
+
+    /// What backends hold although this leader has not assigned it counts as assigned, where the
+    /// backend or the model is new here: after a loss of the store it stays in service until the
+    /// plan has moved it.
+    fn adopt(&mut self, snapshot: &ClusterSnapshot) {
+        for (backend, state) in &snapshot.states {
+            let is_new = !self.assigned.contains_key(backend);
+            let assigned = self.assigned.entry(backend.clone()).or_default();
+            for (model, state) in &state.models {
+                let is_known = snapshot.models.contains_key(model);
+                let is_unseen = is_new || !self.models.contains(model);
+                if is_known && is_unseen && !matches!(state, LoadState::Failed { .. }) {
+                    assigned.insert(model.clone());
+                }
+            }
+        }
+        self.models = snapshot.models.keys().cloned().collect();
     }
 
     /// The machines that are neither draining nor avoided; all of them where none is left, because
@@ -249,7 +283,7 @@ impl Core {
             .iter()
             .map(|((_, digest), profile)| (digest.as_str(), profile.memory_bytes))
             .collect();
-        let budgets = splitting::budgets(&self.queries, &self.splits);
+        let budgets = splitting::budgets(&self.queries, &self.splits, &snapshot.loads);
         let enabled = snapshot.models.iter().filter(|(_, model)| model.enabled);
         let mut demands: Vec<Demand> = enabled
             .map(|(name, model)| {
@@ -300,6 +334,9 @@ impl Core {
         if !self.placement.covers(machines, demands) {
             return Some("models changed");
         }
+        if self.refused.concerns(&self.placement, machines) {
+            return Some("model refused");
+        }
         if age < PLAN_SPACING {
             return None;
         }
@@ -334,6 +371,7 @@ impl Core {
         let mut chosen =
             self.keep_current(&fresh, machines, demands, curves, reason).unwrap_or(fresh);
         chosen.bound = bound;
+        self.refused.move_parts(&mut chosen, machines);
         self.plan.moves += moves(&chosen, &self.assigned);
         let before = std::mem::replace(&mut self.placement, chosen);
         if before.covers(machines, demands) && matches!(reason, "epoch" | "load rose") {

@@ -4,9 +4,12 @@ use std::collections::{BTreeMap, HashMap};
 
 use bytes::Bytes;
 use serde::Serialize;
-use serde::de::DeserializeOwned;
 
+use model::repository::is_valid_name;
+
+use crate::load_reports::apply;
 use crate::query::spec::QuerySpec;
+use crate::record::validation::{RECORDS_MAX, StoredRecord, read};
 use crate::record::{
     Assignment, BackendRecord, BackendState, FrontendRecord, LoadReport, ModelRecord, PlanRecord,
     ProfileRecord, RecordKind, RouteRecord, ScalingRecord, SplitRecord, decode,
@@ -44,23 +47,79 @@ pub struct ClusterSnapshot {
     pub splits: BTreeMap<String, SplitRecord>,
 }
 
-fn records<T: DeserializeOwned>(
+fn records<T: StoredRecord>(
     entries: &BTreeMap<String, Bytes>,
     kind: RecordKind,
 ) -> BTreeMap<String, T> {
     let prefix = kind.folder_prefix();
     let from = entries.range(prefix.to_string()..);
     let inside = from.map_while(|(key, value)| Some((key.strip_prefix(prefix)?, value)));
-    inside.filter_map(|(name, value)| Some((name.to_string(), decode(name, value)?))).collect()
+    // Some names have two parts; the first of a profile's is any text.
+    let is_name = |name: &str| match kind {
+        RecordKind::Profile => name.len() < 512,
+        RecordKind::LoadDelta => name.len() < 512 && name.split('/').all(is_valid_name),
+        _ => is_valid_name(name),
+    };
+    let named = inside.filter(|(name, _)| is_name(name)).take(RECORDS_MAX);
+    named.filter_map(|(name, value)| Some((name.to_string(), decode(name, value)?))).collect()
+}
+
+/// The damaged values of one kind, with the reason.
+fn damaged<T: StoredRecord>(
+    entries: &BTreeMap<String, Bytes>,
+    prefix: &str,
+    found: &mut BTreeMap<String, String>,
+) {
+    let from = entries.range(prefix.to_string()..);
+    for (key, value) in from.take_while(|(key, _)| key.starts_with(prefix)).take(RECORDS_MAX) {
+        if let Err(error) = read::<T>(value) {
+            found.insert(key.clone(), error);
+        }
+    }
+}
+
+/// All damaged values of a cluster, by key, with the reason.
+pub fn damaged_records(entries: &BTreeMap<String, Bytes>) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    let prefix = RecordKind::folder_prefix;
+    damaged::<BackendRecord>(entries, prefix(RecordKind::Backend), &mut found);
+    damaged::<BackendState>(entries, prefix(RecordKind::State), &mut found);
+    damaged::<FrontendRecord>(entries, prefix(RecordKind::Frontend), &mut found);
+    damaged::<LoadReport>(entries, prefix(RecordKind::Load), &mut found);
+    damaged::<LoadReport>(entries, prefix(RecordKind::LoadDelta), &mut found);
+    damaged::<ModelRecord>(entries, prefix(RecordKind::Model), &mut found);
+    damaged::<ProfileRecord>(entries, prefix(RecordKind::Profile), &mut found);
+    damaged::<Assignment>(entries, prefix(RecordKind::Assignment), &mut found);
+    damaged::<RouteRecord>(entries, prefix(RecordKind::Route), &mut found);
+    damaged::<QuerySpec>(entries, prefix(RecordKind::Query), &mut found);
+    damaged::<SplitRecord>(entries, prefix(RecordKind::Split), &mut found);
+    damaged::<PlanRecord>(entries, "plan", &mut found);
+    damaged::<ScalingRecord>(entries, "scaling", &mut found);
+    found
+}
+
+/// The load of each frontend: its report, and what has changed since.
+fn loads(entries: &BTreeMap<String, Bytes>) -> BTreeMap<String, LoadReport> {
+    let mut loads: BTreeMap<String, LoadReport> = records(entries, RecordKind::Load);
+    for (name, delta) in records::<LoadReport>(entries, RecordKind::LoadDelta) {
+        if let Some((frontend, name)) = name.split_once('/')
+            && let Some(report) = loads.get_mut(frontend)
+        {
+            apply(report, name, delta);
+        }
+    }
+    loads
 }
 
 impl ClusterSnapshot {
-    /// As [`ClusterSnapshot::read`], with only the records that routing needs.
+    /// As [`ClusterSnapshot::read`], with only the records that a frontend needs.
     pub fn read_routes(entries: &BTreeMap<String, Bytes>) -> ClusterSnapshot {
         ClusterSnapshot {
+            leader: entries.get("leader").map(|name| String::from_utf8_lossy(name).into_owned()),
+            backends: records(entries, RecordKind::Backend),
+            states: records(entries, RecordKind::State),
             plan: entries.get("plan").and_then(|value| decode("plan", value)),
             scaling: entries.get("scaling").and_then(|value| decode("scaling", value)),
-            backends: records(entries, RecordKind::Backend),
             frontends: records(entries, RecordKind::Frontend),
             models: records(entries, RecordKind::Model),
             routes: records(entries, RecordKind::Route),
@@ -84,7 +143,7 @@ impl ClusterSnapshot {
             backends: records(entries, RecordKind::Backend),
             states: records(entries, RecordKind::State),
             frontends: records(entries, RecordKind::Frontend),
-            loads: records(entries, RecordKind::Load),
+            loads: loads(entries),
             models: records(entries, RecordKind::Model),
             profiles: profiles.into_iter().filter_map(split).collect(),
             assignments: records(entries, RecordKind::Assignment),

@@ -1,5 +1,6 @@
 //! The status of a cluster, as JSON and as text.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -8,6 +9,7 @@ use serde::Serialize;
 use crate::query::spec::{QuerySpec, StageSpec};
 use crate::record::{AssignmentRole, LoadState, ModelLoad, PlanRecord, QueryLoad, ScalingRecord};
 use crate::snapshot::ClusterSnapshot;
+use crate::store::StoreSpace;
 
 /// One backend.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -88,6 +90,24 @@ pub struct Status {
     pub models: Vec<ModelRow>,
     /// Queries.
     pub queries: Vec<QueryRow>,
+    /// What is wrong.
+    pub problems: Vec<ClusterProblem>,
+}
+
+/// Something that is wrong, and what to do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ClusterProblem {
+    /// What is wrong.
+    pub what: String,
+    /// What to do.
+    pub advice: String,
+}
+
+impl ClusterProblem {
+    /// A problem.
+    pub fn new(what: impl Into<String>, advice: impl Into<String>) -> ClusterProblem {
+        ClusterProblem { what: what.into(), advice: advice.into() }
+    }
 }
 
 /// A stage of a query.
@@ -144,8 +164,84 @@ impl Status {
                 .iter()
                 .map(|(name, spec)| query_row(snapshot, name, spec))
                 .collect(),
+            problems: problems(snapshot),
         }
     }
+
+    /// Adds the problems of values that are damaged, by key, with the reason.
+    pub fn add_damaged(&mut self, damaged: &BTreeMap<String, String>) {
+        let problem = |(key, why): (&String, &String)| {
+            let advice = "its owner writes it again within seconds; if it stays, find who writes \
+                          it, or delete the key";
+            ClusterProblem::new(format!("the record {key} is damaged: {why}"), advice)
+        };
+        self.problems.extend(damaged.iter().map(problem));
+    }
+
+    /// Adds the problem of a store that is full, or nearly.
+    pub fn add_space(&mut self, space: StoreSpace, quota_bytes: u64) {
+        let (mib, quota_mib) = (space.bytes >> 20, quota_bytes >> 20);
+        let advice = "the leader makes space within a minute; else compact and defragment etcd";
+        if space.full {
+            self.problems.push(ClusterProblem::new("the store is full and refuses writes", advice));
+        } else if space.bytes as f64 > QUOTA_NEAR * quota_bytes as f64 {
+            let what = format!("the store has {mib} of {quota_mib} MiB");
+            self.problems.push(ClusterProblem::new(what, advice));
+        }
+    }
+}
+
+/// Share of the quota from which a store is nearly full.
+const QUOTA_NEAR: f64 = 0.8;
+
+/// What is wrong with a cluster.
+fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
+    let mut problems = Vec::new();
+    let mut add = |what: String, advice: &str| problems.push(ClusterProblem::new(what, advice));
+    if snapshot.leader.is_none() {
+        add("no scheduler leads".to_string(), "start atoll cluster scheduler, or read its log");
+    } else if snapshot.plan.is_none() {
+        add("there is no plan".to_string(), "wait a moment; then read the leader's log");
+    }
+    if snapshot.backends.is_empty() {
+        add("no backend has joined".to_string(), "start atoll cluster backend, or read its log");
+    }
+    if snapshot.frontends.is_empty() {
+        add("no frontend has joined".to_string(), "start atoll cluster frontend, or read its log");
+    }
+    for (name, record) in snapshot.models.iter().filter(|(_, record)| record.enabled) {
+        let targets = snapshot.routes.get(name).map_or(&[][..], |route| &route.targets);
+        let plan = snapshot.plan.as_ref();
+        let failed = plan.and_then(|plan| plan.failed.get(name));
+        match failed {
+            Some(why) if targets.is_empty() => add(
+                format!("model '{name}' cannot be loaded: {why}"),
+                "register a version that can, roll it back, or delete it",
+            ),
+            Some(why) => add(
+                format!("version {} of model '{name}' cannot be loaded: {why}", record.version),
+                "an older version serves; roll it back, or register another one",
+            ),
+            None if targets.is_empty() => add(
+                format!("no backend serves model '{name}'"),
+                "wait until it is loaded; atoll cluster top shows which backend loads it",
+            ),
+            None => {}
+        }
+    }
+    for (backend, state) in &snapshot.states {
+        for model in state.models.keys().filter(|model| !snapshot.models.contains_key(*model)) {
+            let what = format!("{backend} holds model '{model}', which has no record");
+            add(what, "backends write lost records again; it is unloaded if it was deleted");
+        }
+    }
+    if let Some(plan) = snapshot.plan.as_ref().filter(|plan| plan.backends > 0 && plan.scale > 0.0)
+        && plan.scale < 1.0
+    {
+        let what = format!("the plan has {:.0} % of the capacity for the load", 100.0 * plan.scale);
+        add(what, "add backends: requests beyond the plan are refused");
+    }
+    problems
 }
 
 fn backend_row(snapshot: &ClusterSnapshot, name: &str) -> BackendRow {
@@ -242,10 +338,19 @@ fn query_row(snapshot: &ClusterSnapshot, name: &str, spec: &QuerySpec) -> QueryR
 
 /// Width of a backend's bar in characters.
 const BAR: usize = 24;
+/// Models, problems and models of one backend that a short text lists.
+const SHORT_ROWS: usize = 20;
+const SHORT_HELD: usize = 6;
 
-/// The status as text for a terminal: backends as bars of their duty cycles, then models.
-pub fn render(status: &Status) -> String {
+/// The status as text for a terminal: problems, backends as bars of their duty cycles, then models.
+/// Unless `all` are wanted, only the models with the most requests are listed where there are many.
+pub fn render(status: &Status, all: bool) -> String {
     let mut text = String::new();
+    let rows = if all { usize::MAX } else { SHORT_ROWS };
+    for ClusterProblem { what, advice } in status.problems.iter().take(rows) {
+        let _ = writeln!(text, "PROBLEM {what}\n        {advice}");
+    }
+    write_rest(&mut text, status.problems.len().saturating_sub(rows), "problems");
     let leader = status.leader.as_deref().unwrap_or("none");
     let _ = writeln!(text, "leader {leader}, {} frontends", status.frontends.len());
     if let Some(plan) = &status.plan {
@@ -280,7 +385,8 @@ pub fn render(status: &Status) -> String {
             "{:<14} {:<8} [{bar}] {:7.1} ms ",
             backend.name, backend.device, backend.cycle_ms
         );
-        for held in &backend.models {
+        let held_max = if all { usize::MAX } else { SHORT_HELD };
+        for held in backend.models.iter().take(held_max) {
             let mark = match (held.role, held.state) {
                 (_, "failed") => "!",
                 (_, "loading" | "waiting") => "~",
@@ -295,6 +401,10 @@ pub fn render(status: &Status) -> String {
                 _ => write!(text, " {mark}{}", held.model),
             };
         }
+        let more = backend.models.len().saturating_sub(held_max);
+        if more > 0 {
+            let _ = write!(text, " and {more} more");
+        }
         text.push('\n');
         for held in &backend.models {
             if let Some(why) = &held.reason {
@@ -307,7 +417,13 @@ pub fn render(status: &Status) -> String {
         "{:<20} {:>9} {:>9} {:>8} {:>8} {:>8} {:>9}  backends",
         "model", "req/s", "requests", "late", "refused", "retried", "p99 ms"
     );
-    for model in &status.models {
+    let mut models: Vec<&ModelRow> = status.models.iter().collect();
+    if models.len() > rows {
+        // Those without a backend first, then by load.
+        let order = |row: &&ModelRow| (row.enabled && row.backends.is_empty(), row.rate);
+        models.sort_by(|a, b| order(b).partial_cmp(&order(a)).unwrap_or(Ordering::Equal));
+    }
+    for model in models.iter().take(rows) {
         let _ = writeln!(
             text,
             "{:<20} {:>9.1} {:>9} {:>8} {:>8} {:>8} {:>9.2}  {}",
@@ -321,6 +437,7 @@ pub fn render(status: &Status) -> String {
             if model.enabled { model.backends.join(" ") } else { "unloaded".to_string() }
         );
     }
+    write_rest(&mut text, models.len().saturating_sub(rows), "models");
     for query in &status.queries {
         let _ = writeln!(
             text,
@@ -343,6 +460,12 @@ pub fn render(status: &Status) -> String {
     }
     text.push_str("+ standby, - shadow until others are ready, ~ loading, ! failed\n");
     text
+}
+
+fn write_rest(text: &mut String, count: usize, of: &str) {
+    if count > 0 {
+        let _ = writeln!(text, "... and {count} more {of}: --all, or --json");
+    }
 }
 
 fn write_scaling(text: &mut String, scaling: &ScalingRecord) {
@@ -389,9 +512,53 @@ mod tests {
             errors: 4,
             error: Some("not allowed: x".to_string()),
         });
-        let text = render(&Status::of(&snapshot));
+        let text = render(&Status::of(&snapshot), false);
         let scaling = "deployment/b: 3 wanted, 2 requested, 1 present, draining: b1, 4 errors";
         assert!(text.contains(scaling) && text.contains("  not allowed: x"), "{text}");
         assert!(text.contains("b1") && text.contains("~mx4@30"), "{text}");
+    }
+
+    #[test]
+    fn a_lost_store_is_a_problem_with_advice() {
+        let status = Status::of(&ClusterSnapshot::default());
+        let text = render(&status, false);
+        for what in ["no scheduler leads", "no backend has joined", "no frontend has joined"] {
+            assert!(text.contains(&format!("PROBLEM {what}\n")), "{text}");
+        }
+        assert!(status.problems.iter().all(|problem| !problem.advice.is_empty()));
+        let mut status = Status::default();
+        status.add_damaged(&[("models/m".to_string(), "no JSON".to_string())].into());
+        status.add_space(StoreSpace { bytes: 90, used_bytes: 1, full: false }, 100);
+        status.add_space(StoreSpace { bytes: 70, used_bytes: 1, full: false }, 100);
+        status.add_space(StoreSpace { bytes: 70, used_bytes: 1, full: true }, 100);
+        assert_eq!(status.problems.len(), 3, "{:?}", status.problems);
+        assert!(status.problems[0].what.contains("models/m"));
+    }
+
+    #[test]
+    fn four_hundred_models_fit_a_screen() {
+        let mut snapshot = ClusterSnapshot::default();
+        snapshot.backends.insert("b1".to_string(), BackendRecord::default());
+        let assigned = |index: usize| AssignedModel {
+            model: format!("m{index:03}"),
+            version: 1,
+            role: AssignmentRole::Serving,
+            batch: 4,
+            rate: 1.0,
+            min_batch: 0,
+        };
+        let models = (0..400).map(assigned).collect();
+        let assignment = Assignment { epoch: 1, cycle_ms: 50.0, models };
+        snapshot.assignments.insert("b1".to_string(), assignment);
+        for index in 0..400 {
+            let record = crate::record::ModelRecord { enabled: true, ..Default::default() };
+            snapshot.models.insert(format!("m{index:03}"), record);
+        }
+        let status = Status::of(&snapshot);
+        let short = render(&status, false);
+        assert!(short.lines().count() < 80, "{short}");
+        assert!(short.lines().all(|line| line.len() < 250), "{short}");
+        assert!(short.contains("... and 380 more models"), "{short}");
+        assert!(render(&status, true).contains("m399 "));
     }
 }

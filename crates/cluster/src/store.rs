@@ -15,6 +15,7 @@ use tokio::sync::mpsc;
 
 pub mod conformance;
 pub mod etcd;
+pub mod health;
 pub mod memory;
 pub mod mirror;
 
@@ -44,9 +45,39 @@ pub enum StoreError {
     /// A watch missed changes; list again and watch from there.
     #[error("the watch fell behind and missed changes")]
     Behind,
+    /// The engine has no space for writes; reads and leases still work.
+    #[error("the store is full: {0}; compact and defragment it, or raise its quota")]
+    Full(String),
     /// The engine refuses the call.
     #[error("the store refuses: {0}")]
     Refused(String),
+}
+
+impl StoreError {
+    /// Whether the same call may succeed later, without anybody changing it.
+    pub fn is_transient(&self) -> bool {
+        !matches!(self, StoreError::Refused(_))
+    }
+}
+
+/// What a process knows of its store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreHealth {
+    /// The last call was not answered.
+    pub unreachable: bool,
+    /// The last write was refused for lack of space.
+    pub full: bool,
+}
+
+/// Space that a store takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreSpace {
+    /// Bytes of its files, of the largest member; what its quota limits.
+    pub bytes: u64,
+    /// Of those, bytes that are in use.
+    pub used_bytes: u64,
+    /// It has raised its alarm for lack of space.
+    pub full: bool,
 }
 
 /// A key and its value.
@@ -58,6 +89,8 @@ pub struct Entry {
     pub value: Bytes,
     /// When it was last written.
     pub revision: Revision,
+    /// The lease that it belongs to.
+    pub lease: Option<LeaseId>,
 }
 
 /// All keys with a prefix at one moment.
@@ -171,6 +204,20 @@ pub trait Store: Send + Sync + 'static {
 
     /// Ends a lease and removes its keys.
     fn revoke(&self, lease: LeaseId) -> StoreFuture<'_, ()>;
+
+    /// Forgets the history before `revision`. Watches that are further behind end with
+    /// [`StoreError::Behind`].
+    fn compact(&self, revision: Revision) -> StoreFuture<'_, ()>;
+
+    /// Space that it takes.
+    fn space(&self) -> StoreFuture<'_, StoreSpace>;
+
+    /// Gives space that a compaction freed back, and ends the alarm for lack of space. The engine
+    /// may not answer meanwhile.
+    fn reclaim(&self) -> StoreFuture<'_, ()>;
+
+    /// What this process last saw of it.
+    fn health(&self) -> StoreHealth;
 }
 
 impl dyn Store {

@@ -89,9 +89,18 @@ impl Cluster {
     }
 
     async fn propose(&self, digest: &str, seconds: u64) -> Result<(), CandidateError> {
+        self.propose_to(1, digest, seconds).await.map(|_| ())
+    }
+
+    async fn propose_to(
+        &self,
+        wanted: usize,
+        digest: &str,
+        seconds: u64,
+    ) -> Result<usize, CandidateError> {
         let limit = Duration::from_secs(seconds);
         let candidate = ("m", digest, 1);
-        propose(&self.store, &self.keys, candidate, &ModelConfig::default(), limit).await
+        propose(&self.store, &self.keys, candidate, &ModelConfig::default(), limit, wanted).await
     }
 
     async fn candidates(&self) -> usize {
@@ -125,6 +134,22 @@ async fn one_backend_judges_a_candidate() {
     assert_eq!(unchecked, CandidateError::Unchecked("no memory".to_string()));
     let checks: usize = hosts.iter().map(|host| host.checked.lock().unwrap().len()).sum();
     assert_eq!((checks, cluster.candidates().await), (5, 0));
+}
+
+#[tokio::test]
+async fn enough_backends_must_be_able_to_load_a_candidate() {
+    fn without_file(_: &str) -> ApiResult<()> {
+        Err(ApiError::not_found("no such file"))
+    }
+    let cluster = Cluster::start();
+    cluster.backend("a", judge, false).await;
+    cluster.backend("b", without_file, false).await;
+    // Two are there, one cannot: that is known, and nobody waits for more.
+    assert_eq!(cluster.propose_to(2, "good", 30).await, Ok(1));
+    cluster.backend("c", judge, false).await;
+    assert_eq!(cluster.propose_to(2, "good", 30).await, Ok(2));
+    let refused = cluster.propose_to(2, "bad", 30).await;
+    assert_eq!(refused, Err(CandidateError::Refused("no model".to_string())));
 }
 
 #[tokio::test]

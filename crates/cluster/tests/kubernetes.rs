@@ -18,6 +18,7 @@ use cluster::scaling::scaler::ScalingSettings;
 use cluster::scaling::target::{ScaleError, ScaleTarget};
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
+use cluster::scheduler::maintenance::MaintenanceSettings;
 use cluster::store::etcd::EtcdAccess;
 use cluster::store::{self, Store};
 use http_body_util::{BodyExt, Full};
@@ -401,6 +402,8 @@ fn agent(store: &Arc<dyn Store>, keys: &Keys, name: &str, server: &Replay) -> Sc
         lease: Duration::from_secs(60),
         settings: SchedulerSettings::default(),
         scaling: Some(Scaling { poll, ..Scaling::new(Arc::new(target), settings) }),
+        maintenance: MaintenanceSettings::default(),
+        state: Arc::default(),
         clock: Arc::new(MonotonicClock::new()),
     }
 }

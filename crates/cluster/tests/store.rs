@@ -12,7 +12,7 @@ use std::time::Duration;
 use base::MonotonicClock;
 use cluster::store::etcd::{EtcdAccess, EtcdStore};
 use cluster::store::memory::MemoryStore;
-use cluster::store::{Store, StoreError, conformance, mirror};
+use cluster::store::{Store, StoreError, StoreHealth, conformance, mirror};
 use cluster::tls::{ClientTls, Secret};
 use rcgen::{CertificateParams, Issuer, KeyPair};
 
@@ -241,4 +241,37 @@ async fn etcd_users_need_their_password() {
         assert!(matches!(error, StoreError::Refused(_)), "{user:?}: {error}");
         assert!(!error.to_string().contains("wrong"));
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_etcd_keeps_leases_and_gets_its_space_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--quota-backend-bytes=4194304".to_string()];
+    let Some(etcd) = start_etcd_with(folder, "http", &flags) else { return };
+    let store: Arc<dyn Store> = Arc::new(connect(&etcd));
+    reachable(&*store).await;
+    let lease = store.grant(Duration::from_secs(600)).await.unwrap();
+    let mut error = None;
+    for _ in 0..500 {
+        // History alone fills it: the key has one value.
+        if let Err(why) = store.put("/f/load", "x".repeat(100_000), Some(lease)).await {
+            error = Some(why);
+            break;
+        }
+    }
+    assert!(matches!(error, Some(StoreError::Full(_))), "{error:?}");
+    assert!(store.health().full && !store.health().unreachable);
+    // What is there can be read, and stays.
+    store.renew(lease).await.unwrap();
+    let listing = store.list("/f/").await.unwrap();
+    assert_eq!(listing.entries[0].lease, Some(lease));
+    let before = store.space().await.unwrap();
+    assert!(before.full && before.bytes > 3 << 20, "{before:?}");
+    store.compact(listing.revision).await.unwrap();
+    store.compact(listing.revision).await.unwrap();
+    store.reclaim().await.unwrap();
+    let after = store.space().await.unwrap();
+    assert!(!after.full && after.bytes < before.bytes / 2, "{before:?} {after:?}");
+    store.put("/f/load", "small", Some(lease)).await.unwrap();
+    assert_eq!(store.health(), StoreHealth::default());
 }

@@ -2,20 +2,21 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use base::Bytes;
 use device::residency::MemoryUse;
 use device::{
-    CompletionSink, Device, DeviceError, DeviceInfo, KernelCompiler, PreemptionLevel, Program,
-    Queue, QueueCommand, QueueOptions,
+    CompletionSink, Device, DeviceError, DeviceInfo, DeviceReadings, InjectedFault, KernelCompiler,
+    PreemptionLevel, Program, Queue, QueueCommand, QueueOptions,
 };
 use model::LaunchPlan;
 use model::gpu::{GpuTarget, Precision};
 
 use crate::compile::CompileService;
 use crate::compile::cubin_cache::CubinCache;
-use crate::compile::kernel_cache::{CompileProgress, KernelCache};
+use crate::compile::kernel_cache::{CompileProgress, KernelCache, LoadedKernel};
 use crate::compile::kernel_text::architecture;
 use crate::compile::nvrtc::Nvrtc;
 use crate::compile::toolkit::Toolkit;
@@ -24,6 +25,7 @@ use crate::device_context::DeviceContext;
 use crate::driver::nvml::{Health, Nvml};
 use crate::driver::{Context, DriverFacts, Priority, Stream};
 use crate::error::{CudaError, OpenError};
+use crate::fault_injection;
 use crate::measure::timeline::Timeline;
 use crate::memory::MemoryServices;
 use crate::memory::input_copier::InputCopier;
@@ -42,13 +44,20 @@ use crate::services::DeviceServices;
 /// The lowest compute capability with asynchronous copies to shared memory, which the kernels use.
 const CAPABILITY_NEEDED: u32 = 80;
 
+/// Readings of NVML are used for this long.
+const READINGS_INTERVAL: Duration = Duration::from_secs(1);
+
 /// One GPU.
 pub struct CudaDevice {
     services: DeviceServices,
+    /// Kernels of injected faults, which may still run.
+    injected: Mutex<Vec<Arc<LoadedKernel>>>,
     dispatcher: Dispatcher,
     /// RT runs, while `atoll bench` records them.
     timeline: Arc<Timeline>,
     nvml: OnceLock<Result<Nvml, String>>,
+    /// The last readings: NVML takes milliseconds, and every viewer asks for them.
+    readings: Mutex<Option<(Instant, DeviceReadings)>>,
 }
 
 impl CudaDevice {
@@ -138,9 +147,11 @@ impl CudaDevice {
         };
         let device = CudaDevice {
             services,
+            injected: Mutex::default(),
             dispatcher: Dispatcher::default(),
             timeline: Arc::default(),
             nvml: OnceLock::new(),
+            readings: Mutex::default(),
         };
         if let Some(path) = device.tuning_path() {
             device.services.compile.replace_tuning(Tuning::read(&path));
@@ -239,7 +250,19 @@ impl Device for CudaDevice {
     }
 
     fn fault(&self) -> Option<DeviceError> {
+        // A query finds faults of kernels that nobody waits for; its error is not needed.
+        let _ = self.services.memory.memory_stream.is_idle();
         self.services.device.check_healthy().err()
+    }
+
+    fn give_up(&self, reason: &str) {
+        self.services.device.context().set_faulted(reason);
+    }
+
+    fn inject(&self, fault: InjectedFault) -> Result<(), DeviceError> {
+        let kernel = fault_injection::inject(&self.services, fault)?;
+        self.injected.lock().unwrap_or_else(PoisonError::into_inner).extend(kernel);
+        Ok(())
     }
 
     fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
@@ -249,6 +272,17 @@ impl Device for CudaDevice {
     fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
         let pinned_host_pool = self.services.memory.pinned_host_pool()?;
         Some(pinned_host_pool.clone())
+    }
+
+    fn readings(&self) -> Option<DeviceReadings> {
+        let tuned_steps = Some(self.services.compile.tuning().choices.len() as u64);
+        let mut last = self.readings.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = last.as_ref().is_some_and(|(at, _)| at.elapsed() < READINGS_INTERVAL);
+        if !fresh {
+            *last = Some((Instant::now(), self.nvml().map(Nvml::readings).unwrap_or_default()));
+        }
+        let readings = last.as_ref().map(|(_, readings)| readings.clone()).unwrap_or_default();
+        Some(DeviceReadings { tuned_steps, ..readings })
     }
 
     fn memory_use(&self) -> Option<MemoryUse> {

@@ -5,6 +5,7 @@ mod context;
 mod device_buffer;
 mod event;
 mod facts;
+mod gpu_use;
 mod graph;
 mod module;
 pub(crate) mod nvml;

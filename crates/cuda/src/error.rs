@@ -29,6 +29,12 @@ pub enum OpenError {
         /// Number of GPUs.
         count: usize,
     },
+    /// The GPU has faulted, and something of it is not dropped yet.
+    #[error("cuda:{ordinal} has faulted and is still in use; it can be opened when it is not")]
+    Faulted {
+        /// The number of the GPU.
+        ordinal: usize,
+    },
     /// The GPU is too old for the kernels.
     #[error("{device} has compute capability {capability}, the kernels need {needed} or higher")]
     OldDevice {

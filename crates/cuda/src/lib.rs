@@ -30,6 +30,7 @@ mod device;
 mod device_context;
 mod driver;
 mod error;
+mod fault_injection;
 mod measure;
 mod memory;
 mod options;

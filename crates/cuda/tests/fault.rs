@@ -1,4 +1,5 @@
-//! A kernel that faults the device. Alone in its process, since the context does not recover.
+//! Kernels that fault the device. Alone in its process: everything of a faulted device must go
+//! before it can be opened again.
 
 #[path = "support/bench.rs"]
 #[allow(dead_code)]
@@ -7,9 +8,16 @@ mod bench;
 #[allow(dead_code)]
 mod toy;
 
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
 use bench::{TestQueue, numbers, open, start};
-use device::{Completion, Device, DeviceError, Outcome};
+use cuda::CudaDevice;
+use device::{Completion, Device, DeviceError, InjectedFault, Outcome};
 use toy::Chain;
+
+/// One test at a time: a faulted device keeps others from opening it.
+static ALONE: Mutex<()> = Mutex::new(());
 
 fn assert_faulted(completion: &Completion) {
     let outcome = &completion.outcome;
@@ -18,6 +26,7 @@ fn assert_faulted(completion: &Completion) {
 
 #[test]
 fn faulted_device_fails_all_further_work() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(device) = open() else { return };
     let queues = [TestQueue::open(&device, 0, true, 4), TestQueue::open(&device, 1, false, 4)];
     let fine = device.load(Chain::default().plan()).expect("a program");
@@ -37,4 +46,61 @@ fn faulted_device_fails_all_further_work() {
     assert!(matches!(fine.prepare(vec![input]), Err(DeviceError::Faulted { .. })));
     let loaded = device.load(Chain::default().plan());
     assert!(matches!(loaded, Err(DeviceError::Faulted { .. })));
+}
+
+/// Opens the device as soon as nothing of the faulted one is left.
+fn reopen() -> CudaDevice {
+    let options = || cuda::CudaOptions {
+        cache_dir: std::env::var_os("ATOLL_TEST_CACHE").map(std::path::PathBuf::from),
+        ..cuda::CudaOptions::default()
+    };
+    let began = Instant::now();
+    loop {
+        match CudaDevice::open(0, options(), Arc::new(toy::ToyCompiler)) {
+            Ok(device) => return device,
+            Err(err) => assert!(began.elapsed() < Duration::from_secs(60), "{err}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_faulted_device_computes_the_same_after_it_is_opened_again() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(mut device) = open() else { return };
+    let x = numbers(1000, 1);
+    let mut first: Option<Vec<f32>> = None;
+    let kinds = [
+        InjectedFault::IllegalAddress,
+        InjectedFault::MisalignedAddress,
+        InjectedFault::Trap,
+        InjectedFault::Lost,
+        InjectedFault::Hang { millis: 1_000 },
+    ];
+    for kind in kinds.iter().cycle().take(20) {
+        {
+            let queues =
+                [TestQueue::open(&device, 0, true, 4), TestQueue::open(&device, 1, false, 4)];
+            let program = device.load(Chain::default().plan()).expect("a program");
+            for queue in &queues {
+                let y = queue.run(start(&program, &x));
+                assert_eq!(*first.get_or_insert_with(|| y.clone()), y, "{kind:?}");
+            }
+            device.inject(*kind).expect("a fault");
+            let began = Instant::now();
+            while device.fault().is_none() {
+                // A hang is noticed by what waits for it.
+                if matches!(kind, InjectedFault::Hang { .. }) {
+                    device.give_up("it hangs");
+                }
+                assert!(began.elapsed() < Duration::from_secs(10), "{kind:?} was not noticed");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            println!("{kind:?} noticed after {:?}", began.elapsed());
+        }
+        let began = Instant::now();
+        drop(device);
+        device = reopen();
+        println!("{kind:?}: open again after {:?}", began.elapsed());
+    }
 }

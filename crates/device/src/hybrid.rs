@@ -25,8 +25,8 @@ use model::LaunchPlan;
 
 use crate::residency::MemoryUse;
 use crate::{
-    CompletionSink, Device, DeviceCapabilities, DeviceError, DeviceInfo, HostSection, Program,
-    Queue, QueueCommand, QueueOptions,
+    CompletionSink, Device, DeviceCapabilities, DeviceError, DeviceInfo, DeviceReadings,
+    HostSection, InjectedFault, Program, Queue, QueueCommand, QueueOptions,
 };
 pub use placement::{HostReason, Placement};
 pub use program::HybridProgram;
@@ -114,11 +114,27 @@ impl Device for HybridDevice {
         self.accelerator.command(commands);
     }
 
+    fn fault(&self) -> Option<DeviceError> {
+        self.accelerator.fault()
+    }
+
+    fn give_up(&self, reason: &str) {
+        self.accelerator.give_up(reason);
+    }
+
+    fn inject(&self, fault: InjectedFault) -> Result<(), DeviceError> {
+        self.accelerator.inject(fault)
+    }
+
     fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
         self.accelerator.host_pool()
     }
 
     fn memory_use(&self) -> Option<MemoryUse> {
         self.accelerator.memory_use()
+    }
+
+    fn readings(&self) -> Option<DeviceReadings> {
+        self.accelerator.readings()
     }
 }

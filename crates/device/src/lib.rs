@@ -171,6 +171,29 @@ pub enum DeviceError {
     },
 }
 
+/// A fault that is made on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InjectedFault {
+    /// A kernel writes where nothing is mapped.
+    IllegalAddress,
+    /// A kernel writes a word to an odd address.
+    MisalignedAddress,
+    /// A kernel traps, as a failed assertion does.
+    Trap,
+    /// Kernels occupy the whole device and end by themselves after this time.
+    Hang {
+        /// The time in milliseconds.
+        millis: u64,
+    },
+    /// The driver reports that the device is lost.
+    Lost,
+    /// The allocation after `after` others fails.
+    OutOfMemory {
+        /// Allocations that succeed before it.
+        after: u64,
+    },
+}
+
 /// Runs launch plans.
 pub trait Device: Send + Sync {
     /// Its fixed properties.
@@ -195,9 +218,19 @@ pub trait Device: Send + Sync {
         sink: Arc<dyn CompletionSink>,
     ) -> Result<Box<dyn Queue>, DeviceError>;
 
-    /// Why it can run nothing any more, if so; only a new process can use it again.
+    /// Why it can run nothing any more, if so. It can be opened again once everything of it is
+    /// dropped.
     fn fault(&self) -> Option<DeviceError> {
         None
+    }
+
+    /// Makes it faulted for `reason`, so that every wait for it ends.
+    fn give_up(&self, _reason: &str) {}
+
+    /// Makes `fault` happen, to test how it is survived. Fails on devices that cannot.
+    fn inject(&self, _fault: InjectedFault) -> Result<(), DeviceError> {
+        let device = &self.info().name;
+        Err(DeviceError::BadInput(format!("{device} has no faults that can be injected")))
     }
 
     /// SMs of the partition that queues can be confined to, if there is one.
@@ -229,6 +262,32 @@ pub trait Device: Send + Sync {
     fn memory_use(&self) -> Option<residency::MemoryUse> {
         None
     }
+
+    /// What the tools of its maker report of it now, if there are any. May take milliseconds.
+    fn readings(&self) -> Option<DeviceReadings> {
+        None
+    }
+}
+
+/// What the tools of its maker report of a device. Absent values are not reported.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceReadings {
+    /// A name of the hardware that is unique everywhere.
+    pub uuid: Option<String>,
+    /// Share of the last moments in which a kernel ran, in percent.
+    pub utilization_percent: Option<u32>,
+    /// Power drawn.
+    pub power_milliwatts: Option<u32>,
+    /// Power that may be drawn.
+    pub power_limit_milliwatts: Option<u32>,
+    /// Energy used since the process opened the device.
+    pub energy_millijoules: Option<u64>,
+    /// Size of its memory.
+    pub memory_total: Option<base::Bytes>,
+    /// Memory in use by all processes.
+    pub memory_used: Option<base::Bytes>,
+    /// Steps for which the fastest variant was measured.
+    pub tuned_steps: Option<u64>,
 }
 
 /// Steps that run on the host, one after another, between two parts of the work of a device.
@@ -438,6 +497,12 @@ pub trait Queue: Send + Sync {
     /// by itself: it is preempted and resumes there. It moves out at its next preemption point. Has
     /// no effect without [`Device::best_effort_sms`] or on a queue that is not preemptible.
     fn confine(&self, _confined: bool) {}
+
+    /// A number that changes while a segment makes progress, if the device can tell. A segment
+    /// whose time is up and whose number stays the same hangs.
+    fn progress(&self) -> u64 {
+        0
+    }
 
     /// Carries out `command`.
     fn command(&self, command: QueueCommand) {

@@ -16,8 +16,8 @@ use model::{LaunchPlan, Tensor};
 
 use crate::residency::{LoadCallback, LoadProgress, MemoryUse, Residency};
 use crate::{
-    Completion, CompletionSink, Device, DeviceError, DeviceInfo, Outcome, Program, Queue,
-    QueueOptions, Segment, Task,
+    Completion, CompletionSink, Device, DeviceError, DeviceInfo, DeviceReadings, InjectedFault,
+    Outcome, Program, Queue, QueueOptions, Segment, Task,
 };
 
 /// Properties of the memory.
@@ -93,6 +93,14 @@ impl Device for PagedDevice {
         self.inner.fault()
     }
 
+    fn give_up(&self, reason: &str) {
+        self.inner.give_up(reason);
+    }
+
+    fn inject(&self, fault: InjectedFault) -> Result<(), DeviceError> {
+        self.inner.inject(fault)
+    }
+
     fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError> {
         self.inner.unsupported_steps(plan)
     }
@@ -118,6 +126,10 @@ impl Device for PagedDevice {
         let weights = Bytes(self.pager.held.load(Ordering::SeqCst));
         let max_weights = self.max_held();
         Some(MemoryUse { weights, max_weights, ..MemoryUse::default() })
+    }
+
+    fn readings(&self) -> Option<DeviceReadings> {
+        self.inner.readings()
     }
 }
 

@@ -7,6 +7,7 @@ pub mod dtype;
 pub mod durable;
 pub mod gpu;
 pub mod host_pool;
+pub mod length_padding;
 pub mod memory;
 pub mod narrow;
 pub mod op;

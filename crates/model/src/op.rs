@@ -13,9 +13,12 @@ use crate::narrow::{NarrowType, PowerRounding};
 mod control;
 mod ml;
 mod random;
+mod recurrent;
+mod resize;
 mod signal;
 mod spatial;
 mod text;
+mod window;
 
 pub use control::{Body, Control, ControlKind, Scan};
 pub use ml::{
@@ -23,9 +26,12 @@ pub use ml::{
     Trees,
 };
 pub use random::{Distribution, Draw};
+pub use recurrent::{Rnn, RnnCell, RnnDirection};
+pub use resize::{AspectPolicy, CoordinateMode, GridPadding, NearestMode, Resize, ResizeMode};
 pub use signal::{Signal, WindowKind};
 pub use spatial::{RoiAlign, Spatial};
 pub use text::{LetterCase, Text, TfIdf, TfIdfMode, Tokenize};
+pub use window::{Conv, ConvTranspose, GlobalPool, Padding, Pool, PoolKind, Window};
 
 /// What a step computes. Shapes follow ONNX; see the comment of each variant for its inputs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -528,54 +534,6 @@ pub enum Activation {
     },
 }
 
-/// How the padding of a windowed operator is determined.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Padding {
-    /// All begins, then all ends. Empty means none.
-    Explicit(Vec<usize>),
-    /// So that the output is `ceil(input / stride)`; an odd element is added at the end.
-    SameUpper,
-    /// So that the output is `ceil(input / stride)`; an odd element is added at the beginning.
-    SameLower,
-}
-
-/// A window that slides over the spatial dimensions. Empty strides or dilations mean ones.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Window {
-    /// Extent; empty where the weight's shape gives it.
-    pub kernel: Vec<usize>,
-    /// Step per dimension.
-    pub strides: Vec<usize>,
-    /// Distance of the taps per dimension.
-    pub dilations: Vec<usize>,
-    /// Padding.
-    pub padding: Padding,
-}
-
-/// A convolution with the operators fused into it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Conv {
-    /// Geometry.
-    pub window: Window,
-    /// Channel groups; as many as channels is depthwise.
-    pub groups: usize,
-    /// Applied last, after bias and residual.
-    pub activation: Activation,
-}
-
-/// A transposed convolution.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ConvTranspose {
-    /// Geometry.
-    pub window: Window,
-    /// Channel groups.
-    pub groups: usize,
-    /// Extra extent at the end per dimension; empty means none.
-    pub output_padding: Vec<usize>,
-    /// Spatial extent of the output; when given, it determines the padding.
-    pub output_shape: Option<Vec<usize>>,
-}
-
 /// A batched matrix product with the operators fused into it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MatMul {
@@ -608,48 +566,6 @@ pub struct Gemm {
     pub beta: f32,
     /// Applied last.
     pub activation: Activation,
-}
-
-/// What a pooling window computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PoolKind {
-    /// The largest element.
-    Max,
-    /// The largest element and its index in the flattened input.
-    MaxWithIndices {
-        /// Indices count column-major in the spatial dimensions.
-        column_major: bool,
-    },
-    /// The mean.
-    Average {
-        /// The padding counts as zeros.
-        count_include_pad: bool,
-    },
-    /// The `p`-norm.
-    Lp {
-        /// The norm's order.
-        p: u32,
-    },
-}
-
-/// Pooling over windows.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pool {
-    /// What is computed.
-    pub kind: PoolKind,
-    /// Geometry.
-    pub window: Window,
-    /// Round the output extent up.
-    pub ceil_mode: bool,
-}
-
-/// Pooling over everything but batch and channel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs)] // Each is the ONNX operator of the same name.
-pub enum GlobalPool {
-    Average,
-    Max,
-    Lp { p: u32 },
 }
 
 /// Softmax and similar operators.
@@ -731,121 +647,6 @@ pub enum ScatterReduction {
     Mul,
     Max,
     Min,
-}
-
-/// Interpolation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs)] // Each is the ONNX mode of the same name.
-pub enum ResizeMode {
-    Nearest,
-    Linear,
-    Cubic,
-}
-
-/// What is read outside a sampled image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs)] // Each is the ONNX mode of the same name.
-pub enum GridPadding {
-    Zeros,
-    Border,
-    Reflection,
-}
-
-/// Resampling of any dimensions.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Resize {
-    /// Interpolation.
-    pub mode: ResizeMode,
-    /// From output to input coordinates.
-    pub coordinates: CoordinateMode,
-    /// Rounding of `Nearest`.
-    pub nearest: NearestMode,
-    /// Coefficient of `Cubic`.
-    pub cubic_coefficient: f32,
-    /// Ignore taps outside the image and rescale the others.
-    pub exclude_outside: bool,
-    /// What `CropAndResize` reads outside the image.
-    pub extrapolation_value: f32,
-    /// Widen the filter when shrinking.
-    pub antialias: bool,
-    /// Dimensions that scales and sizes apply to; all when absent. May be negative.
-    pub axes: Option<Vec<i64>>,
-    /// How sizes and the aspect ratio are reconciled.
-    pub keep_aspect: AspectPolicy,
-}
-
-/// ONNX `coordinate_transformation_mode`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs)] // Each is the ONNX mode of the same name.
-pub enum CoordinateMode {
-    HalfPixel,
-    HalfPixelSymmetric,
-    PytorchHalfPixel,
-    AlignCorners,
-    Asymmetric,
-    CropAndResize,
-}
-
-/// ONNX `nearest_mode`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs)] // Each is the ONNX mode of the same name.
-pub enum NearestMode {
-    RoundPreferFloor,
-    RoundPreferCeil,
-    Floor,
-    Ceil,
-}
-
-/// ONNX `keep_aspect_ratio_policy`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs)] // Each is the ONNX policy of the same name.
-pub enum AspectPolicy {
-    Stretch,
-    NotLarger,
-    NotSmaller,
-}
-
-/// A recurrent layer.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Rnn {
-    /// The cell.
-    pub cell: RnnCell,
-    /// The direction of time.
-    pub direction: RnnDirection,
-    /// Width of the state.
-    pub hidden_size: usize,
-    /// Batch before time in every tensor (`layout = 1`).
-    pub batch_first: bool,
-    /// Gate clipping.
-    pub clip: Option<f32>,
-    /// ONNX names of the activations, per direction; the cell's defaults when empty.
-    pub activations: Vec<String>,
-}
-
-/// Recurrent cells.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum RnnCell {
-    /// Elman cell.
-    Simple,
-    /// Long short-term memory.
-    Lstm {
-        /// Input and forget gate coupled.
-        input_forget: bool,
-    },
-    /// Gated recurrent unit.
-    Gru {
-        /// The reset gate acts after the recurrent product.
-        linear_before_reset: bool,
-    },
-}
-
-/// The direction of time in a recurrent layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs)] // Each is the ONNX direction of the same name.
-pub enum RnnDirection {
-    Forward,
-    Reverse,
-    Bidirectional,
 }
 
 impl Op {

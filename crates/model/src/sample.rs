@@ -51,6 +51,39 @@ pub fn random_tensor(
     }
 }
 
+/// A tensor of ones; of text, one of its elements.
+pub fn ones(dtype: DataType, shape: Vec<usize>) -> Result<Tensor, TensorError> {
+    let count = element_count(&shape)?;
+    macro_rules! ones {
+        ($one:expr) => {{
+            let values = filled(&shape, count, || $one)?;
+            Tensor::from_vec(shape, values)
+        }};
+    }
+    match dtype {
+        DataType::F32 => ones!(1f32),
+        DataType::F64 => ones!(1f64),
+        DataType::F16 => ones!(f16::ONE),
+        DataType::BF16 => ones!(bf16::ONE),
+        DataType::U8 => ones!(1u8),
+        DataType::U16 => ones!(1u16),
+        DataType::U32 => ones!(1u32),
+        DataType::U64 => ones!(1u64),
+        DataType::I8 => ones!(1i8),
+        DataType::I16 => ones!(1i16),
+        DataType::I32 => ones!(1i32),
+        DataType::I64 => ones!(1i64),
+        DataType::Bool => {
+            let bytes = filled(&shape, count, || 1u8)?;
+            Tensor::from_raw(DataType::Bool, shape, bytes.into())
+        }
+        DataType::String => {
+            let texts = filled(&shape, count, || Bytes::from_static(b"1"))?;
+            Tensor::from_strings(shape, texts)
+        }
+    }
+}
+
 /// `count` values; an error where memory does not suffice.
 fn filled<T>(
     shape: &[usize],
@@ -73,6 +106,9 @@ mod tests {
         for dtype in DataType::ALL {
             let tensor = random_tensor(dtype, vec![2, 3], &mut Random::new(1)).unwrap();
             assert_eq!((tensor.dtype(), tensor.len()), (dtype, 6));
+            let same = ones(dtype, vec![2, 3]).unwrap();
+            assert_eq!((same.dtype(), same.len()), (dtype, 6));
+            assert!(same.to_reals().is_none_or(|reals| reals == [1.0; 6]));
         }
         assert!(random_tensor(DataType::F32, vec![usize::MAX, 3], &mut Random::new(1)).is_err());
     }

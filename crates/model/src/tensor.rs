@@ -1,6 +1,7 @@
 //! Tensors: a type, a shape and the elements as little-endian bytes.
 
 use bytes::Bytes;
+use half::{bf16, f16};
 use thiserror::Error;
 
 use crate::{DataType, Reservation};
@@ -186,6 +187,17 @@ impl Tensor {
             Ok(aligned) => aligned.to_vec(),
             Err(_) => raw.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect(),
         })
+    }
+
+    /// Its values, if they are real numbers of any width.
+    pub fn to_reals(&self) -> Option<Vec<f64>> {
+        match self.dtype {
+            DataType::F32 => Some(self.to_vec::<f32>()?.into_iter().map(f64::from).collect()),
+            DataType::F64 => self.to_vec::<f64>(),
+            DataType::F16 => Some(self.to_vec::<f16>()?.into_iter().map(f64::from).collect()),
+            DataType::BF16 => Some(self.to_vec::<bf16>()?.into_iter().map(f64::from).collect()),
+            _ => None,
+        }
     }
 
     /// The rows `rows` of the first dimension; `None` when they do not exist. Fixed-size elements

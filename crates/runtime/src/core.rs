@@ -33,6 +33,7 @@ use crate::policy::padding::{PaddingCandidate, PaddingDevice, PaddingGrant, Pair
 use crate::policy::{Atoll, CoRun, Policy, PreemptionPoint, ResumePoint, Rules};
 
 use self::co_run::CoRunAdmission;
+pub use self::co_run::CoRunCounts;
 use self::fair::FairQueue;
 pub use self::messages::{Action, End, Event, SimAction, SimEvent};
 use self::ready::ReadyHeap;
@@ -299,6 +300,11 @@ impl Core {
         self.requests.len()
     }
 
+    /// How often real time ran beside best effort.
+    pub fn co_run_counts(&self) -> CoRunCounts {
+        self.co_run.counts()
+    }
+
     /// Waiting requests of `model`, and all pending ones.
     pub fn request_counts(&self, model: ModelId) -> (usize, usize) {
         self.model(model).map_or((0, 0), |state| (state.waiting, state.pending))
@@ -384,6 +390,7 @@ impl Core {
             }
             Event::DeviceLost => self.device_lost(actions),
             Event::DeviceReady => self.device_ready(now, actions),
+            Event::DeviceAlive => self.device_alive(now),
             Event::Cancel { request } => self.abandon(request, End::Cancelled, actions),
             Event::Timer => self.expire(now, actions),
             Event::Drain => self.draining = true,

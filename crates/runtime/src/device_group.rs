@@ -1,12 +1,14 @@
 //! The devices of one server: a [`Node`] each, and one router above them.
 //!
 //! Each device is scheduled independently. The device group decides which device gets a request and
-//! which devices hold a model ([`router`]). Replicas are loaded on a thread of the device group.
+//! which devices hold a model ([`router`]). Replicas are loaded on a thread of the device group. A
+//! faulted device is opened again ([`recovery`]).
 
+pub mod recovery;
 pub mod router;
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -18,9 +20,11 @@ use model::config::{BatchingPolicy, Class, ModelConfig};
 
 use crate::batching::StaggeredBatch;
 use crate::node::{
-    BatchTime, ModelKey, Node, Rejection, Reply, Request, RequestHandle, refuse_at_once,
+    BatchTime, CheckedPadding, ModelKey, Node, Rejection, Reply, Request, RequestHandle,
+    refuse_at_once,
 };
 
+use self::recovery::{FaultDomain, RecoveryCounts};
 use self::router::{
     GroupModelId, ModelFacts, ReplicaChange, ReplicaCounts, ReplicaStatus, RequestEnd,
     RoutedRequest, Router,
@@ -73,16 +77,20 @@ pub struct PlacedProgram {
     pub device: usize,
     /// The program.
     pub program: Arc<dyn Program>,
+    /// Faults of the device before the program was loaded.
+    pub faults: u64,
 }
 
 /// The devices of a server, with their router.
 pub struct DeviceGroup {
     shared: Arc<Shared>,
-    balancer: Option<JoinHandle<()>>,
+    /// They balance load and open faulted devices again.
+    threads: Vec<JoinHandle<()>>,
 }
 
 struct Shared {
-    nodes: Vec<Arc<Node>>,
+    /// By device; a node is replaced when its device has faulted.
+    nodes: RwLock<Vec<Arc<Node>>>,
     names: Vec<String>,
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
@@ -94,6 +102,8 @@ struct State {
     /// By slot of their id.
     entries: Vec<Option<Entry>>,
     due: VecDeque<ReplicaChange>,
+    /// By device.
+    recoveries: Vec<RecoveryCounts>,
     stopping: bool,
 }
 
@@ -106,6 +116,9 @@ struct Entry {
     keys: Vec<Option<ModelKey>>,
     /// Measured batch times, and the kind of device they hold for.
     profile: Option<(String, Vec<BatchTime>)>,
+    staggered: Option<StaggeredBatch>,
+    /// How requests are padded, and the kind of device it was checked on.
+    padding: Option<(String, Arc<CheckedPadding>)>,
 }
 
 impl DeviceGroup {
@@ -114,36 +127,61 @@ impl DeviceGroup {
         nodes: Vec<Arc<Node>>,
         options: DeviceGroupOptions,
     ) -> Result<DeviceGroup, DeviceError> {
+        DeviceGroup::start_with(nodes, options, Vec::new())
+    }
+
+    /// The same; devices of `domains` are opened again when they have faulted.
+    pub fn start_with(
+        nodes: Vec<Arc<Node>>,
+        options: DeviceGroupOptions,
+        domains: Vec<FaultDomain>,
+    ) -> Result<DeviceGroup, DeviceError> {
         let Some(first) = nodes.first() else {
             return Err(DeviceError::BadPlan("a device group needs a device".to_string()));
         };
         let clock = first.clock().clone();
         let budgets: Vec<u64> = nodes.iter().map(|node| node.budget().0).collect();
         let router = Router::new(options, &budgets);
-        let (entries, due) = (Vec::new(), VecDeque::new());
-        let state = State { router, entries, due, stopping: false };
+        let (count, names) = (nodes.len(), names(&nodes));
+        let state = State {
+            router,
+            entries: Vec::new(),
+            due: VecDeque::new(),
+            recoveries: vec![RecoveryCounts::default(); count],
+            stopping: false,
+        };
         let shared = Arc::new(Shared {
-            names: names(&nodes),
-            nodes,
+            names,
+            nodes: RwLock::new(nodes),
             clock,
             state: Mutex::new(state),
             changed: Condvar::new(),
         });
+        let mut group = DeviceGroup { shared, threads: Vec::new() };
         // One device needs no replicas.
-        let balancer = match shared.nodes.len() {
-            1 => None,
-            _ => {
-                let kept = shared.clone();
-                let spawned = std::thread::Builder::new()
-                    .name("device-group".to_string())
-                    .spawn(move || kept.balance());
-                Some(spawned.map_err(|err| DeviceError::Faulted {
-                    device: shared.names[0].clone(),
-                    reason: format!("cannot start the device group thread: {err}"),
-                })?)
-            }
-        };
-        Ok(DeviceGroup { shared, balancer })
+        if count > 1 {
+            group.spawn("device-group", Shared::balance)?;
+        }
+        for domain in domains {
+            group.spawn("device-recovery", move |shared| shared.watch(&domain))?;
+        }
+        Ok(group)
+    }
+
+    fn spawn(
+        &mut self,
+        name: &str,
+        work: impl FnOnce(&Shared) + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        let shared = self.shared.clone();
+        let spawned =
+            std::thread::Builder::new().name(name.to_string()).spawn(move || work(&shared));
+        let thread = spawned.map_err(|err| DeviceError::Faulted {
+            device: self.shared.names[0].clone(),
+            reason: format!("cannot start the thread {name}: {err}"),
+        })?;
+        self.threads.push(thread);
+        Ok(())
     }
 
     /// A device group of this node alone.
@@ -151,9 +189,24 @@ impl DeviceGroup {
         DeviceGroup::start(vec![node], DeviceGroupOptions::default())
     }
 
-    /// Its nodes, one per device.
-    pub fn nodes(&self) -> &[Arc<Node>] {
-        &self.shared.nodes
+    /// Its nodes, one per device. A node is replaced when its device has faulted: do not keep it.
+    pub fn nodes(&self) -> Vec<Arc<Node>> {
+        self.shared.nodes()
+    }
+
+    /// The node of a device; do not keep it.
+    pub fn node(&self, device: usize) -> Arc<Node> {
+        self.shared.node(device)
+    }
+
+    /// The clock of all its nodes.
+    pub fn clock(&self) -> &Arc<dyn Clock> {
+        &self.shared.clock
+    }
+
+    /// Number of devices.
+    pub fn device_count(&self) -> usize {
+        self.shared.names.len()
     }
 
     /// The pinned host pool of the first device that has one. Other devices copy from it as from
@@ -172,21 +225,23 @@ impl DeviceGroup {
         // An estimate, before a device packs them.
         let bytes = plan.constant_bytes();
         self.check_may_fit(bytes)?;
-        let home = {
+        let (device, faults, node) = {
             let state = self.shared.lock();
             let home = state.router.home_for(self.shared.clock.now(), bytes);
             // The exact size is known after the load; the node refuses what can never fit.
-            home.or_else(|| state.router.home_for(self.shared.clock.now(), 0))
+            let home = home.or_else(|| state.router.home_for(self.shared.clock.now(), 0));
+            let device = home.unwrap_or(0);
+            (device, state.recoveries[device].faults, self.shared.node(device))
         };
-        let device = home.unwrap_or(0);
-        let program = self.shared.nodes[device].device().load(plan)?;
-        Ok(PlacedProgram { device, program })
+        let program = node.device().load(plan)?;
+        Ok(PlacedProgram { device, program, faults })
     }
 
     /// Refuses constants that fit on no device, before anything is compiled or allocated for them.
     fn check_may_fit(&self, bytes: u64) -> Result<(), DeviceError> {
         let needed = Bytes(bytes / LEAST_SHARE);
-        let largest = self.shared.nodes.iter().max_by_key(|node| node.budget().0);
+        let nodes = self.shared.nodes();
+        let largest = nodes.iter().max_by_key(|node| node.budget().0);
         match largest.map(|node| (node.budget(), node.device().info())) {
             // A budget of 0 is that of a device which does not say.
             Some((available, info)) if available.0 > 0 && needed > available => {
@@ -199,14 +254,15 @@ impl DeviceGroup {
 
     /// Why a model can never fit where it was placed; `None` when it can.
     pub fn cannot_fit(&self, placed: &PlacedProgram) -> Option<DeviceError> {
-        self.shared.nodes[placed.device].cannot_fit(&*placed.program)
+        self.shared.node(placed.device).cannot_fit(&*placed.program)
     }
 
     /// Adds a placed program. Requests may follow at once.
     pub fn add_model(&self, placed: PlacedProgram, config: &ModelConfig) -> GroupModelId {
-        let PlacedProgram { device, program } = placed;
+        let PlacedProgram { device, program, faults } = placed;
         let (plan, bytes) = (program.plan().clone(), program_bytes(&*program));
-        let key = self.shared.nodes[device].add_model(program, config);
+        let node = self.shared.node(device);
+        let key = node.add_model(program, config);
         let facts = ModelFacts {
             class: config.class,
             pinned: config.pinned,
@@ -219,9 +275,12 @@ impl DeviceGroup {
         };
         let mut state = self.shared.lock();
         let model = state.router.add(device, bytes, facts);
-        let mut keys = vec![None; self.shared.nodes.len()];
-        keys[device] = Some(key);
-        let entry = Entry { model, plan, config: config.clone(), keys, profile: None };
+        let mut keys = vec![None; self.device_count()];
+        // A model that was loaded before a fault is loaded again.
+        let current = self.shared.is_current(&state, device, faults, &node);
+        keys[device] = current.then_some(key);
+        let (config, profile, staggered, padding) = (config.clone(), None, None, None);
+        let entry = Entry { model, plan, config, keys, profile, staggered, padding };
         if model.slot() >= state.entries.len() {
             state.entries.resize_with(model.slot() + 1, || None);
         }
@@ -241,7 +300,7 @@ impl DeviceGroup {
             let entry = state.entries[model.slot()].take();
             entry.map(|entry| entry.keys).unwrap_or_default()
         };
-        for (node, key) in self.shared.nodes.iter().zip(keys) {
+        for (node, key) in self.shared.nodes().iter().zip(keys) {
             if let Some(key) = key {
                 node.remove_model(key);
             }
@@ -259,12 +318,13 @@ impl DeviceGroup {
         let shared = &self.shared;
         let now = shared.clock.now();
         let routed = shared.lock().route(shared, now, request.model, request.class);
-        let Some((routed, key)) = routed else {
-            return refuse_at_once(now, reply, Rejection::NoSuchModel);
+        let (routed, key) = match routed {
+            Ok(found) => found,
+            Err(why) => return refuse_at_once(now, reply, why),
         };
         let rows = rows_of(&request.inputs);
         let request = request.with_model(key);
-        let Some(routed) = routed else { return shared.nodes[0].submit(request, reply) };
+        let Some(routed) = routed else { return shared.node(0).submit(request, reply) };
         let device_group = Arc::downgrade(shared);
         let counted = move |outcome: Reply| {
             if let Some(device_group) = device_group.upgrade() {
@@ -272,7 +332,7 @@ impl DeviceGroup {
             }
             reply(outcome);
         };
-        shared.nodes[routed.device].submit(request, Box::new(counted))
+        shared.node(routed.device).submit(request, Box::new(counted))
     }
 
     /// The replicas of `model`, with their keys.
@@ -281,6 +341,17 @@ impl DeviceGroup {
         let Some(entry) = state.entry(model) else { return Vec::new() };
         let views = state.router.replicas(model).into_iter();
         views.filter_map(|view| Some((view, entry.keys[view.device]?))).collect()
+    }
+
+    /// Whether a device is ready to run `model`.
+    pub fn is_loaded(&self, model: GroupModelId) -> bool {
+        let state = self.shared.lock();
+        state.entry(model).is_some_and(|entry| entry.keys.iter().any(Option::is_some))
+    }
+
+    /// Faults of a device so far, and how long it was out of service.
+    pub fn recoveries(&self, device: usize) -> RecoveryCounts {
+        self.shared.lock().recoveries[device]
     }
 
     /// Replicas added and removed so far.
@@ -292,17 +363,52 @@ impl DeviceGroup {
     /// kind. Takes about `limit`, plus the time of work that goes first.
     pub fn profile(&self, model: GroupModelId, limit: Duration) -> Vec<BatchTime> {
         let Some((view, key)) = self.replicas(model).into_iter().next() else { return Vec::new() };
-        let times = self.shared.nodes[view.device].profile(key, limit);
+        let times = self.shared.node(view.device).profile(key, limit);
         let kind = self.shared.kind(view.device);
         if let Some(entry) = self.shared.lock().entry_mut(model) {
             entry.profile = Some((kind.clone(), times.clone()));
         }
         for (other, key) in self.replicas(model) {
             if other.device != view.device && self.shared.kind(other.device) == kind {
-                self.shared.nodes[other.device].set_profile(key, &times);
+                self.shared.node(other.device).set_profile(key, &times);
             }
         }
         times
+    }
+
+    /// Whether requests of `model` might be padded; [`DeviceGroup::check_padding`] tells.
+    pub fn may_pad(&self, model: GroupModelId) -> bool {
+        let mut replicas = self.replicas(model).into_iter();
+        replicas.any(|(view, key)| self.shared.node(view.device).may_pad(key))
+    }
+
+    /// Checks whether requests of `model` that have different lengths may share a batch, with
+    /// best-effort runs, and pads them from then on. `None` when its inputs have no mask; else the
+    /// longest length, or why they are not padded. Takes about `limit`.
+    pub fn check_padding(
+        &self,
+        model: GroupModelId,
+        limit: Duration,
+    ) -> Option<Result<usize, String>> {
+        let (view, key) = self.replicas(model).into_iter().next()?;
+        let node = self.shared.node(view.device);
+        if !node.may_pad(key) {
+            return None;
+        }
+        let padding = match node.check_padding(key, limit) {
+            Ok(padding) => padding,
+            Err(why) => return Some(Err(why)),
+        };
+        let kind = self.shared.kind(view.device);
+        if let Some(entry) = self.shared.lock().entry_mut(model) {
+            entry.padding = Some((kind.clone(), padding.clone()));
+        }
+        for (other, key) in self.replicas(model) {
+            if self.shared.kind(other.device) == kind {
+                self.shared.node(other.device).set_padding(key, Some(padding.clone()));
+            }
+        }
+        Some(Ok(padding.max_length()))
     }
 
     /// The measured batch times of `model`.
@@ -315,28 +421,33 @@ impl DeviceGroup {
     /// Sets the batches of a backend pool for `model`, or returns to its settings. Only with one
     /// device: several devices are filled by the router's own rule.
     pub fn set_staggered_batch(&self, model: GroupModelId, staggered: Option<StaggeredBatch>) {
-        for (view, key) in self.replicas(model).into_iter().filter(|_| self.shared.nodes.len() == 1)
-        {
-            self.shared.nodes[view.device].set_staggered_batch(key, staggered);
+        if self.device_count() > 1 {
+            return;
+        }
+        if let Some(entry) = self.shared.lock().entry_mut(model) {
+            entry.staggered = staggered;
+        }
+        for (view, key) in self.replicas(model) {
+            self.shared.node(view.device).set_staggered_batch(key, staggered);
         }
     }
 
     /// The largest batch of `model`; `None` without batching.
     pub fn max_batch(&self, model: GroupModelId) -> Option<usize> {
         let mut replicas = self.replicas(model).into_iter();
-        replicas.find_map(|(view, key)| self.shared.nodes[view.device].max_batch(key))
+        replicas.find_map(|(view, key)| self.shared.node(view.device).max_batch(key))
     }
 
     /// Whether requests of `model` are batched.
     pub fn is_batched(&self, model: GroupModelId) -> bool {
         let mut replicas = self.replicas(model).into_iter();
-        replicas.any(|(view, key)| self.shared.nodes[view.device].is_batched(key))
+        replicas.any(|(view, key)| self.shared.node(view.device).is_batched(key))
     }
 
     /// Loads the weights of a model on its devices, into free memory.
     pub fn preload(&self, model: GroupModelId) {
         for (view, key) in self.replicas(model) {
-            self.shared.nodes[view.device].preload(key);
+            self.shared.node(view.device).preload(key);
         }
     }
 
@@ -345,10 +456,9 @@ impl DeviceGroup {
     pub fn drain(&self, limit: Duration) -> bool {
         let end = self.shared.clock.now() + Nanos::from(limit);
         // All nodes start to drain before one is waited for.
-        let drained =
-            self.shared.nodes.iter().map(|node| node.drain(Duration::ZERO)).collect::<Vec<_>>();
-        self.shared
-            .nodes
+        let nodes = self.shared.nodes();
+        let drained = nodes.iter().map(|node| node.drain(Duration::ZERO)).collect::<Vec<_>>();
+        nodes
             .iter()
             .zip(drained)
             .all(|(node, done)| done || node.drain((end - self.shared.clock.now()).into()))
@@ -358,7 +468,7 @@ impl DeviceGroup {
     pub fn wait_discarded(&self, limit: Duration) -> bool {
         let end = self.shared.clock.now() + Nanos::from(limit);
         let remaining = || (end - self.shared.clock.now()).into();
-        self.shared.nodes.iter().all(|node| node.wait_discarded(remaining()))
+        self.shared.nodes().iter().all(|node| node.wait_discarded(remaining()))
     }
 }
 
@@ -366,9 +476,9 @@ impl Drop for DeviceGroup {
     fn drop(&mut self) {
         self.shared.lock().stopping = true;
         self.shared.changed.notify_all();
-        if let Some(balancer) = self.balancer.take() {
+        for thread in self.threads.drain(..) {
             // A panic there has been reported already.
-            let _ = balancer.join();
+            let _ = thread.join();
         }
     }
 }
@@ -410,25 +520,41 @@ impl State {
         now: Nanos,
         model: GroupModelId,
         class: Option<Class>,
-    ) -> Option<(Option<RoutedRequest>, ModelKey)> {
-        let entry =
-            self.entries.get(model.slot())?.as_ref().filter(|entry| entry.model == model)?;
-        if let [_] = shared.nodes[..] {
-            return Some((None, entry.keys[0]?));
+    ) -> Result<(Option<RoutedRequest>, ModelKey), Rejection> {
+        let entry = self.entries.get(model.slot()).and_then(Option::as_ref);
+        let entry = entry.filter(|entry| entry.model == model).ok_or(Rejection::NoSuchModel)?;
+        if entry.keys.len() == 1 {
+            let key = entry.keys[0].ok_or_else(|| shared.not_loaded(0))?;
+            return Ok((None, key));
         }
         let resident = |device: usize| {
-            entry.keys[device].is_some_and(|key| shared.nodes[device].is_resident(key))
+            entry.keys[device].is_some_and(|key| shared.node(device).is_resident(key))
         };
-        let routed = self.router.route(now, model, class, resident)?;
+        let routed = self.router.route(now, model, class, resident);
+        let routed = routed.ok_or(Rejection::NoSuchModel)?;
         let Some(key) = entry.keys[routed.device] else {
-            self.router.ended(now, routed, RequestEnd::Refused);
-            return None;
+            // The router avoids the device for a while.
+            self.router.ended(now, routed, RequestEnd::Faulted);
+            return Err(shared.not_loaded(routed.device));
         };
-        Some((Some(routed), key))
+        Ok((Some(routed), key))
     }
 }
 
 impl Shared {
+    fn node(&self, device: usize) -> Arc<Node> {
+        self.nodes.read().unwrap_or_else(PoisonError::into_inner)[device].clone()
+    }
+
+    fn nodes(&self) -> Vec<Arc<Node>> {
+        self.nodes.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether `node` is still that of the device, which has had no more faults than these.
+    fn is_current(&self, state: &State, device: usize, faults: u64, node: &Arc<Node>) -> bool {
+        state.recoveries[device].faults == faults && Arc::ptr_eq(&self.node(device), node)
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // Every change of the router is one call, so a panic leaves it consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -493,13 +619,13 @@ impl Shared {
             let state = self.lock();
             state.entries.iter().flatten().map(|entry| (entry.model, entry.keys.clone())).collect()
         };
+        let nodes = self.nodes();
         let bytes = |(model, keys): (GroupModelId, Vec<Option<ModelKey>>)| {
-            let known =
-                self.nodes.iter().zip(keys).filter_map(|(node, key)| node.weight_bytes(key?));
+            let known = nodes.iter().zip(keys).filter_map(|(node, key)| node.weight_bytes(key?));
             Some((model, known.max()?.0)).filter(|(_, bytes)| *bytes > 0)
         };
         Measurements {
-            speeds: self.nodes.iter().map(speed).collect(),
+            speeds: nodes.iter().map(speed).collect(),
             bytes: keys.into_iter().filter_map(bytes).collect(),
         }
     }
@@ -513,7 +639,7 @@ impl Shared {
                 drop(state);
                 if let Some(key) = key {
                     tracing::info!(device = self.names[device], "replica removed");
-                    self.nodes[device].remove_model(key);
+                    self.node(device).remove_model(key);
                 }
             }
         }
@@ -521,18 +647,20 @@ impl Shared {
 
     /// The kind of a device: devices of one kind are equally fast.
     fn kind(&self, device: usize) -> String {
-        self.nodes[device].device().info().description.clone()
+        self.node(device).device().info().description.clone()
     }
 
     fn add_replica(&self, model: GroupModelId, device: usize) {
         let found = {
             let state = self.lock();
-            let needed = |e: &Entry| (e.plan.clone(), e.config.clone(), e.profile.clone());
+            let needed = |e: &Entry| {
+                (e.plan.clone(), e.config.clone(), e.profile.clone(), e.padding.clone())
+            };
             state.entry(model).map(needed)
         };
         // The model was removed meanwhile.
-        let Some((plan, config, profile)) = found else { return };
-        let node = &self.nodes[device];
+        let Some((plan, config, profile, padding)) = found else { return };
+        let (node, faults) = (self.node(device), self.lock().recoveries[device].faults);
         let made = node.device().load(plan).and_then(|program| match node.cannot_fit(&*program) {
             Some(why) => Err(why),
             None => Ok(program),
@@ -551,7 +679,14 @@ impl Shared {
         if let Some((_, times)) = profile.filter(|(kind, _)| *kind == self.kind(device)) {
             node.set_profile(key, &times);
         }
+        if let Some((_, padding)) = padding.filter(|(kind, _)| *kind == self.kind(device)) {
+            node.set_padding(key, Some(padding));
+        }
         let mut state = self.lock();
+        if !self.is_current(&state, device, faults, &node) {
+            state.router.replica_failed(self.clock.now(), model, device);
+            return;
+        }
         let kept = match state.entry_mut(model) {
             Some(entry) => {
                 entry.keys[device] = Some(key);

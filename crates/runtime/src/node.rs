@@ -10,16 +10,19 @@ use base::{Bytes, Clock, Nanos};
 use device::{CompletionSink, Device, DeviceError, Program, Queue, QueueCommand, Segment, Task};
 use model::Tensor;
 use model::config::{Class, ModelConfig};
+use model::length_padding::LengthPadding;
 use thiserror::Error;
 
-use crate::core::{Action, Core, CoreOptions, Event, ModelId, RequestId};
+use crate::core::{Action, CoRunCounts, Core, CoreOptions, Event, ModelId, RequestId};
 use crate::spans::ring::SpanRing;
 
 mod announcement;
 mod batch_jobs;
 mod batcher;
 mod completion;
+mod fault;
 mod layout;
+mod lengths;
 mod lock;
 mod preemptions;
 mod preparation;
@@ -32,6 +35,7 @@ mod weights;
 use self::batch_jobs::{BatchStaging, Batches, ModelBatcher, Preparer};
 use self::batcher::MemberId;
 use self::completion::Sink;
+pub use self::lengths::CheckedPadding;
 pub use self::lock::LockContention;
 use self::lock::LockWaits;
 pub use self::preemptions::{PREEMPTION_BOUNDS_US, Preemption, PreemptionLog, PreemptionStats};
@@ -101,6 +105,9 @@ pub struct NodeOptions {
     pub spans_kept: usize,
     /// Memory for weights on devices that load and evict them; all of it when absent.
     pub memory: Option<Bytes>,
+    /// A segment that makes no progress within this time makes the device faulted; never when
+    /// absent.
+    pub watchdog: Option<Nanos>,
     /// Observer of the core.
     pub observer: Option<Arc<dyn Observer>>,
 }
@@ -119,6 +126,7 @@ impl Default for NodeOptions {
             preemptions_kept: 1_024,
             spans_kept: 65_536,
             memory: None,
+            watchdog: None,
             observer: None,
         }
     }
@@ -221,6 +229,10 @@ struct State {
     swaps: SwapStats,
     /// Why the device takes no more requests.
     fault: Option<DeviceError>,
+    /// Everything was answered, and nothing that the device does matters any more.
+    abandoned: bool,
+    /// By queue: the run that the watchdog looked at last, and its progress.
+    watched: Vec<Option<(RequestId, Nanos, u64)>>,
     stopping: bool,
 }
 
@@ -284,6 +296,9 @@ struct ModelEntry {
     stats: ModelStats,
     preemption_stats: PreemptionStats,
     batching: Option<(ModelBatcher, BatchStaging)>,
+    /// How its requests could be padded to a common length, and how they are.
+    padding_rule: Option<LengthPadding>,
+    padding: Option<Arc<CheckedPadding>>,
     /// When the batcher must be updated.
     batch_timer: Option<Nanos>,
     /// No more requests are accepted; the core is notified when the batcher is empty.
@@ -344,6 +359,8 @@ impl Node {
             capabilities,
             max_rt_slowdown: options.max_rt_slowdown_percent / 100.0,
             reply_before_best_effort: true,
+            // Two looks at a run show whether it makes progress.
+            watchdog: options.watchdog.map(|limit| Nanos(limit.0 / 2)),
             ..CoreOptions::default()
         };
         let state = State {
@@ -360,6 +377,8 @@ impl Node {
             drain_sent: false,
             swaps: SwapStats::default(),
             fault: None,
+            abandoned: false,
+            watched: vec![None; opened.len()],
             stopping: false,
         };
         let no_thread = |device: &dyn Device, err: std::io::Error| DeviceError::Faulted {
@@ -424,6 +443,10 @@ impl Node {
     pub fn add_model(&self, program: Arc<dyn Program>, config: &ModelConfig) -> ModelKey {
         let level = self.shared.device.info().preemption;
         let batching = batch_jobs::batcher_of(program.plan(), config, level);
+        let padding_rule = batching.as_ref().and_then(|(_, staging)| {
+            let rule = LengthPadding::of(program.plan(), staging.symbol(), &config.batching);
+            rule.inspect_err(|why| tracing::debug!(why, "lengths are not mixed")).ok()
+        });
         let prepared = batching.as_ref().map(|(batcher, _)| {
             (program.clone(), batcher.rules().batches(), batcher.rules().workers.len())
         });
@@ -442,6 +465,8 @@ impl Node {
             stats: ModelStats::default(),
             preemption_stats: PreemptionStats::default(),
             batching,
+            padding_rule,
+            padding: None,
             batch_timer: None,
             removed: false,
             removal_sent: false,
@@ -508,10 +533,9 @@ impl Node {
         Some(self.shared.lock().model(model)?.preemption_stats.clone())
     }
 
-    /// Why the device no longer runs anything, if so.
-    pub fn fault(&self) -> Option<DeviceError> {
-        let fault = self.shared.lock().fault.clone();
-        fault.or_else(|| self.shared.device.fault())
+    /// How often real time ran beside best effort.
+    pub fn co_run_counts(&self) -> CoRunCounts {
+        self.shared.lock().core.co_run_counts()
     }
 
     /// The latest preemptions.
@@ -542,7 +566,7 @@ impl Node {
         let end = self.shared.clock.now() + Nanos::from(limit);
         let mut state = self.shared.lock();
         let unsent = || self.shared.unsent.load(Ordering::SeqCst);
-        while state.core.pending() + state.batches.members + unsent() > 0 {
+        while state.pending() + unsent() > 0 {
             let remaining = end - self.shared.clock.now();
             if remaining == Nanos::ZERO {
                 return false;
@@ -573,7 +597,16 @@ impl Drop for Node {
 impl State {
     /// The next timer of the core or of a batcher.
     fn next_timer(&self) -> Option<Nanos> {
-        self.core.next_timer().into_iter().chain(self.batch_timer()).min()
+        let timers = self.core.next_timer().into_iter().chain(self.batch_timer());
+        timers.filter(|_| !self.abandoned).min()
+    }
+
+    /// Number of pending requests and batches.
+    fn pending(&self) -> usize {
+        match self.abandoned {
+            true => 0,
+            false => self.core.pending() + self.batches.members,
+        }
     }
 
     fn model(&self, key: ModelKey) -> Option<&ModelEntry> {
@@ -614,6 +647,9 @@ impl Shared {
     }
 
     fn run(&self, mut state: MutexGuard<'_, State>, mut events: VecDeque<Event>) {
+        if state.abandoned {
+            return;
+        }
         let mut due: Vec<DueReply> = Vec::new();
         loop {
             if events.is_empty() {
@@ -741,9 +777,13 @@ impl Shared {
             Action::Load { model, urgent } => self.start_load(state, now, model, urgent),
             Action::Evict { model } => state.evict(now, model),
             Action::ResetDevice => {
+                if self.makes_progress(state, now) {
+                    events.push_back(Event::DeviceAlive);
+                    return;
+                }
                 let device = self.device.info().name.clone();
                 tracing::error!(device, "device does not respond; new requests are refused");
-                let reason = "a segment never ended".to_string();
+                let reason = "a run made no progress in time".to_string();
                 state.fault = Some(DeviceError::Faulted { device, reason });
             }
             // Queue commands are sent before; no device declares a capability for the last.

@@ -6,6 +6,18 @@ import { bytes, classTag, el, number, percent, show, time } from "./dom.js";
 const SECONDS = 60;
 const FILLS = 8;
 
+/** Watts of a device, and how much of the time a kernel ran. */
+function power(device) {
+  const watts = (milliwatts) => `${(milliwatts / 1000).toFixed(0)} W`;
+  const limit = device.power_limit_milliwatts;
+  const busy = device.utilization_percent;
+  return (
+    watts(device.power_milliwatts) +
+    (limit ? ` of ${watts(limit)}` : "") +
+    (busy === null ? "" : `, kernels ran ${busy} % of the time`)
+  );
+}
+
 /** Figures of one second. */
 class Second {
   constructor() {
@@ -359,6 +371,7 @@ export class Now {
         `${time(quantile(leaving, 0.5))} (p50), ${time(quantile(leaving, 0.99))} (p99); ` +
           `preempted ${device.preemption}`,
       ),
+      device.power_milliwatts ? pair("Power", power(device)) : [],
       pair("Policy", device.policy),
       pair(
         "Weights",

@@ -40,7 +40,8 @@ pub(crate) struct AdminHandler {
 
 impl AdminHandler {
     pub(crate) fn new(app: Arc<AppState>, workers: Handle) -> AdminHandler {
-        let router = metrics::with_metrics(rest::management(&app)).with_state(app.clone());
+        let routes = metrics::with_metrics(rest::management(app.max_model_bytes));
+        let router = routes.into_router(&app);
         AdminHandler { app, router, workers }
     }
 }

@@ -6,10 +6,8 @@
 use std::io::Write;
 use std::sync::OnceLock;
 
-use axum::Router;
 use axum::body::Body;
 use axum::extract::Path;
-use axum::routing::get;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use http::header::{
@@ -21,7 +19,7 @@ use sha2::{Digest, Sha256};
 
 use api::ApiError;
 
-use crate::rest::response;
+use crate::rest::{Routes, response};
 
 /// What pages may load: files of this server, and pictures they made themselves.
 const POLICY: HeaderValue = HeaderValue::from_static(
@@ -51,13 +49,15 @@ macro_rules! files {
     };
 }
 
-static FILES: [ConsoleFile; 13] = files![
+static FILES: [ConsoleFile; 15] = files![
     "index.html",
+    "docs.html",
     "style.css",
     "app.js",
     "api.js",
     "charts.js",
     "cluster.js",
+    "docs.js",
     "dom.js",
     "models.js",
     "now.js",
@@ -125,6 +125,10 @@ async fn page(headers: HeaderMap) -> Response<Body> {
     FILES[0].respond(&headers)
 }
 
+async fn docs(headers: HeaderMap) -> Response<Body> {
+    FILES[1].respond(&headers)
+}
+
 async fn file(Path(name): Path<String>, headers: HeaderMap) -> Response<Body> {
     match FILES.iter().find(|file| file.name == name) {
         Some(file) => file.respond(&headers),
@@ -133,8 +137,8 @@ async fn file(Path(name): Path<String>, headers: HeaderMap) -> Response<Body> {
 }
 
 /// Adds the console to the routes of REST.
-pub(crate) fn with_console<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
-    router.route("/", get(page)).route("/console/{file}", get(file))
+pub(crate) fn with_console(routes: Routes) -> Routes {
+    routes.get("/", page).get("/docs", docs).get("/console/{file}", file)
 }
 
 #[cfg(test)]

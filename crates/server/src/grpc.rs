@@ -29,6 +29,7 @@ use crate::listener::Respond;
 use crate::rest::response::ResponseBody;
 use crate::rest::{check_load_parameters, infer_span};
 use crate::server::{AppState, ServerError};
+use crate::telemetry::{RequestName, traced};
 
 /// Maximum message of calls other than inferences, after decompression.
 const MAX_CONTROL_BYTES: usize = 1 << 20;
@@ -169,12 +170,17 @@ async fn try_infer(
     let version = std::mem::take(&mut message.model_version);
     let model = ModelRef::parse(&name, &version)?;
     caller.check_model(model.name)?;
-    let mut request = decode_infer(message)?;
-    caller.limit(&mut request.options)?;
-    let span = infer_span(model.name, &request.id, &context);
-    let work = app.limited(app.service.infer(model, request, context));
-    let response = work.instrument(span).await?;
-    encode_infer(response)
+    let request_name = RequestName { name: "infer", model: model.name, protocol: "grpc" };
+    let work = |passed| async move {
+        let mut request = decode_infer(message)?;
+        caller.limit(&mut request.options)?;
+        let span = infer_span(model.name, &request.id, &context);
+        let work = app.limited(app.service.infer(model, request, passed));
+        let response = work.instrument(span).await?;
+        let timing = response.timing;
+        Ok((encode_infer(response)?, timing))
+    };
+    traced(app.telemetry.as_ref(), context, request_name, work).await
 }
 
 fn context_of(headers: &HeaderMap) -> RequestContext {

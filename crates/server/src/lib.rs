@@ -14,9 +14,11 @@ mod heavy_work;
 mod listener;
 pub mod metrics;
 pub mod node;
+mod openapi;
 pub mod request_tracker;
 mod rest;
 pub mod server;
+mod telemetry;
 pub mod tls;
 
 pub use auth::{AccessOptions, JwtOptions};
@@ -24,4 +26,5 @@ pub use connection::ConnectionLimits;
 pub use node::LocalNode;
 pub use node::loader::{LoadError, LoadedModel, ModelLoader, RepositoryEntry, check_cancelled};
 pub use server::{BoundServer, PlanFn, RunningServer, Server, ServerError, ServerOptions};
+pub use telemetry::{Sampler, TelemetryOptions};
 pub use tls::{TlsIdentity, TlsOptions, write_self_signed};

@@ -5,17 +5,16 @@
 
 use std::fmt::{Display, Write};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
-use axum::Router;
 use axum::extract::State;
 use axum::response::IntoResponse;
-use axum::routing::get;
 use http::header::CONTENT_TYPE;
 
 use crate::auth::Reason;
 use crate::connection::CloseReason;
 use crate::descriptors;
-use crate::rest::response;
+use crate::rest::Routes;
 use crate::server::AppState;
 
 /// The kind of a metric.
@@ -73,8 +72,8 @@ impl<'a> Exposition<'a> {
     }
 }
 
-pub(crate) fn with_metrics(router: Router<Arc<AppState>>) -> Router<Arc<AppState>> {
-    router.route("/metrics", get(page)).method_not_allowed_fallback(response::wrong_method)
+pub(crate) fn with_metrics(routes: Routes) -> Routes {
+    routes.get("/metrics", page)
 }
 
 async fn page(State(app): State<Arc<AppState>>) -> impl IntoResponse {
@@ -100,6 +99,7 @@ async fn page(State(app): State<Arc<AppState>>) -> impl IntoResponse {
     exposition.sample(name, &[], memory.refused());
     write_refusals(&mut exposition, &app);
     write_connections(&mut exposition, &app);
+    write_spans(&mut exposition, &app);
     app.service.write_metrics(&mut text);
     ([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
 }
@@ -110,6 +110,19 @@ fn write_refusals(exposition: &mut Exposition<'_>, app: &AppState) {
     for reason in Reason::ALL {
         let labels = [("reason", reason.as_str())];
         exposition.sample(name, &labels, app.access.refused(reason));
+    }
+}
+
+/// Spans for OpenTelemetry, where they are sent.
+fn write_spans(exposition: &mut Exposition<'_>, app: &AppState) {
+    let Some(telemetry) = &app.telemetry else { return };
+    let counts = &telemetry.counts;
+    let name = "atoll_spans_total";
+    exposition.family(name, MetricKind::Counter, "Spans for OpenTelemetry, by what became of them");
+    for (result, count) in
+        [("exported", &counts.exported), ("dropped", &counts.dropped), ("failed", &counts.failed)]
+    {
+        exposition.sample(name, &[("result", result)], count.load(Relaxed));
     }
 }
 

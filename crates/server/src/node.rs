@@ -11,14 +11,14 @@ use api::picture;
 use api::{
     ApiError, Classification, ClassifyRequest, ErrorKind, IndexEntry, InferOptions, InferRequest,
     InferResponse, InferenceService, ModelMetadata, ModelRef, ModelStatistics, RegisterRequest,
-    Registered, RequestContext, ServerMetadata, ServiceFuture, proto,
+    Registered, RequestContext, RequestTiming, ServerMetadata, ServiceFuture, proto,
 };
-use base::Nanos;
+use base::{Clock, Nanos};
 use device::DeviceError;
 use model::{HostMemory, Tensor};
 use runtime::batching::StaggeredBatch;
 use runtime::device_group::router::GroupModelId;
-use runtime::{BatchTime, DeviceGroup, Rejection, Reply, Request, RequestHandle};
+use runtime::{BatchTime, DeviceGroup, Rejection, Reply, Request, RequestHandle, Timing};
 use serde_json::Value;
 use tokio::sync::{Semaphore, oneshot};
 
@@ -36,6 +36,7 @@ mod registration;
 pub mod served_model;
 
 use crate::heavy_work::{LARGE_BYTES, heavy, in_background};
+use crate::telemetry::unix_ns;
 use counters::PendingRequest;
 use loader::{LoadError, ModelLoader};
 use model_table::ModelTable;
@@ -46,6 +47,8 @@ use served_model::ServedModel;
 
 /// Time limit for profiling one model.
 const PROFILE_LIMIT: Duration = Duration::from_secs(5);
+/// How long it may take to find out whether lengths share batches.
+const PADDING_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long an unload waits until its memory is free.
 const DISCARD_LIMIT: Duration = Duration::from_secs(10);
@@ -237,7 +240,7 @@ fn rejection(model: &ServedModel, rejection: Rejection) -> ApiError {
             ApiError { message: message().into(), ..ApiError::from(*error) }
         }
         Rejection::Device(DeviceError::Unsupported { .. }) => ApiError::unsupported(message()),
-        Rejection::Device(DeviceError::OutOfMemory { .. }) => {
+        Rejection::Device(DeviceError::OutOfMemory { .. } | DeviceError::Faulted { .. }) => {
             ApiError::unavailable(message()).retry_after(1)
         }
         Rejection::Device(_) => ApiError::internal(message()),
@@ -267,7 +270,7 @@ impl Inner {
         inputs: Vec<Tensor>,
         batch: usize,
         options: &InferOptions,
-    ) -> ApiResult<Vec<Tensor>> {
+    ) -> ApiResult<(Vec<Tensor>, PendingRequest)> {
         let _slot = limits::admit(served, options)?;
         let default = served.config.timeout_ms.map(Nanos::from_millis);
         let timeout = options.timeout.or(default);
@@ -275,9 +278,9 @@ impl Inner {
         let Some(split) = &served.split else {
             let InferOptions { class, priority, .. } = *options;
             let request = Request { model: served.key, inputs, class, priority, timeout };
-            return self.submit(served, request, pending).await.map(|(outputs, _)| outputs);
+            return self.submit(served, request, pending).await;
         };
-        let clock = self.device_group.nodes()[0].clock().clone();
+        let clock = self.clock();
         let start = clock.now();
         let class = Some(options.class.unwrap_or(served.config.class));
         let priority = Some(options.priority.unwrap_or(served.config.priority));
@@ -290,31 +293,34 @@ impl Inner {
         let timeout = timeout.map(|timeout| timeout - (clock.now() - start));
         let InferOptions { class, priority, .. } = *options;
         let request = Request { model: served.key, inputs, class, priority, timeout };
-        let pending = pending.ok_or_else(lost)?;
-        self.submit(served, request, pending).await.map(|(outputs, _)| outputs)
+        self.submit(served, request, pending).await
     }
 
-    /// Submits one request to the device group; dropping the future cancels it. After a prefix the
-    /// pending request is returned for the suffix.
+    /// The clock of all nodes.
+    fn clock(&self) -> &Arc<dyn Clock> {
+        self.device_group.clock()
+    }
+
+    /// Submits one request to the device group; dropping the future cancels it. The request is
+    /// counted once its outputs are ready, or its suffix has run.
     async fn submit(
         &self,
         served: &ServedModel,
         request: Request<GroupModelId>,
         pending: PendingRequest,
-    ) -> ApiResult<(Vec<Tensor>, Option<PendingRequest>)> {
+    ) -> ApiResult<(Vec<Tensor>, PendingRequest)> {
         let (sender, receiver) = oneshot::channel();
         let on_reply = move |reply: Reply| {
-            let (result, pending) = pending.reply(reply);
             // The receiver is dropped if the client disconnected.
-            let _ = sender.send((result, pending));
+            let _ = sender.send(pending.reply(reply));
         };
         let handle = self.device_group.submit(request, Box::new(on_reply));
         let mut guard = CancelOnDrop(Some(handle));
         let result = receiver.await;
         guard.0 = None;
         match result {
-            Ok((Ok(outputs), pending)) => Ok((outputs, pending)),
-            Ok((Err(why), _)) => Err(rejection(served, why)),
+            Ok(Ok(replied)) => Ok(replied),
+            Ok(Err(why)) => Err(rejection(served, why)),
             Err(_) => Err(ApiError::internal("the node sent no reply")),
         }
     }
@@ -323,12 +329,16 @@ impl Inner {
         let served = self.find(model)?;
         served.check_outputs(&request.outputs)?;
         let (inputs, batch) = served.match_inputs(request.inputs)?;
-        let outputs = self.run(&served, inputs, batch, &request.options).await?;
+        let (outputs, pending) = self.run(&served, inputs, batch, &request.options).await?;
+        let outputs = served.select_outputs(&request.outputs, outputs, batch)?;
+        let ready = self.clock().now();
+        let timing = timing_of(&pending.finish(ready), ready);
         Ok(InferResponse {
             model_name: served.name.clone(),
             model_version: served.version_text.clone(),
             id: request.id,
-            outputs: served.select_outputs(&request.outputs, outputs, batch)?,
+            outputs,
+            timing: Some(timing),
         })
     }
 
@@ -360,13 +370,15 @@ impl Inner {
         let inputs = vec![tensor];
         device::check_inputs(served.plan(), &inputs)
             .map_err(|error| ApiError::invalid(format!("the image does not fit: {error}")))?;
-        let outputs = self.run(&served, inputs, 1, &InferOptions::default()).await?;
+        let (outputs, pending) = self.run(&served, inputs, 1, &InferOptions::default()).await?;
         let scores = outputs.first().ok_or_else(|| ApiError::internal("no output came back"))?;
         let scores = classification::scores(scores)?;
+        let predictions = classification::predictions(scores, &served.config.labels, request.k);
+        pending.finish(self.clock().now());
         Ok(Classification {
             model: served.name.to_string(),
             version: served.version_text.to_string(),
-            predictions: classification::predictions(scores, &served.config.labels, request.k),
+            predictions,
         })
     }
 
@@ -407,6 +419,7 @@ impl Inner {
                 if has_slo {
                     self.profile(name.clone());
                 }
+                self.check_padding(name.clone());
                 // At the start the owner preloads in its own order.
                 if self.started.load(Ordering::SeqCst)
                     && let Ok(served) = self.models.find(ModelRef { name: &name, version: None })
@@ -447,6 +460,38 @@ impl Inner {
                     tracing::info!(model = name, times = profile_text(&times), "model profiled");
                 }
                 _ => tracing::info!(model = name, "model not profiled"),
+            }
+        });
+    }
+
+    /// Finds out in the background, as best effort, whether requests of different lengths may share
+    /// a batch.
+    fn check_padding(self: &Arc<Inner>, name: String) {
+        let inner = self.clone();
+        tokio::spawn(async move {
+            let Ok(_permit) = inner.profiling.clone().acquire_owned().await else { return };
+            let Ok(served) = inner.models.find(ModelRef { name: &name, version: None }) else {
+                return;
+            };
+            let (key, device_group) = (served.key, inner.device_group.clone());
+            if !device_group.may_pad(key) {
+                return;
+            }
+            let (loader, checked, version) = (inner.loader.clone(), name.clone(), served.version);
+            // An unload does not wait for it.
+            drop(served);
+            let checked = tokio::task::spawn_blocking(move || {
+                let _mark = loader.begin_measuring(&checked, version);
+                device_group.check_padding(key, PADDING_LIMIT)
+            });
+            match checked.await {
+                Ok(Some(Ok(max_length))) => {
+                    tracing::info!(model = name, max_length, "lengths share batches");
+                }
+                Ok(Some(Err(reason))) => {
+                    tracing::info!(model = name, reason, "lengths do not share batches");
+                }
+                _ => {}
             }
         });
     }
@@ -497,6 +542,20 @@ impl Inner {
     }
 }
 
+fn timing_of(timing: &Timing, ready: Nanos) -> RequestTiming {
+    RequestTiming {
+        arrived: timing.arrived,
+        staged: timing.prepared,
+        started: timing.started,
+        finished: timing.finished,
+        ready,
+        ready_unix_ns: unix_ns(),
+        busy: timing.busy,
+        preemptions: timing.preemptions,
+        rows: timing.rows,
+    }
+}
+
 /// Like [`blocking`], for work that fails with an [`ApiError`].
 async fn blocking_api<T: Send + 'static>(
     work: impl FnOnce() -> ApiResult<T> + Send + 'static,
@@ -532,15 +591,21 @@ impl InferenceService for LocalNode {
     }
 
     fn ready(&self) -> bool {
-        // Models of a faulted device cannot be served, and only a restart repairs it.
-        let faulted = self.inner.device_group.nodes().iter().any(|node| node.fault().is_some());
+        // While one of several devices is opened again, the others serve.
+        let works = self.inner.device_group.nodes().iter().any(|node| node.fault().is_none());
         self.inner.started.load(Ordering::SeqCst)
             && !self.inner.draining.load(Ordering::SeqCst)
-            && !faulted
+            && works
     }
 
     fn model_ready<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, bool> {
-        let ready = self.inner.models.is_ready(model);
+        let inner = &self.inner;
+        // After a fault of its device a model is loaded again.
+        let loaded = |served: Arc<ServedModel>| inner.device_group.is_loaded(served.key);
+        let ready = match inner.models.is_ready(model) {
+            Ok(true) => Ok(inner.models.find(model).is_ok_and(loaded)),
+            other => other,
+        };
         Box::pin(std::future::ready(ready))
     }
 

@@ -1,5 +1,6 @@
 //! REST: the Open Inference Protocol, Triton's extensions and our own, one module per area. To add
-//! a route, add it to `router` and its handler to the module of its area.
+//! a route, add it to [`management`] or [`with_inference`], its handler to the module of its area,
+//! and its description to `openapi/operations.rs`.
 
 use std::sync::Arc;
 
@@ -7,8 +8,7 @@ use api::{ApiError, ModelRef};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::DefaultBodyLimit;
-use axum::routing::{any, delete, get, post, put};
-
+use axum::handler::Handler;
 use http::{Method, Request, Response};
 use tower::Service;
 
@@ -17,6 +17,7 @@ use crate::auth::routes::{self, Need};
 use crate::connection::RequestBody;
 use crate::console;
 use crate::listener::Respond;
+use crate::openapi;
 use crate::server::AppState;
 use response::ResponseBody;
 
@@ -31,6 +32,7 @@ mod query_api;
 mod registry_api;
 mod repository_api;
 pub(crate) mod response;
+mod routes_list;
 mod statistics_api;
 
 #[cfg(test)]
@@ -39,6 +41,7 @@ pub(crate) use body::{Coding, MAX_EXPANSION, decompress, reserve_received};
 pub(crate) use infer_api::span as infer_span;
 pub(crate) use monitor_api::Viewers;
 pub(crate) use repository_api::check_load_parameters;
+pub(crate) use routes_list::Routes;
 
 /// Handles requests: inferences directly, all others through the router.
 #[derive(Clone)]
@@ -49,7 +52,8 @@ pub(crate) struct RestHandler {
 
 impl RestHandler {
     pub(crate) fn new(app: Arc<AppState>) -> RestHandler {
-        RestHandler { router: with_inference(management(&app), &app).with_state(app.clone()), app }
+        let routes = with_inference(management(app.max_model_bytes), app.bodies.max_bytes);
+        RestHandler { router: routes.into_router(&app), app }
     }
 }
 
@@ -105,59 +109,74 @@ pub(crate) async fn routed(
 }
 
 /// What is not inference: health, models, repository, registry. The admin port has it too.
-pub(crate) fn management(app: &AppState) -> Router<Arc<AppState>> {
-    let models = DefaultBodyLimit::max(app.max_model_bytes);
-    Router::new()
-        .route("/v2", get(health_api::server_metadata))
-        .route("/v2/", get(health_api::server_metadata))
-        .route("/v2/health/live", get(health_api::live))
-        .route("/v2/health/ready", get(health_api::ready))
-        .route("/v2/atoll/status", get(health_api::status))
-        .route("/v2/atoll/live", get(monitor_api::live))
-        .route("/v2/atoll/trace", get(monitor_api::trace))
-        .route("/v2/atoll/trace/devices/{device}/requests/{request}", get(monitor_api::explain))
-        .route("/v2/atoll/cluster", get(monitor_api::cluster))
-        .route("/v2/atoll/plan", post(plan_api::plan))
-        .route("/v2/models/stats", get(statistics_api::all))
-        .route("/v2/models/{model}", get(model_api::metadata))
-        .route("/v2/models/{model}/ready", get(model_api::ready))
-        .route("/v2/models/{model}/config", get(model_api::config))
-        .route("/v2/models/{model}/stats", get(statistics_api::one))
-        .route("/v2/models/{model}/versions/{version}", get(model_api::metadata))
-        .route("/v2/models/{model}/versions/{version}/ready", get(model_api::ready))
-        .route("/v2/models/{model}/versions/{version}/config", get(model_api::config))
-        .route("/v2/models/{model}/versions/{version}/stats", get(statistics_api::one))
-        .route("/v2/repository/index", post(repository_api::index))
-        .route("/v2/repository/models/{model}/load", post(repository_api::load))
-        .route("/v2/repository/models/{model}/unload", post(repository_api::unload))
-        .route("/register", post(classify_api::register).layer(models))
-        .route("/v2/atoll/register", post(classify_api::register).layer(models))
-        .route("/v2/atoll/models/{model}", get(model_api::details).delete(registry_api::delete))
-        .route("/v2/atoll/models/{model}/versions/{version}", delete(registry_api::delete))
-        .route("/v2/atoll/models/{model}/rollback", post(registry_api::roll_back))
-        .route(
-            "/v2/atoll/models/{model}/versions/{version}/rollback",
-            post(registry_api::roll_back),
-        )
-        .route("/v2/atoll/queries", get(query_api::list))
-        .route("/v2/atoll/queries/{query}", get(query_api::one))
-        .route("/v2/atoll/queries/{query}", put(query_api::put))
-        .route("/v2/atoll/queries/{query}", delete(query_api::delete))
-        .route("/v2/systemsharedmemory/{*rest}", any(response::unsupported))
-        .route("/v2/cudasharedmemory/{*rest}", any(response::unsupported))
-        .route("/v2/trace/setting", any(response::unsupported))
-        .route("/v2/logging", any(response::unsupported))
-        .fallback(response::no_route)
-        .method_not_allowed_fallback(response::wrong_method)
+pub(crate) fn management(max_model_bytes: usize) -> Routes {
+    let models = DefaultBodyLimit::max(max_model_bytes);
+    Routes::new()
+        .get("/v2", health_api::server_metadata)
+        .get("/v2/", health_api::server_metadata)
+        .get("/v2/health/live", health_api::live)
+        .get("/v2/health/ready", health_api::ready)
+        .get("/v2/atoll/status", health_api::status)
+        .get("/v2/atoll/live", monitor_api::live)
+        .get("/v2/atoll/trace", monitor_api::trace)
+        .get("/v2/atoll/trace/devices/{device}/requests/{request}", monitor_api::explain)
+        .get("/v2/atoll/cluster", monitor_api::cluster)
+        .post("/v2/atoll/plan", plan_api::plan)
+        .get("/v2/models/stats", statistics_api::all)
+        .get("/v2/models/{model}", model_api::metadata)
+        .get("/v2/models/{model}/ready", model_api::ready)
+        .get("/v2/models/{model}/config", model_api::config)
+        .get("/v2/models/{model}/stats", statistics_api::one)
+        .get("/v2/models/{model}/versions/{version}", model_api::metadata)
+        .get("/v2/models/{model}/versions/{version}/ready", model_api::ready)
+        .get("/v2/models/{model}/versions/{version}/config", model_api::config)
+        .get("/v2/models/{model}/versions/{version}/stats", statistics_api::one)
+        .post("/v2/repository/index", repository_api::index)
+        .post("/v2/repository/models/{model}/load", repository_api::load)
+        .post("/v2/repository/models/{model}/unload", repository_api::unload)
+        .post("/register", classify_api::register.layer(models))
+        .post("/v2/atoll/register", classify_api::register.layer(models))
+        .get("/v2/atoll/models/{model}", model_api::details)
+        .delete("/v2/atoll/models/{model}", registry_api::delete)
+        .delete("/v2/atoll/models/{model}/versions/{version}", registry_api::delete)
+        .post("/v2/atoll/models/{model}/rollback", registry_api::roll_back)
+        .post("/v2/atoll/models/{model}/versions/{version}/rollback", registry_api::roll_back)
+        .get("/v2/atoll/queries", query_api::list)
+        .get("/v2/atoll/queries/{query}", query_api::one)
+        .put("/v2/atoll/queries/{query}", query_api::put)
+        .delete("/v2/atoll/queries/{query}", query_api::delete)
+        .get("/openapi.json", openapi::document)
+        .unsupported("/v2/systemsharedmemory/{*rest}")
+        .unsupported("/v2/cudasharedmemory/{*rest}")
+        .unsupported("/v2/trace/setting")
+        .unsupported("/v2/logging")
 }
 
-fn with_inference(router: Router<Arc<AppState>>, app: &AppState) -> Router<Arc<AppState>> {
-    let images = DefaultBodyLimit::max(app.bodies.max_bytes);
-    console::with_console(router)
-        .route("/v2/models/{model}/infer", post(infer_api::route))
-        .route("/v2/models/{model}/versions/{version}/infer", post(infer_api::route))
-        .route("/classify", post(classify_api::classify).layer(images))
-        .route("/v2/atoll/classify", post(classify_api::classify).layer(images))
-        .route("/v2/atoll/queries/{query}/infer", post(query_api::infer))
-        .method_not_allowed_fallback(response::wrong_method)
+fn with_inference(routes: Routes, max_body_bytes: usize) -> Routes {
+    let images = DefaultBodyLimit::max(max_body_bytes);
+    console::with_console(routes)
+        .post("/v2/models/{model}/infer", infer_api::route)
+        .post("/v2/models/{model}/versions/{version}/infer", infer_api::route)
+        .post("/classify", classify_api::classify.layer(images))
+        .post("/v2/atoll/classify", classify_api::classify.layer(images))
+        .post("/v2/atoll/queries/{query}/infer", query_api::infer)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::metrics;
+
+    #[test]
+    fn every_route_is_described_and_nothing_else() {
+        let routes = metrics::with_metrics(with_inference(management(1), 1));
+        let routes: BTreeSet<_> = routes.list().collect();
+        let described = openapi::described();
+        let missing: Vec<_> = routes.difference(&described).collect();
+        let absent: Vec<_> = described.difference(&routes).collect();
+        assert!(missing.is_empty(), "without a description in operations.rs: {missing:?}");
+        assert!(absent.is_empty(), "described, but no route: {absent:?}");
+    }
 }

@@ -21,6 +21,7 @@ use crate::connection::{ConnectionLimits, ConnectionTable, DrainDeadline};
 use crate::listener::{Listener, Respond, Stop};
 use crate::request_tracker::RequestTracker;
 use crate::rest::Viewers;
+use crate::telemetry::{Telemetry, TelemetryOptions};
 use crate::tls::{Tls, TlsOptions, TlsUse};
 use crate::{admin, descriptors, grpc, rest};
 
@@ -66,6 +67,8 @@ pub struct ServerOptions {
     pub lame_duck: Duration,
     /// Plans GPUs, for the console.
     pub planner: Option<PlanFn>,
+    /// Where spans of requests are sent.
+    pub telemetry: Option<TelemetryOptions>,
 }
 
 /// Plans GPUs: takes and returns what `POST /v2/atoll/plan` does. It may take seconds.
@@ -95,6 +98,7 @@ impl Default for ServerOptions {
             max_execution: Some(Duration::from_secs(300)),
             lame_duck: Duration::ZERO,
             planner: None,
+            telemetry: None,
         }
     }
 }
@@ -122,6 +126,9 @@ pub enum ServerError {
     /// A file of credentials or certificates cannot be used.
     #[error("{0}")]
     Credentials(String),
+    /// Spans cannot be sent.
+    #[error("{0}")]
+    Telemetry(String),
     /// The thread of the admin port does not start.
     #[error("cannot start the admin port: {0}")]
     Admin(std::io::Error),
@@ -153,6 +160,7 @@ pub(crate) struct AppState {
     pub(crate) viewers: Viewers,
     pub(crate) planner: Option<PlanFn>,
     pub(crate) phase: watch::Sender<StopPhase>,
+    pub(crate) telemetry: Option<Telemetry>,
     max_execution: Option<Duration>,
 }
 
@@ -277,6 +285,7 @@ impl BoundServer {
         service: Arc<dyn InferenceService>,
     ) -> Result<RunningServer, ServerError> {
         let limits = connection_limits(&self.options);
+        let telemetry = self.options.telemetry.clone().map(Telemetry::start).transpose();
         let [http, grpc, admin] = [
             ConnectionTable::new("rest", limits.clone()),
             ConnectionTable::new("grpc", limits.clone()),
@@ -297,6 +306,7 @@ impl BoundServer {
             viewers: Viewers::default(),
             planner: self.options.planner.clone(),
             phase: watch::Sender::new(StopPhase::Serving),
+            telemetry: telemetry.map_err(ServerError::Telemetry)?,
             max_execution: self.options.max_execution,
         });
         let cache: Weak<BodyBuffers> = Arc::downgrade(&app.bodies.buffers);
@@ -481,6 +491,9 @@ impl RunningServer {
             if tokio::time::timeout_at(late, &mut *task).await.is_err() {
                 task.abort();
             }
+        }
+        if let Some(telemetry) = &self.app.telemetry {
+            telemetry.close().await;
         }
         idle && drained
     }

@@ -78,7 +78,7 @@ pub(super) fn records(data: &[u8]) {
     let snapshot = ClusterSnapshot::read(&entries);
     let _ = ClusterSnapshot::read_routes(&entries);
     let status = Status::of(&snapshot);
-    let _ = status::render(&status);
+    let _ = status::render(&status, true);
     serde_json::to_vec(&snapshot).expect("records have a JSON form");
 }
 

@@ -75,6 +75,7 @@ fn check_inputs(inputs: Inputs, encoding: &OutputEncoding) {
         model_version: "1".into(),
         id: String::new(),
         outputs: inputs,
+        timing: None,
     };
     let _ = codec::encode(&response, encoding);
 }

@@ -149,6 +149,7 @@ fn response(tensor: Tensor) -> InferResponse {
         model_version: "1".into(),
         id: "a\"b".into(),
         outputs: vec![NamedTensor { name: "y".into(), tensor }],
+        timing: None,
     }
 }
 

@@ -2,18 +2,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use base::{Nanos, Random};
-use cluster::frontend::meter::{Rates, is_rise};
+use cluster::frontend::meter::Rates;
+use cluster::load_reports::LoadReporter;
 use cluster::record::{
-    BackendRecord, BackendState, LoadReport, LoadState, ModelLoad, ModelRecord, ProfileRecord,
-    TargetRecord, decode, encode,
+    BackendRecord, BackendState, Keys, LoadReport, LoadState, ModelLoad, ModelRecord,
+    ProfileRecord, TargetRecord, decode, encode,
 };
 use cluster::scheduler::packing::Packer;
 use cluster::scheduler::placement::PlacementSettings;
 use cluster::scheduler::{Core, Decision, SchedulerSettings};
 use cluster::snapshot::ClusterSnapshot;
+use cluster::store::mirror::KeyValues;
 use runtime::batching::BatchProfile;
 use serde::{Deserialize, Serialize};
 
@@ -285,6 +288,9 @@ struct ScenarioRun<'a> {
     view: ClusterSnapshot,
     core: Core,
     meters: Vec<Rates>,
+    reporter: LoadReporter,
+    /// What the reporter has written.
+    stored: KeyValues,
     base: Vec<(usize, f64)>,
     /// When the lease of a lost machine expires.
     expiries: BTreeMap<usize, Nanos>,
@@ -298,6 +304,9 @@ struct ScenarioRun<'a> {
     random: Random,
     names: Vec<String>,
 }
+
+/// Name of the simulated cluster.
+const CLUSTER: &str = "default";
 
 fn gpu_name(index: usize) -> String {
     format!("g{index:05}")
@@ -388,6 +397,8 @@ impl ScenarioRun<'_> {
             cluster,
             core,
             meters: base.iter().map(|_| Rates::default()).collect(),
+            reporter: LoadReporter::new(&Keys::new(CLUSTER), "f"),
+            stored: KeyValues::default(),
             expiries: BTreeMap::new(),
             returns: BTreeMap::new(),
             loading: BTreeMap::new(),
@@ -431,7 +442,7 @@ impl ScenarioRun<'_> {
             self.cluster.run_until(now);
             self.turn_events(now);
             self.finish_loads(now);
-            self.observe(now, part == 0);
+            self.observe(now);
             self.decide(now);
             self.react(now);
         }
@@ -508,20 +519,27 @@ impl ScenarioRun<'_> {
         }
     }
 
-    /// Measures the load, and reports it if a report is due or the load has risen.
-    fn observe(&mut self, now: Nanos, due: bool) {
+    /// Measures the load, and reports what has changed of it.
+    fn observe(&mut self, now: Nanos) {
         let mut report = LoadReport::default();
         for (index, count) in self.cluster.arrived().iter().enumerate() {
             let (fast, window, slow) = self.meters[index].tick(now, *count);
-            let load = ModelLoad { fast, window, slow, ..Default::default() };
+            let load = ModelLoad { fast, window, slow, arrived: *count, ..Default::default() };
             report.models.insert(self.names[index].clone(), load);
         }
-        let reported = self.view.loads.get("f");
-        let rises = reported.is_some_and(|reported| is_rise(&report, reported));
         // The first plans are for the rates that the scenario gives.
-        if now.0 >= 2_000_000_000 && (due || rises) {
-            self.view.loads.insert("f".to_string(), report);
+        if now.0 < 2_000_000_000 {
+            return;
         }
+        let writes = self.reporter.next(now, &report);
+        if writes.is_empty() {
+            return;
+        }
+        let keys = Keys::new(CLUSTER);
+        let short = |key: String| key.trim_start_matches(keys.all()).to_string();
+        let writes = writes.into_iter().map(|(key, value)| (short(key), value));
+        Arc::make_mut(&mut self.stored).extend(writes);
+        self.view.loads = ClusterSnapshot::read(&self.stored).loads;
     }
 
     fn decide(&mut self, now: Nanos) {

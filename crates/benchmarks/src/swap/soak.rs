@@ -158,7 +158,7 @@ async fn soak(
     }
     report.seconds = began.elapsed().as_secs_f64();
     report.add(all);
-    let swaps = soak.service.device_group().nodes()[0].memory().swaps;
+    let swaps = soak.service.device_group().node(0).memory().swaps;
     (report.loads, report.evictions) = (swaps.loads, swaps.evictions);
     report.most_held_bytes = opened.device.memory_use().map_or(0, |used| used.max_weights.0);
     report.most_registered = soak.states.most_registered();

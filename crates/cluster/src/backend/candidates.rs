@@ -43,9 +43,7 @@ async fn check_one(
 ) -> Result<(), StoreError> {
     let Some(entry) = store.get(key).await? else { return Ok(()) };
     let Some(mut record) = decode::<CandidateRecord>(key, &entry.value) else { return Ok(()) };
-    let open = record.verdict.is_none()
-        && record.backend.is_none()
-        && !record.tried.iter().any(|tried| tried == name);
+    let open = record.verdict.is_none() && record.backend.is_none() && !record.is_known_to(name);
     if !open {
         return Ok(());
     }
@@ -57,7 +55,13 @@ async fn check_one(
         return Ok(());
     };
     match host.check(&record).await {
-        Ok(()) => record.verdict = Some(Verdict::Passed),
+        Ok(()) => {
+            record.passed.push(name.to_string());
+            match record.passed.len() >= record.wanted {
+                true => record.verdict = Some(Verdict::Passed),
+                false => record.backend = None,
+            }
+        }
         Err(error) => {
             let reason = error.message.to_string();
             match error.kind {

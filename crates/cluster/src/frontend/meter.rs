@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use base::{Histogram, Nanos};
 
 use crate::balance::patience::TypicalLatency;
-use crate::record::{LoadReport, ModelLoad, QueryLoad, StageLoad};
+use crate::record::{ModelLoad, QueryLoad, StageLoad};
 
 /// Seconds of the fast average.
 const FAST_SECONDS: f64 = 1.0;
@@ -48,19 +48,6 @@ impl Rates {
         let fast = if first == now { 0.0 } else { count.saturating_sub(before) as f64 / window };
         (fast, window, self.slow)
     }
-}
-
-/// Rise of the load of all models that is reported at once instead of with the next report.
-const RISE: f64 = 1.1;
-/// Standard deviations that it must exceed, so that chance is not reported.
-const SURPRISE: f64 = 3.0;
-
-/// Whether `load` is so much more than `reported` that the scheduler should know at once.
-pub fn is_rise(load: &LoadReport, reported: &LoadReport) -> bool {
-    let sum = |report: &LoadReport| report.models.values().map(|load| load.fast).sum::<f64>();
-    let window = load.models.values().map(|load| load.window).fold(1e-3, f64::max);
-    let (now, before) = (sum(load), sum(reported) * RISE);
-    now - before > SURPRISE * (now.max(before) / window).sqrt()
 }
 
 /// Counts of one model.
@@ -321,21 +308,6 @@ mod tests {
             last = rates.tick(Nanos::from_millis(1000 * second), count);
         }
         assert!(last.0 >= 89.0 && last.2 < 50.0, "{last:?}");
-    }
-
-    #[test]
-    fn a_rise_of_all_models_is_noticed_and_chance_is_not() {
-        let report = |rates: &[f64]| {
-            let load = |fast: &f64| ModelLoad { fast: *fast, window: 1.0, ..Default::default() };
-            let models = rates.iter().enumerate();
-            let models = models.map(|(index, rate)| (format!("m{index}"), load(rate))).collect();
-            LoadReport { models, ..LoadReport::default() }
-        };
-        assert!(is_rise(&report(&[750.0, 750.0]), &report(&[500.0, 500.0])));
-        assert!(!is_rise(&report(&[540.0, 540.0]), &report(&[500.0, 500.0])));
-        assert!(!is_rise(&report(&[9.0]), &report(&[4.0])), "chance");
-        assert!(!is_rise(&report(&[100.0]), &report(&[500.0])));
-        assert!(is_rise(&report(&[100.0]), &report(&[])));
     }
 
     #[test]

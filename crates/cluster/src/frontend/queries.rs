@@ -1,12 +1,15 @@
 //! Stores, describes and deletes queries.
 
+use std::collections::HashMap;
+
 use api::error::ApiResult;
 use api::{ApiError, ModelRef, QueryMetadata, QueryStageMetadata, check_model_name};
 
 use super::Inner;
 use super::routing_table::RoutingTable;
 use super::service::store_error;
-use crate::query::spec::QuerySpec;
+use crate::query::model_fit::{KnownModel, check_models};
+use crate::query::spec::{Checked, QuerySpec};
 
 /// Maximum size of a query's text in bytes.
 const TEXT_MAX: usize = 256 << 10;
@@ -53,14 +56,36 @@ impl Inner {
         if text.len() > TEXT_MAX {
             return Err(ApiError::invalid(format!("a query has at most {TEXT_MAX} bytes")));
         }
-        let spec = QuerySpec::read(text).and_then(QuerySpec::check);
-        let spec = spec.map_err(|error| ApiError::invalid(error.to_string()))?.spec;
+        let checked = QuerySpec::read(text).and_then(QuerySpec::check);
+        let checked = checked.map_err(|error| ApiError::invalid(error.to_string()))?;
+        self.check_models(&checked).await?;
+        let spec = checked.spec;
         self.records.put_query(name, &spec).await.map_err(store_error)?;
         let known = |table: &RoutingTable| {
             table.queries.get(name).is_some_and(|entry| entry.query.spec == spec)
         };
         self.wait_for_table(name, known).await?;
         self.describe(&self.table(), name)
+    }
+
+    /// Checks that the models of a query exist and fit.
+    async fn check_models(&self, query: &Checked) -> ApiResult<()> {
+        let table = self.table();
+        let mut served = HashMap::new();
+        for stage in &query.spec.stages {
+            if let Some(entry) = table.models.get(&stage.model)
+                && !served.contains_key(stage.model.as_str())
+                && let Ok(metadata) = self.metadata(&stage.model, entry).await
+            {
+                served.insert(stage.model.as_str(), metadata);
+            }
+        }
+        let find = |model: &str| match (served.get(model), table.models.contains_key(model)) {
+            (Some(metadata), _) => KnownModel::Served(metadata),
+            (None, true) => KnownModel::NotServed,
+            (None, false) => KnownModel::Missing,
+        };
+        check_models(query, find).map_err(|error| ApiError::invalid(error.to_string()))
     }
 
     /// Deletes a query.

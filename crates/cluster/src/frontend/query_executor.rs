@@ -102,7 +102,8 @@ impl Inner {
         let (done, in_stages) = execution.run().await?;
         entry.meter.complete((self.clock.now() - arrived).since(in_stages));
         let outputs = collect_outputs(query, &done, &requested)?;
-        Ok(InferResponse { model_name: name.into(), model_version: "1".into(), id, outputs })
+        let (model_name, model_version) = (name.into(), "1".into());
+        Ok(InferResponse { model_name, model_version, id, outputs, timing: None })
     }
 }
 

@@ -20,8 +20,8 @@ use super::status;
 use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
 use crate::balance::backend_health::EjectionReason;
 use crate::candidate::CandidateError;
-use crate::record::{LoadReport, ModelLoad, ScalingRecord};
-use crate::store::StoreError;
+use crate::record::{LoadReport, ModelLoad, ScalingRecord, validation};
+use crate::store::{StoreError, health};
 
 /// Time limit for backends to load or unload a model.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
@@ -354,6 +354,21 @@ fn write_attempt_metrics(text: &mut String, frontend: &Inner) {
     }
 }
 
+/// Metrics of the plan in effect, once there is one; every frontend exports the same.
+fn write_plan_metrics(text: &mut String, summary: &serde_json::Value) {
+    let values = [
+        ("epoch", "atoll_cluster_plan_epoch", "Number of the plan in effect"),
+        ("used", "atoll_cluster_plan_backends", "Backends that serve a model"),
+        ("bound", "atoll_cluster_plan_backends_bound", "Lower bound on the number of backends"),
+        ("scale", "atoll_cluster_plan_scale", "Planned rates over observed ones"),
+    ];
+    for (key, name, help) in values {
+        if let Some(value) = summary[key].as_f64() {
+            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}");
+        }
+    }
+}
+
 fn write_query_metrics(text: &mut String, report: &LoadReport) {
     let metrics: [MetricFamily; 5] = [
         ("atoll_query_requests", "counter", "Query requests received", |l| l.arrived as f64),
@@ -598,7 +613,11 @@ impl InferenceService for Frontend {
         }
         write_attempt_metrics(text, &self.inner);
         write_query_metrics(text, &report);
-        write_scaling_metrics(text, self.inner.table().scaling.as_ref());
+        let table = self.inner.table();
+        write_scaling_metrics(text, table.scaling.as_ref());
+        write_plan_metrics(text, &table.summary);
+        health::write_metrics(text, self.inner.records.store());
+        validation::write_metrics(text);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {

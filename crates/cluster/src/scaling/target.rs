@@ -80,7 +80,7 @@ impl ScaleError {
         match self {
             ScaleError::Forbidden(_) => {
                 "bind the scheduler's service account to a role with get and patch on the scale \
-                 and get, list and patch on pods (deploy/kubernetes has one)"
+                 and list and patch on pods (deploy/kubernetes has one)"
             }
             ScaleError::NotFound(_) => "check --kubernetes-scale and --kubernetes-namespace",
             ScaleError::Conflict(_) => {

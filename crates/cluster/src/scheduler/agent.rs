@@ -3,16 +3,20 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use base::Clock;
+use base::{Clock, Nanos};
 use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use super::maintenance::{Maintenance, MaintenanceSettings};
+use super::service::SchedulerState;
 use super::{Core, Decision, SchedulerSettings};
 use crate::election::{Candidate, Leader};
-use crate::record::{Keys, PlanRecord, RecordKind, encode};
+use crate::record::{Keys, PlanRecord, RecordKind, decode, encode};
+use crate::retention::Retention;
 use crate::scaling::driver::{Driver, Scaling, ScalingReport};
 use crate::scaling::replica_estimate::ScalingInput;
 use crate::snapshot::ClusterSnapshot;
@@ -25,6 +29,9 @@ const PLAN_INTERVAL: Duration = Duration::from_millis(500);
 const COALESCE: Duration = Duration::from_millis(20);
 /// Pause before the store is tried again.
 const RETRY: Duration = Duration::from_millis(200);
+/// A leader that publishes no plan for so many plan epochs, and at least so long, is replaced.
+const STALE_EPOCHS: u32 = 4;
+const STALE_MIN: Duration = Duration::from_secs(60);
 
 /// A scheduler, leading or waiting to lead.
 pub struct SchedulerAgent {
@@ -40,6 +47,10 @@ pub struct SchedulerAgent {
     pub settings: SchedulerSettings,
     /// What it scales while it leads.
     pub scaling: Option<Scaling>,
+    /// How it keeps the store from filling up while it leads.
+    pub maintenance: MaintenanceSettings,
+    /// What it is doing.
+    pub state: Arc<SchedulerState>,
     /// The clock.
     pub clock: Arc<dyn Clock>,
 }
@@ -72,15 +83,20 @@ impl SchedulerAgent {
     /// Leads whenever it can, until `stop` is true. Only a store that refuses a call ends it with
     /// an error.
     pub async fn run(self, mut stop: watch::Receiver<bool>) -> Result<(), StoreError> {
+        let stale = (Duration::from(self.settings.epoch) * STALE_EPOCHS).max(STALE_MIN);
         let candidate =
-            Candidate::new(self.store.clone(), &self.keys.leader(), &self.name, self.lease);
+            Candidate::new(self.store.clone(), &self.keys.leader(), &self.name, self.lease)
+                .expect_progress(&self.keys.plan(), stale);
         loop {
             let leader = tokio::select! {
                 () = stopped(&mut stop) => return Ok(()),
                 leader = candidate.campaign() => leader?,
             };
             tracing::info!(name = self.name, "leadership acquired");
-            match self.lead(leader, &mut stop).await {
+            self.state.lead(self.clock.now());
+            let result = self.lead(leader, &mut stop).await;
+            self.state.leading.store(false, Relaxed);
+            match result {
                 Ok(true) => return Ok(()),
                 Ok(false) => tracing::warn!(name = self.name, "leadership lost"),
                 Err(StoreError::Refused(why)) => return Err(StoreError::Refused(why)),
@@ -101,17 +117,24 @@ impl SchedulerAgent {
         let mut mirror = mirror::follow(self.store.clone(), self.keys.all()).await?;
         let first = ClusterSnapshot::read(&mirror.borrow_and_update());
         let mut core = Core::resume(self.settings.clone(), self.clock.now(), &first);
-        let mut published = PublishedPlan(core.plan.epoch);
+        let mut published = PublishedPlan { epoch: core.plan.epoch, at: None };
+        let mut retention = Retention::default();
         let mut task = self.scaling.clone().map(|scaling| self.start_scaling(scaling, &first));
+        let space = self.state.space.clone();
+        let maintenance = Maintenance::new(self.store.clone(), &self.keys, self.maintenance, space);
+        // Ends with the leadership.
+        let mut beside = JoinSet::new();
+        beside.spawn(maintenance.run());
         loop {
             let entries: KeyValues = mirror.borrow_and_update().clone();
+            let retained = retention.merge(self.clock.now(), &models_only(&entries));
             let report = task.as_mut().map(|task| task.report.borrow_and_update().clone());
             if let Some(report) = &report {
                 core.drain(report.draining.clone());
             }
             // Plans of large clusters take long; leases and watches continue meanwhile.
             let (clock, scales) = (self.clock.clone(), task.is_some());
-            let plan = move || plan(core, entries, &*clock, scales);
+            let plan = move || plan(core, entries, &retained, &*clock, scales);
             let planned = match tokio::task::spawn_blocking(plan).await {
                 Ok(planned) => planned,
                 Err(error) => {
@@ -124,14 +147,21 @@ impl SchedulerAgent {
                 task.scaling_input.send_replace(Some(Arc::new(scaling_input)));
             }
             if let Some(decision) = planned.decision {
+                let now = self.clock.now();
                 let mut writes = self.writes(&planned.entries, &decision);
+                if published.is_due(now, &planned.entries, &decision.plan) {
+                    writes.push(Write::put(self.keys.plan(), encode(&decision.plan)));
+                }
                 self.write_scaling(&planned.entries, report, &mut writes);
                 match leader.write(writes).await {
-                    Ok(true) => published.log(&decision.plan),
+                    Ok(true) => {
+                        published.log(now, &decision.plan);
+                        self.state.written(now, decision.plan.epoch);
+                    }
                     Ok(false) => return Ok(false),
                     // The next step writes the plan again.
-                    Err(StoreError::Unreachable(reason)) => {
-                        tracing::warn!(reason, "cannot publish the plan");
+                    Err(error @ (StoreError::Unreachable(_) | StoreError::Full(_))) => {
+                        tracing::debug!(%error, "cannot publish the plan");
                     }
                     Err(error) => return Err(error),
                 }
@@ -197,10 +227,6 @@ impl SchedulerAgent {
         self.differences(entries, RecordKind::Split, desired, &mut writes);
         let desired = decision.routes.iter().map(|(name, r)| (name, encode(r))).collect();
         self.differences(entries, RecordKind::Route, desired, &mut writes);
-        let plan = encode(&decision.plan);
-        if entries.get("plan") != Some(&plan) {
-            writes.push(Write::put(self.keys.plan(), plan));
-        }
         writes
     }
 
@@ -218,21 +244,50 @@ impl SchedulerAgent {
             writes.push(Write::delete(self.keys.one(kind, name)));
         }
         for (name, value) in desired {
-            if entries.get(&format!("{prefix}{name}")) != Some(&value) {
+            let there = entries.get(&format!("{prefix}{name}"));
+            if there.is_none_or(|there| !is_same_but_epoch(there, &value)) {
                 writes.push(Write::put(self.keys.one(kind, name), value));
             }
         }
     }
 }
 
-/// The epoch of the last plan that was written to the store.
-struct PublishedPlan(u64);
+/// Whether two records differ in no more than the plan epoch that decided them: a new plan that
+/// keeps an assignment does not write it again.
+fn is_same_but_epoch(a: &[u8], b: &[u8]) -> bool {
+    // Records with an epoch begin with it.
+    let split = |value: &'_ [u8]| -> Option<usize> {
+        let number = value.strip_prefix(b"{\"epoch\":")?;
+        let digits = number.iter().take_while(|byte| byte.is_ascii_digit()).count();
+        (1..=20).contains(&digits).then_some(value.len() - number.len() + digits)
+    };
+    a == b || matches!((split(a), split(b)), (Some(i), Some(j)) if a[i..] == b[j..])
+}
+
+/// The last plan that was written to the store.
+struct PublishedPlan {
+    epoch: u64,
+    at: Option<Nanos>,
+}
+
+/// Shortest time between two writes of a summary in which only the capacity has changed.
+const SUMMARY_INTERVAL: Nanos = Nanos::from_millis(10_000);
 
 impl PublishedPlan {
-    /// Logs a plan once.
-    fn log(&mut self, plan: &PlanRecord) {
-        if plan.epoch != self.0 {
-            self.0 = plan.epoch;
+    /// Whether the summary has to be written.
+    fn is_due(&self, now: Nanos, entries: &KeyValues, plan: &PlanRecord) -> bool {
+        let there: Option<PlanRecord> = entries.get("plan").and_then(|v| decode("plan", v));
+        let Some(there) = there else { return true };
+        let scaled = PlanRecord { scale: plan.scale, ..there.clone() };
+        let is_old = self.at.is_none_or(|at| now - at >= SUMMARY_INTERVAL);
+        there != *plan && (is_old || scaled != *plan)
+    }
+
+    /// Notes that a plan was written, and logs each once.
+    fn log(&mut self, now: Nanos, plan: &PlanRecord) {
+        self.at = Some(now);
+        if plan.epoch != self.epoch {
+            self.epoch = plan.epoch;
             tracing::info!(
                 epoch = plan.epoch,
                 reason = plan.reason,
@@ -253,9 +308,25 @@ struct Planned {
     scaling_input: Option<ScalingInput>,
 }
 
-fn plan(mut core: Core, entries: KeyValues, clock: &dyn Clock, scales: bool) -> Planned {
+/// The records that a plan is for, which are kept for a while when they are lost.
+fn models_only(entries: &KeyValues) -> KeyValues {
+    let kinds = [RecordKind::Model, RecordKind::Query].map(RecordKind::folder_prefix);
+    let mine = |key: &str| kinds.iter().any(|prefix| key.starts_with(prefix));
+    let mine = entries.iter().filter(|(key, _)| mine(key));
+    Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
+}
+
+fn plan(
+    mut core: Core,
+    entries: KeyValues,
+    retained: &KeyValues,
+    clock: &dyn Clock,
+    scales: bool,
+) -> Planned {
     let now = clock.now();
-    let snapshot = ClusterSnapshot::read(&entries);
+    let mut snapshot = ClusterSnapshot::read(&entries);
+    let kept = ClusterSnapshot::read_routes(retained);
+    (snapshot.models, snapshot.queries) = (kept.models, kept.queries);
     let epoch = core.plan.epoch;
     let decision = core.step(now, &snapshot).map(|mut decision| {
         if decision.plan.epoch != epoch {
@@ -266,4 +337,41 @@ fn plan(mut core: Core, entries: KeyValues, clock: &dyn Clock, scales: bool) -> 
     });
     let scaling_input = (scales && decision.is_some()).then(|| core.scaling_input(&snapshot));
     Planned { core, entries, decision, scaling_input }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::{Assignment, RouteRecord};
+
+    #[test]
+    fn a_new_epoch_alone_is_not_written() {
+        let route = |epoch, rate_max| encode(&RouteRecord { epoch, rate_max, targets: Vec::new() });
+        assert!(is_same_but_epoch(&route(1, None), &route(1, None)));
+        assert!(is_same_but_epoch(&route(9, Some(2.5)), &route(10, Some(2.5))));
+        assert!(!is_same_but_epoch(&route(9, Some(2.5)), &route(9, Some(3.5))));
+        let assignment = |epoch| encode(&Assignment { epoch, ..Assignment::default() });
+        assert!(is_same_but_epoch(&assignment(1), &assignment(12345)));
+        for damaged in [&b"{\"epoch\":,"[..], b"", b"{\"epoch\":1", b"garbage"] {
+            assert!(!is_same_but_epoch(damaged, &assignment(1)));
+        }
+    }
+
+    #[test]
+    fn the_summary_is_written_seldom_while_only_the_load_changes() {
+        let plan = |epoch, scale| PlanRecord { epoch, scale, ..PlanRecord::default() };
+        let entries = |plan: &PlanRecord| -> KeyValues {
+            Arc::new([("plan".to_string(), encode(plan))].into())
+        };
+        let published = PublishedPlan { epoch: 1, at: Some(Nanos::from_millis(1000)) };
+        let is_due = |ms, there: &PlanRecord, plan: &PlanRecord| {
+            published.is_due(Nanos::from_millis(ms), &entries(there), plan)
+        };
+        assert!(!is_due(1500, &plan(1, 2.0), &plan(1, 2.5)));
+        assert!(is_due(11_000, &plan(1, 2.0), &plan(1, 2.5)));
+        assert!(is_due(1500, &plan(1, 2.0), &plan(2, 2.0)));
+        assert!(!is_due(11_000, &plan(1, 2.0), &plan(1, 2.0)));
+        let damaged: KeyValues = Arc::new([("plan".to_string(), "x".into())].into());
+        assert!(published.is_due(Nanos::ZERO, &damaged, &plan(1, 2.0)));
+    }
 }

@@ -19,6 +19,9 @@ pub struct ModelFacts {
     pub memory_bytes: u64,
 }
 
+/// Backends that must serve the version in force before those that cannot get no more requests.
+const CURRENT_MIN: usize = 2;
+
 /// Input of a deployment step.
 #[derive(Clone, Copy)]
 pub struct DeploymentState<'a> {
@@ -57,6 +60,20 @@ impl<'a> DeploymentState<'a> {
 
     fn is_ready(&self, backend: &str, model: &str) -> bool {
         matches!(self.load_state(backend, model), Some(LoadState::Ready { .. }))
+    }
+
+    /// Whether a backend serves the version in force.
+    fn is_current(&self, backend: &str, model: &str) -> bool {
+        let planned = self.models.get(model).map_or(0, |facts| facts.version);
+        let state = self.load_state(backend, model);
+        matches!(state, Some(LoadState::Ready { version }) if *version == planned)
+    }
+
+    /// Whether a backend serves another version because it cannot load the one in force.
+    fn has_refused(&self, backend: &str, model: &str) -> bool {
+        let planned = self.models.get(model).map_or(0, |facts| facts.version);
+        let failed = self.states.get(backend).and_then(|state| state.failed.get(model));
+        failed.is_some_and(|failed| failed.version == planned) && !self.is_current(backend, model)
     }
 
     fn is_assigned(&self, backend: &str, model: &str) -> bool {
@@ -283,6 +300,11 @@ fn routes(
         }
     }
     for (model, targets) in &mut routes {
+        let current = targets.iter().filter(|(backend, _)| state.is_current(backend, model));
+        if current.count() >= CURRENT_MIN {
+            // Only those that cannot have the version in force: the others are about to.
+            targets.retain(|(backend, _)| !state.has_refused(backend, model));
+        }
         let unserved = missing.get(model.as_str()).copied().unwrap_or(0.0);
         let standbys = targets.iter().filter(|(_, weight)| *weight <= 0.0).count();
         if unserved > 0.0 && standbys > 0 {

@@ -336,3 +336,87 @@ fn plans_without_a_backend_that_frontends_avoid() {
     let decision = settle(&mut core, seconds(60), &mut snapshot);
     assert_eq!(decision.plan.reason, "backend joined");
 }
+
+/// The store is lost: a new leader knows nothing, backends join again one after the other, and the
+/// records of models come back in between. What is loaded stays assigned until the plan holds.
+#[test]
+fn a_lost_store_moves_nothing_away() {
+    let names = [("a", 300.0), ("b", 100.0), ("c", 1.0)];
+    let mut before = cluster(4, &names);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &before);
+    settle(&mut core, Nanos::ZERO, &mut before);
+    let mut now = ClusterSnapshot::default();
+    let mut core = Core::resume(SchedulerSettings::default(), seconds(1), &now);
+    core.step(seconds(1), &now);
+    for (step, backend) in ["b0", "b1", "b2", "b3"].into_iter().enumerate() {
+        now.backends.insert(backend.to_string(), before.backends[backend].clone());
+        now.states.insert(backend.to_string(), before.states[backend].clone());
+        if step == 1 {
+            now.models.clone_from(&before.models);
+            now.profiles.clone_from(&before.profiles);
+        }
+        let decision = core.step(seconds(2), &now).unwrap();
+        if step == 0 {
+            continue;
+        }
+        for name in now.backends.keys() {
+            let assigned: BTreeSet<&str> =
+                decision.assignments[name].models.iter().map(|m| m.model.as_str()).collect();
+            for (model, _) in names.iter().filter(|(m, _)| !assigned.contains(m)) {
+                let held = before.states[name].models.contains_key(*model);
+                let route = decision.routes.get(*model).map_or(0, |route| route.targets.len());
+                assert!(!held || route > 0, "{name} drops {model}: {decision:?}");
+            }
+        }
+    }
+    assert!(names.iter().all(|(name, _)| core.plan.epoch > 0 && now.models.contains_key(*name)));
+}
+
+/// Two backends hold the file of the version in force, a third one does not: it is given other
+/// work, and the model is served by those that can.
+#[test]
+fn a_model_moves_away_from_a_backend_that_cannot_load_it() {
+    let mut snapshot = cluster(3, &[("a", 10.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
+    let refuse = |snapshot: &mut ClusterSnapshot, decision: &Decision| {
+        apply(snapshot, decision);
+        if let Some(state) = snapshot.states.get_mut("b0")
+            && state.models.contains_key("a")
+        {
+            let failed = LoadState::Failed { version: 1, reason: "no file".to_string() };
+            state.models.insert("a".to_string(), failed);
+        }
+    };
+    let mut decision = core.step(Nanos::ZERO, &snapshot).unwrap();
+    for step in 0..20 {
+        refuse(&mut snapshot, &decision);
+        decision = core.step(seconds(40 * step), &snapshot).unwrap();
+    }
+    let holders = |backend: &str| decision.assignments[backend].models.len();
+    assert_eq!((holders("b0"), holders("b1"), holders("b2")), (0, 1, 1), "{decision:?}");
+    assert_eq!(decision.routes["a"].targets.len(), 2);
+}
+
+/// A version that one backend cannot load is served by the others alone, once there are enough.
+#[test]
+fn a_backend_that_kept_the_old_version_gets_no_requests() {
+    let mut snapshot = cluster(3, &[("a", 500.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
+    let decision = settle(&mut core, Nanos::ZERO, &mut snapshot);
+    assert_eq!(decision.routes["a"].targets.len(), 3, "{decision:?}");
+    if let Some(record) = snapshot.models.get_mut("a") {
+        record.version = 2;
+    }
+    for (backend, state) in &mut snapshot.states {
+        let (version, failed) = if backend == "b0" { (1, true) } else { (2, false) };
+        state.models.insert("a".to_string(), LoadState::Ready { version });
+        if failed {
+            let update = crate::record::FailedUpdate { version: 2, reason: "no file".to_string() };
+            state.failed.insert("a".to_string(), update);
+        }
+    }
+    let decision = core.step(seconds(1), &snapshot).unwrap();
+    let versions: BTreeSet<u64> =
+        decision.routes["a"].targets.iter().map(|target| target.version).collect();
+    assert_eq!(versions, [2].into(), "{decision:?}");
+}

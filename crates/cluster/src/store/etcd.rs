@@ -15,9 +15,10 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
+use super::health::HealthRecord;
 use super::{
     Change, Condition, Entry, LeaseId, Listing, OPERATIONS_MAX, Revision, Store, StoreError,
-    StoreFuture, Watch, Write,
+    StoreFuture, StoreHealth, StoreSpace, Watch, Write,
 };
 use crate::tls::{ClientTls, Secret};
 
@@ -29,10 +30,13 @@ mod proto {
 use proto::auth_client::AuthClient;
 use proto::kv_client::KvClient;
 use proto::lease_client::LeaseClient;
+use proto::maintenance_client::MaintenanceClient;
 use proto::watch_client::WatchClient;
 
 /// Time limit of a call.
 const CALL_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time limit of a defragmentation, which reads and writes the whole file.
+const RECLAIM_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit of a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A connection that is silent for this long gets a ping.
@@ -85,6 +89,7 @@ pub struct EtcdStore {
     current: AtomicUsize,
     user: Option<(String, Secret)>,
     token: AuthToken,
+    health: HealthRecord,
 }
 
 /// A channel to a member, which connects on demand.
@@ -125,11 +130,22 @@ impl EtcdStore {
             current: AtomicUsize::new(0),
             user: access.user,
             token: AuthToken::default(),
+            health: HealthRecord::default(),
         })
     }
 
+    /// Calls a member, and records whether it replied; `writes` where the call needs space.
+    async fn call<T, F>(&self, writes: bool, call: impl Fn(Member) -> F) -> Result<T, StoreError>
+    where
+        F: Future<Output = Result<T, Status>>,
+    {
+        let result = self.call_any(call).await;
+        self.health.record(&result, writes);
+        result
+    }
+
     /// Calls a member; where it is unreachable, each of the others once.
-    async fn call<T, F>(&self, call: impl Fn(Member) -> F) -> Result<T, StoreError>
+    async fn call_any<T, F>(&self, call: impl Fn(Member) -> F) -> Result<T, StoreError>
     where
         F: Future<Output = Result<T, Status>>,
     {
@@ -212,6 +228,11 @@ fn failure(status: &Status) -> StoreError {
         Code::InvalidArgument | Code::FailedPrecondition | Code::PermissionDenied => {
             StoreError::Refused(message)
         }
+        Code::ResourceExhausted if message.contains("space exceeded") => StoreError::Full(message),
+        // It is busy; that passes.
+        Code::ResourceExhausted if message.contains("too many requests") => {
+            StoreError::Unreachable(message)
+        }
         Code::ResourceExhausted | Code::Unauthenticated | Code::Unimplemented => {
             StoreError::Refused(message)
         }
@@ -240,6 +261,7 @@ fn entry(pair: proto::KeyValue) -> Entry {
         key: String::from_utf8_lossy(&pair.key).into_owned(),
         value: pair.value,
         revision: u64::try_from(pair.mod_revision).unwrap_or_default(),
+        lease: (pair.lease != 0).then_some(LeaseId(pair.lease)),
     }
 }
 
@@ -285,7 +307,7 @@ impl Store for EtcdStore {
         };
         Box::pin(async move {
             let reply = self
-                .call(|channel| {
+                .call(false, |channel| {
                     let request = request.clone();
                     async move { kv(channel).range(request).await }
                 })
@@ -310,7 +332,7 @@ impl Store for EtcdStore {
                     revision: signed(listing.revision),
                 };
                 let reply = self
-                    .call(|channel| {
+                    .call(false, |channel| {
                         let request = request.clone();
                         async move { kv(channel).range(request).await }
                     })
@@ -343,18 +365,22 @@ impl Store for EtcdStore {
                 let message = format!("more than {OPERATIONS_MAX} writes at once");
                 return Err(StoreError::Refused(message));
             }
+            let needs_space = writes.iter().any(|write| matches!(write, Write::Put { .. }));
             let request = proto::TxnRequest {
                 compare: conditions.into_iter().map(comparison).collect(),
                 success: writes.into_iter().map(operation).collect(),
                 failure: Vec::new(),
             };
             let reply = self
-                .call(|channel| {
+                .call(false, |channel| {
                     let request = request.clone();
                     async move { kv(channel).txn(request).await }
                 })
                 .await?
                 .into_inner();
+            if reply.succeeded && needs_space {
+                self.health.record(&Ok(()), true);
+            }
             Ok(reply.succeeded.then(|| revision_of(reply.header.as_ref())))
         })
     }
@@ -371,7 +397,7 @@ impl Store for EtcdStore {
         };
         Box::pin(async move {
             let (requests_in, replies) = self
-                .call(|channel| {
+                .call(false, |channel| {
                     let request = request.clone();
                     async move {
                         // The stream ends when its sender is dropped, so the sender lives as long
@@ -386,7 +412,7 @@ impl Store for EtcdStore {
                 })
                 .await?;
             let (changed, changes) = mpsc::channel(WATCH_BUFFER);
-            tokio::spawn(forward(requests_in, replies, changed));
+            tokio::spawn(forward(requests_in, replies, changed, since));
             Ok(Watch { changes })
         })
     }
@@ -396,7 +422,9 @@ impl Store for EtcdStore {
         Box::pin(async move {
             let request = proto::LeaseGrantRequest { ttl: seconds, id: 0 };
             let reply = self
-                .call(|channel| async move { LeaseClient::new(channel).lease_grant(request).await })
+                .call(true, |channel| async move {
+                    LeaseClient::new(channel).lease_grant(request).await
+                })
                 .await?
                 .into_inner();
             match reply.error.is_empty() {
@@ -409,7 +437,7 @@ impl Store for EtcdStore {
     fn renew(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
         Box::pin(async move {
             let reply = self
-                .call(|channel| async move {
+                .call(false, |channel| async move {
                     let request = proto::LeaseKeepAliveRequest { id: lease.0 };
                     let once = futures_util::stream::iter([request]);
                     let mut client = LeaseClient::new(channel);
@@ -429,15 +457,98 @@ impl Store for EtcdStore {
         Box::pin(async move {
             let request = proto::LeaseRevokeRequest { id: lease.0 };
             let reply = self
-                .call(
-                    |channel| async move { LeaseClient::new(channel).lease_revoke(request).await },
-                )
+                .call(false, |channel| async move {
+                    LeaseClient::new(channel).lease_revoke(request).await
+                })
                 .await;
             match reply {
                 Ok(_) | Err(StoreError::NoLease) => Ok(()),
                 Err(error) => Err(error),
             }
         })
+    }
+
+    fn compact(&self, revision: Revision) -> StoreFuture<'_, ()> {
+        Box::pin(async move {
+            let request = proto::CompactionRequest { revision: signed(revision), physical: false };
+            let reply =
+                self.call(false, |channel| async move { kv(channel).compact(request).await }).await;
+            match reply {
+                // Another client was faster.
+                Ok(_) | Err(StoreError::Behind) => Ok(()),
+                Err(error) => Err(error),
+            }
+        })
+    }
+
+    fn space(&self) -> StoreFuture<'_, StoreSpace> {
+        Box::pin(async move {
+            let mut space = StoreSpace::default();
+            let mut last = None;
+            for member in &self.members {
+                let status = |channel: Member| async move {
+                    MaintenanceClient::new(channel).status(proto::StatusRequest {}).await
+                };
+                let work = self.call_member(member, &status);
+                match tokio::time::timeout(CALL_TIMEOUT, work).await {
+                    Ok(Ok(reply)) => {
+                        let reply = reply.into_inner();
+                        let bytes = u64::try_from(reply.db_size).unwrap_or_default();
+                        let used = u64::try_from(reply.db_size_in_use).unwrap_or_default();
+                        space.bytes = space.bytes.max(bytes);
+                        space.used_bytes = space.used_bytes.max(used);
+                        space.full |= reply.errors.iter().any(|error| error.contains("NOSPACE"));
+                    }
+                    Ok(Err(status)) => last = Some(failure(&status)),
+                    Err(_) => {
+                        last = Some(StoreError::Unreachable("no reply in time".to_string()));
+                    }
+                }
+            }
+            match last {
+                Some(error) if space.bytes == 0 => Err(error),
+                _ => Ok(space),
+            }
+        })
+    }
+
+    fn reclaim(&self) -> StoreFuture<'_, ()> {
+        Box::pin(async move {
+            // One after the other: a member does not answer while it is defragmented.
+            for member in &self.members {
+                let defragment = |channel: Member| async move {
+                    MaintenanceClient::new(channel).defragment(proto::DefragmentRequest {}).await
+                };
+                let work = self.call_member(member, &defragment);
+                match tokio::time::timeout(RECLAIM_TIMEOUT, work).await {
+                    Ok(reply) => reply.map_err(|status| failure(&status))?,
+                    Err(_) => {
+                        let why = "the defragmentation takes too long".to_string();
+                        return Err(StoreError::Unreachable(why));
+                    }
+                };
+            }
+            use proto::alarm_request::AlarmAction;
+            let alarm = async |action: AlarmAction, member: u64| {
+                let request = proto::AlarmRequest {
+                    action: action as i32,
+                    member_id: member,
+                    alarm: proto::AlarmType::Nospace as i32,
+                };
+                let call = |channel: Member| async move {
+                    MaintenanceClient::new(channel).alarm(request).await
+                };
+                self.call(false, call).await
+            };
+            for raised in alarm(AlarmAction::Get, 0).await?.into_inner().alarms {
+                alarm(AlarmAction::Deactivate, raised.member_id).await?;
+            }
+            Ok(())
+        })
+    }
+
+    fn health(&self) -> StoreHealth {
+        self.health.get()
     }
 }
 
@@ -454,6 +565,7 @@ async fn forward(
     requests_in: mpsc::Sender<proto::WatchRequest>,
     mut replies: tonic::Streaming<proto::WatchResponse>,
     changed: mpsc::Sender<Result<Vec<Change>, StoreError>>,
+    since: Revision,
 ) {
     loop {
         let reply = tokio::select! {
@@ -462,6 +574,11 @@ async fn forward(
         };
         let forwarded = match reply {
             Ok(Some(reply)) if reply.compact_revision > 0 => Err(StoreError::Behind),
+            // An etcd that has lost its data counts from the beginning, and would say nothing until
+            // it is there again.
+            Ok(Some(reply)) if revision_of(reply.header.as_ref()) < since => {
+                Err(StoreError::Behind)
+            }
             Ok(Some(reply)) if reply.canceled => Err(StoreError::Refused(reply.cancel_reason)),
             Ok(Some(reply)) if reply.events.is_empty() => continue,
             Ok(Some(reply)) => Ok(reply.events.into_iter().filter_map(change).collect()),
@@ -478,10 +595,10 @@ async fn forward(
 
 fn change(event: proto::Event) -> Option<Change> {
     let deleted = event.r#type() == proto::event::EventType::Delete;
-    let Entry { key, value, revision } = entry(event.kv?);
+    let entry = entry(event.kv?);
     Some(match deleted {
-        true => Change::Delete { key, revision },
-        false => Change::Put(Entry { key, value, revision }),
+        true => Change::Delete { key: entry.key, revision: entry.revision },
+        false => Change::Put(entry),
     })
 }
 

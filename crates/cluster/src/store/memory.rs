@@ -7,9 +7,10 @@ use std::time::Duration;
 use base::{Clock, Nanos};
 use tokio::sync::mpsc;
 
+use super::health::HealthRecord;
 use super::{
     Change, Condition, Entry, LeaseId, Listing, OPERATIONS_MAX, Revision, Store, StoreError,
-    StoreFuture, VALUE_MAX, Watch, Write,
+    StoreFuture, StoreHealth, StoreSpace, VALUE_MAX, Watch, Write,
 };
 
 /// Changes kept for watches that start in the past.
@@ -44,24 +45,42 @@ struct State {
     history: VecDeque<(Revision, Change)>,
     forgotten: Revision,
     watchers: Vec<Watcher>,
+    /// Writes are refused, as those of an engine without space.
+    full: bool,
 }
 
 /// Keys in the memory of this process.
 pub struct MemoryStore {
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
+    health: HealthRecord,
 }
 
 impl MemoryStore {
     /// Creates an empty store. Must be called inside a tokio runtime, which expires its leases.
     pub fn start(clock: Arc<dyn Clock>) -> Arc<MemoryStore> {
-        let store = Arc::new(MemoryStore { clock, state: Mutex::default() });
+        let (state, health) = (Mutex::default(), HealthRecord::default());
+        let store = Arc::new(MemoryStore { clock, state, health });
         tokio::spawn(sweep(Arc::downgrade(&store)));
         store
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses writes for lack of space from now on, or no longer. For tests of what an engine
+    /// with a quota does.
+    pub fn set_full(&self, full: bool) {
+        self.lock().full = full;
+    }
+
+    /// Loses all keys and leases, as an engine does whose files are lost. For tests.
+    pub fn lose_everything(&self) {
+        let mut state = self.lock();
+        state.leases.clear();
+        let writes = state.keys.keys().cloned().map(Write::delete).collect();
+        state.write(writes);
     }
 }
 
@@ -95,7 +114,7 @@ impl State {
         for write in writes {
             match write {
                 Write::Put { key, value, lease } => {
-                    let entry = Entry { key: key.clone(), value: value.clone(), revision };
+                    let entry = Entry { key: key.clone(), value: value.clone(), revision, lease };
                     self.keys.insert(key, Value { value, revision, lease });
                     changes.push(Change::Put(entry));
                 }
@@ -119,6 +138,9 @@ impl State {
     }
 
     fn check(&self, writes: &[Write]) -> Result<(), StoreError> {
+        if self.full && writes.iter().any(|write| matches!(write, Write::Put { .. })) {
+            return Err(StoreError::Full("no space".to_string()));
+        }
         if writes.len() > OPERATIONS_MAX {
             return Err(StoreError::Refused(format!("more than {OPERATIONS_MAX} writes at once")));
         }
@@ -166,6 +188,7 @@ impl Store for MemoryStore {
             key: key.to_string(),
             value: value.value.clone(),
             revision: value.revision,
+            lease: value.lease,
         });
         ready(Ok(entry))
     }
@@ -174,7 +197,9 @@ impl Store for MemoryStore {
         let state = self.lock();
         let from = state.keys.range(prefix.to_string()..);
         let entries = from.take_while(|(key, _)| key.starts_with(prefix)).map(|(key, value)| {
-            Entry { key: key.clone(), value: value.value.clone(), revision: value.revision }
+            let Value { value, revision, lease } = value;
+            let (key, value) = (key.clone(), value.clone());
+            Entry { key, value, revision: *revision, lease: *lease }
         });
         ready(Ok(Listing { entries: entries.collect(), revision: state.revision }))
     }
@@ -191,10 +216,9 @@ impl Store for MemoryStore {
         if !conditions.iter().all(holds) {
             return ready(Ok(None));
         }
-        if let Err(error) = state.check(&writes) {
-            return ready(Err(error));
-        }
-        ready(Ok(Some(state.write(writes))))
+        let checked = state.check(&writes);
+        self.health.record(&checked, !writes.is_empty());
+        ready(checked.map(|()| Some(state.write(writes))))
     }
 
     fn watch<'a>(&'a self, prefix: &'a str, since: Revision) -> StoreFuture<'a, Watch> {
@@ -238,5 +262,32 @@ impl Store for MemoryStore {
     fn revoke(&self, lease: LeaseId) -> StoreFuture<'_, ()> {
         self.lock().end_lease(lease);
         ready(Ok(()))
+    }
+
+    fn compact(&self, revision: Revision) -> StoreFuture<'_, ()> {
+        let mut state = self.lock();
+        let old = state.history.iter().take_while(|(at, _)| *at <= revision).count();
+        state.history.drain(..old);
+        state.forgotten = state.forgotten.max(revision.min(state.revision));
+        ready(Ok(()))
+    }
+
+    fn space(&self) -> StoreFuture<'_, StoreSpace> {
+        let state = self.lock();
+        let values = state.keys.iter().map(|(key, value)| key.len() + value.value.len());
+        let history = state.history.iter().map(|(_, change)| match change {
+            Change::Put(entry) => entry.key.len() + entry.value.len(),
+            Change::Delete { key, .. } => key.len(),
+        });
+        let used_bytes = (values.sum::<usize>() + history.sum::<usize>()) as u64;
+        ready(Ok(StoreSpace { bytes: used_bytes, used_bytes, full: state.full }))
+    }
+
+    fn reclaim(&self) -> StoreFuture<'_, ()> {
+        ready(Ok(()))
+    }
+
+    fn health(&self) -> StoreHealth {
+        self.health.get()
     }
 }

@@ -54,6 +54,19 @@ pub async fn follow(
     Ok(receiver)
 }
 
+/// As [`follow`], where an unreachable store is tried again until it can be reached.
+pub async fn follow_when_reachable(
+    store: Arc<dyn Store>,
+    prefix: &str,
+) -> Result<watch::Receiver<KeyValues>, StoreError> {
+    loop {
+        match follow(store.clone(), prefix).await {
+            Err(error) if error.is_transient() => tokio::time::sleep(RETRY).await,
+            result => return result,
+        }
+    }
+}
+
 async fn list(
     store: &dyn Store,
     prefix: &str,

@@ -10,6 +10,7 @@ use cudarc::driver::sys::{self, CUcontext, CUdevice, CUmemoryPool, CUresult};
 
 use super::call::{check, describe};
 use super::facts::{DriverFacts, read_facts};
+use super::gpu_use::{self, Leftover};
 use super::pinned_pool::PinnedPool;
 use super::resource_counts::ResourceCounts;
 use super::sm_partition::{self, SmPartition};
@@ -27,6 +28,8 @@ pub(crate) struct Context {
     pool: CUmemoryPool,
     facts: DriverFacts,
     fault: OnceLock<String>,
+    /// Allocations until one fails on purpose.
+    allocations_left: AtomicU64,
     pinned: PinnedPool,
     resource_counts: Arc<ResourceCounts>,
     part: Option<SmPartition>,
@@ -56,6 +59,7 @@ impl Context {
     /// Opens the GPU `ordinal`.
     pub(crate) fn open(ordinal: usize) -> Result<Arc<Context>, OpenError> {
         let device = find_device(ordinal)?;
+        check_usable(device, ordinal)?;
         let raw = retain(device)?;
         Context::hold(device, read_facts(device)?, raw, None)
     }
@@ -63,6 +67,7 @@ impl Context {
     /// Opens the GPU `ordinal` in `parts` parts of equally many SMs; some SMs may remain unused.
     pub(crate) fn open_parts(ordinal: usize, parts: usize) -> Result<Vec<Arc<Context>>, OpenError> {
         let device = find_device(ordinal)?;
+        check_usable(device, ordinal)?;
         let facts = read_facts(device)?;
         let mut contexts = Vec::with_capacity(parts);
         for resource in sm_partition::split(device, &facts, parts)? {
@@ -84,10 +89,21 @@ impl Context {
         let pool: CUmemoryPool = std::ptr::null_mut();
         let number = OPENED.fetch_add(1, Ordering::Relaxed) + 1;
         let (fault, pinned) = (OnceLock::new(), PinnedPool::default());
-        let resource_counts = Arc::new(ResourceCounts::default());
-        let mut context =
-            Context { raw, number, device, pool, facts, fault, pinned, resource_counts, part };
+        gpu_use::begin(device);
+        let mut context = Context {
+            raw,
+            number,
+            device,
+            pool,
+            facts,
+            fault,
+            allocations_left: AtomicU64::new(u64::MAX),
+            pinned,
+            resource_counts: Arc::new(ResourceCounts::default()),
+            part,
+        };
         context.enter()?;
+        gpu_use::free_leftovers(device);
         // SAFETY: `device` came from the driver and `pool` receives the result.
         let code = unsafe { sys::cuDeviceGetDefaultMemPool(&mut context.pool, device) };
         context.check("cuDeviceGetDefaultMemPool", code)?;
@@ -205,11 +221,40 @@ impl Context {
         if !is_sticky(code) {
             return Err(err);
         }
-        let reason = self.fault.get_or_init(|| {
-            tracing::error!(gpu = %self.facts.name, %err, "device faulted");
-            err.to_string()
-        });
-        Err(CudaError::Faulted(reason.clone()))
+        Err(CudaError::Faulted(self.set_faulted(&err.to_string()).to_string()))
+    }
+
+    /// Makes the device faulted, unless it is, and returns why it is.
+    pub(crate) fn set_faulted(&self, reason: &str) -> &str {
+        self.fault.get_or_init(|| {
+            tracing::error!(gpu = %self.facts.name, reason, "device faulted");
+            gpu_use::set_faulted(self.device);
+            reason.to_string()
+        })
+    }
+
+    /// Keeps what cannot be freed while the device is faulted.
+    pub(super) fn keep(&self, leftover: Leftover) {
+        gpu_use::keep(self.device, leftover);
+    }
+
+    /// Lets the allocation after `more` others fail.
+    pub(crate) fn fail_allocation(&self, more: u64) {
+        self.allocations_left.store(more, Ordering::SeqCst);
+    }
+
+    /// Called before every allocation: fails when a failure was requested.
+    pub(super) fn may_allocate(&self, call: &'static str, bytes: u64) -> Result<(), CudaError> {
+        self.enter()?;
+        if self.allocations_left.load(Ordering::Relaxed) == u64::MAX {
+            return Ok(());
+        }
+        let next = |left: u64| Some(if left == u64::MAX { left } else { left.wrapping_sub(1) });
+        // Below zero is the largest number, which means that none fails.
+        match self.allocations_left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next) {
+            Ok(0) => Err(CudaError::OutOfMemory { call, bytes: Bytes(bytes) }),
+            _ => Ok(()),
+        }
     }
 
     /// Free memory of the device.
@@ -238,6 +283,13 @@ impl Drop for Context {
         }
         // Streams and memory of the part are gone: they hold this context.
         drop(self.part.take());
+        gpu_use::end(self.device, || {
+            // SAFETY: nothing uses the primary context: everything of it holds a `Context`, and
+            // this is the last.
+            let code = unsafe { sys::cuDevicePrimaryCtxReset_v2(self.device) };
+            let result = check("cuDevicePrimaryCtxReset", code).err();
+            tracing::info!(gpu = %self.facts.name, error = ?result, "context destroyed");
+        });
         // SAFETY: retained once when it was opened and not used after this; an error cannot be
         // reported.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
@@ -287,6 +339,14 @@ fn find_device(ordinal: usize) -> Result<CUdevice, OpenError> {
     // SAFETY: the driver is started and `device` receives the result.
     check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, number) })?;
     Ok(device)
+}
+
+/// Fails while a faulted context of the GPU is in use.
+fn check_usable(device: CUdevice, ordinal: usize) -> Result<(), OpenError> {
+    match gpu_use::is_faulted(device) {
+        true => Err(OpenError::Faulted { ordinal }),
+        false => Ok(()),
+    }
 }
 
 /// Retains the GPU's primary context.

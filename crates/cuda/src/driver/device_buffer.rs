@@ -21,7 +21,7 @@ impl DeviceBuffer {
     /// `bytes` of memory, all zero.
     pub(crate) fn zeroed(stream: &Arc<Stream>, bytes: u64) -> Result<DeviceBuffer, CudaError> {
         let context = stream.context();
-        context.enter()?;
+        context.may_allocate("cuMemAllocFromPoolAsync", bytes)?;
         let size = usize::try_from(bytes.max(4).next_multiple_of(4)).unwrap_or(usize::MAX);
         let mut address: CUdeviceptr = 0;
         // SAFETY: `address` receives the result; freed when this value is dropped.
@@ -37,7 +37,7 @@ impl DeviceBuffer {
     /// The same outside of the memory pool, for words that the driver itself writes.
     pub(crate) fn fixed(stream: &Arc<Stream>, bytes: u64) -> Result<DeviceBuffer, CudaError> {
         let context = stream.context();
-        context.enter()?;
+        context.may_allocate("cuMemAlloc", bytes)?;
         let size = usize::try_from(bytes.max(4).next_multiple_of(4)).unwrap_or(usize::MAX);
         let mut address: CUdeviceptr = 0;
         // SAFETY: `address` receives the result; freed when this value is dropped.

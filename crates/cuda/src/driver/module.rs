@@ -41,7 +41,7 @@ impl Module {
     /// Loads `image` onto the device now: a lazy load between requests would wait for running
     /// kernels.
     pub(crate) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Module, CudaError> {
-        context.enter()?;
+        context.may_allocate("cuModuleLoadData", image.len() as u64)?;
         let mut raw: CUmodule = std::ptr::null_mut();
         // SAFETY: `image` is a cubin as NVRTC made it (the cache checks its digest); the driver
         // copies it.

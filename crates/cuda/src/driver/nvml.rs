@@ -1,7 +1,9 @@
-//! State of the GPU from NVML, where it is installed: clocks, power, temperature.
+//! State of the GPU from NVML, where it is installed: clocks, power, temperature, memory.
 
-use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 
+use base::Bytes;
+use device::DeviceReadings;
 use libloading::Library;
 use serde::Serialize;
 
@@ -14,6 +16,11 @@ const CLOCK_MEMORY: c_uint = 2;
 
 /// NVML's number of the chip's temperature sensor.
 const TEMPERATURE_GPU: c_uint = 0;
+
+/// The file of NVML.
+const LIBRARY: &str = "libnvidia-ml.so.1";
+/// Bytes of a UUID as text, its end included.
+const UUID_BYTES: usize = 96;
 
 /// The current state of a GPU. Absent values are not reported by the GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -34,6 +41,25 @@ pub struct Health {
 pub(crate) struct Nvml {
     library: Library,
     device: *mut c_void,
+    /// Energy that the GPU had used before.
+    energy_before: u64,
+}
+
+/// What `nvmlDeviceGetMemoryInfo` fills in.
+#[repr(C)]
+#[derive(Default)]
+struct Memory {
+    total: u64,
+    free: u64,
+    used: u64,
+}
+
+/// What `nvmlDeviceGetUtilizationRates` fills in: percent of the last sample.
+#[repr(C)]
+#[derive(Default)]
+struct Utilization {
+    gpu: c_uint,
+    memory: c_uint,
 }
 
 // SAFETY: NVML may be called from any thread, and its handles are only names.
@@ -46,9 +72,13 @@ type Handle = *mut c_void;
 impl Nvml {
     /// The GPU at `pci_bus_id`, or why NVML does not provide it.
     pub(crate) fn open(pci_bus_id: &str) -> Result<Nvml, String> {
+        Nvml::open_file(LIBRARY, pci_bus_id)
+    }
+
+    fn open_file(file: &str, pci_bus_id: &str) -> Result<Nvml, String> {
         // SAFETY: NVIDIA's library has no unsound start-up code.
-        let library = unsafe { Library::new("libnvidia-ml.so.1") }
-            .map_err(|err| format!("no NVML (libnvidia-ml.so.1): {err}"))?;
+        let library =
+            unsafe { Library::new(file) }.map_err(|err| format!("no NVML ({file}): {err}"))?;
         let bus = CString::new(pci_bus_id).map_err(|err| err.to_string())?;
         let mut device: Handle = std::ptr::null_mut();
         // SAFETY: both symbols have these types in every NVML since 5; `device` receives the
@@ -65,7 +95,9 @@ impl Nvml {
                 .map_err(|err| err.to_string())?;
             check("nvmlDeviceGetHandleByPciBusId_v2", find(bus.as_ptr(), &mut device))?;
         }
-        Ok(Nvml { library, device })
+        let mut nvml = Nvml { library, device, energy_before: 0 };
+        nvml.energy_before = nvml.energy().unwrap_or_default();
+        Ok(nvml)
     }
 
     pub(crate) fn health(&self) -> Health {
@@ -78,16 +110,33 @@ impl Nvml {
         }
     }
 
+    /// Everything that metrics report.
+    pub(crate) fn readings(&self) -> DeviceReadings {
+        let memory = self.memory();
+        DeviceReadings {
+            uuid: self.uuid(),
+            utilization_percent: self.utilization(),
+            power_milliwatts: self.number(b"nvmlDeviceGetPowerUsage\0"),
+            power_limit_milliwatts: self.number(b"nvmlDeviceGetEnforcedPowerLimit\0"),
+            energy_millijoules: self
+                .energy()
+                .map(|energy| energy.saturating_sub(self.energy_before)),
+            memory_total: memory.as_ref().map(|memory| Bytes(memory.total)),
+            memory_used: memory.as_ref().map(|memory| Bytes(memory.in_use())),
+            tuned_steps: None,
+        }
+    }
+
     /// Memory in use on the GPU by all processes, in bytes.
     pub(crate) fn memory_used(&self) -> Option<u64> {
-        /// What `nvmlDeviceGetMemoryInfo` fills in.
-        #[repr(C)]
-        #[derive(Default)]
-        struct Memory {
-            total: u64,
-            free: u64,
-            used: u64,
-        }
+        self.memory().map(|memory| memory.in_use())
+    }
+
+    fn energy(&self) -> Option<u64> {
+        self.long(b"nvmlDeviceGetTotalEnergyConsumption\0")
+    }
+
+    fn memory(&self) -> Option<Memory> {
         let mut memory = Memory::default();
         // SAFETY: the symbol has this type, and `memory` has the layout it fills in.
         let code = unsafe {
@@ -99,8 +148,40 @@ impl Nvml {
                 .ok()?;
             call(self.device, &mut memory)
         };
-        (code == SUCCESS && memory.total > 0)
-            .then_some(memory.total - memory.free.min(memory.total))
+        (code == SUCCESS && memory.total > 0).then_some(memory)
+    }
+
+    fn utilization(&self) -> Option<u32> {
+        let mut utilization = Utilization::default();
+        // SAFETY: the symbol has this type, and `utilization` has the layout it fills in.
+        let code = unsafe {
+            let call = self
+                .library
+                .get::<unsafe extern "C" fn(Handle, *mut Utilization) -> c_int>(
+                    b"nvmlDeviceGetUtilizationRates\0",
+                )
+                .ok()?;
+            call(self.device, &mut utilization)
+        };
+        (code == SUCCESS).then_some(utilization.gpu)
+    }
+
+    fn uuid(&self) -> Option<String> {
+        let mut text = [0u8; UUID_BYTES];
+        // SAFETY: the symbol has this type; it writes at most as many bytes as it is told.
+        let code = unsafe {
+            let call = self
+                .library
+                .get::<unsafe extern "C" fn(Handle, *mut c_char, c_uint) -> c_int>(
+                    b"nvmlDeviceGetUUID\0",
+                )
+                .ok()?;
+            call(self.device, text.as_mut_ptr().cast(), UUID_BYTES as c_uint)
+        };
+        if code != SUCCESS {
+            return None;
+        }
+        Some(CStr::from_bytes_until_nul(&text).ok()?.to_str().ok()?.to_string())
     }
 
     /// Calls a function that returns one number for a selector.
@@ -144,6 +225,13 @@ impl Nvml {
     }
 }
 
+impl Memory {
+    /// What all processes use; NVML's own count excludes what the driver reserves.
+    fn in_use(&self) -> u64 {
+        self.total - self.free.min(self.total)
+    }
+}
+
 impl Drop for Nvml {
     fn drop(&mut self) {
         // SAFETY: the symbol has this type; it was started in `open` and counts its users.
@@ -158,4 +246,90 @@ impl Drop for Nvml {
 
 fn check(call: &str, code: c_int) -> Result<(), String> {
     if code == SUCCESS { Ok(()) } else { Err(format!("{call} failed with code {code}")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::process::Command;
+
+    use super::*;
+
+    /// A library with NVML's functions; a GPU without a limit of power, as some are.
+    const FAKE: &str = r#"
+        #include <string.h>
+        typedef struct { unsigned long long total, free, used; } Memory;
+        typedef struct { unsigned int gpu, memory; } Utilization;
+        static unsigned long long energy = 5000;
+        extern "C" {
+        int nvmlInit_v2(void) { return 0; }
+        int nvmlShutdown(void) { return 0; }
+        int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **device) {
+            if (strcmp(bus, "0000:01:00.0") != 0) return 6;
+            *device = &energy;
+            return 0;
+        }
+        int nvmlDeviceGetPowerUsage(void *, unsigned int *value) { *value = 70500; return 0; }
+        int nvmlDeviceGetEnforcedPowerLimit(void *, unsigned int *) { return 3; }
+        int nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *value) {
+            *value = *(unsigned long long *)device;
+            *(unsigned long long *)device += 250;
+            return 0;
+        }
+        int nvmlDeviceGetMemoryInfo(void *, Memory *memory) {
+            memory->total = 1000; memory->free = 300; memory->used = 600;
+            return 0;
+        }
+        int nvmlDeviceGetUtilizationRates(void *, Utilization *value) {
+            value->gpu = 42; value->memory = 7;
+            return 0;
+        }
+        int nvmlDeviceGetUUID(void *, char *text, unsigned int length) {
+            strncpy(text, "GPU-1234", length);
+            return 0;
+        }
+        }
+    "#;
+
+    fn fake(folder: &Path) -> String {
+        let (source, library) = (folder.join("nvml.cpp"), folder.join("libfake-nvml.so"));
+        std::fs::write(&source, FAKE).expect("a folder to write to");
+        let built = Command::new("g++")
+            .args(["-shared", "-fPIC", "-o"])
+            .args([&library, &source])
+            .status()
+            .expect("g++ is installed");
+        assert!(built.success());
+        library.to_str().expect("text").to_string()
+    }
+
+    #[test]
+    fn readings_are_those_of_the_library() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = fake(folder.path());
+        let refused = Nvml::open_file(&file, "0000:02:00.0").err().expect("no such GPU");
+        assert!(refused.contains("code 6"), "{refused}");
+        let nvml = Nvml::open_file(&file, "0000:01:00.0").expect("the GPU");
+        let readings = nvml.readings();
+        let expected = DeviceReadings {
+            uuid: Some("GPU-1234".to_string()),
+            utilization_percent: Some(42),
+            power_milliwatts: Some(70_500),
+            power_limit_milliwatts: None,
+            energy_millijoules: Some(250),
+            memory_total: Some(Bytes(1000)),
+            memory_used: Some(Bytes(700)),
+            tuned_steps: None,
+        };
+        assert_eq!(readings, expected);
+        assert_eq!(nvml.readings().energy_millijoules, Some(500));
+        // It has no function for clocks.
+        assert_eq!(nvml.health().sm_mhz, None);
+    }
+
+    #[test]
+    fn a_missing_library_is_named() {
+        let error = Nvml::open_file("libabsent-nvml.so", "0").err().expect("no library");
+        assert!(error.contains("libabsent-nvml.so"), "{error}");
+    }
 }

@@ -12,7 +12,7 @@ use super::resource_counts::{CountedResource, ResourceKind};
 use crate::error::CudaError;
 
 fn allocate(context: &Context, bytes: usize) -> Result<*mut u8, CudaError> {
-    context.enter()?;
+    context.may_allocate("cuMemHostAlloc", bytes as u64)?;
     let mut address: *mut c_void = std::ptr::null_mut();
     // SAFETY: `address` receives the result; the caller frees it.
     let code = unsafe { sys::cuMemHostAlloc(&mut address, bytes, 0) };

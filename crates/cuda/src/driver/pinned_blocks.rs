@@ -9,6 +9,7 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::Context;
+use super::gpu_use::Leftover;
 use super::resource_counts::{CountedResource, ResourceKind};
 use crate::error::CudaError;
 
@@ -51,7 +52,7 @@ impl PinnedBlocks {
         let align = if bytes < LARGE_PAGE { PAGE } else { LARGE_PAGE };
         let layout = Layout::from_size_align(bytes.max(1), align)
             .map_err(|_| CudaError::Misuse("a buffer larger than memory can be"))?;
-        context.enter()?;
+        context.may_allocate("cuMemHostRegister", bytes as u64)?;
         // SAFETY: the layout's size is not zero.
         let address = unsafe { std::alloc::alloc(layout) };
         if address.is_null() {
@@ -124,10 +125,12 @@ impl PinnedBlocks {
 impl Drop for PinnedBlocks {
     fn drop(&mut self) {
         self.unpin(|| {});
-        // The device may still write to pinned memory of a lost context.
         if self.pinned.is_empty() {
             // SAFETY: allocated with this layout, and not used after this.
             unsafe { std::alloc::dealloc(self.address, self.layout) };
+        } else {
+            // The device may still write to pinned memory of a faulted context.
+            self.context.keep(Leftover::Host(self.address as usize, self.layout));
         }
     }
 }

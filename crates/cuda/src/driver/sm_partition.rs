@@ -8,6 +8,7 @@ use cudarc::driver::sys::{
 
 use super::call::check;
 use super::facts::DriverFacts;
+use super::gpu_use;
 use crate::error::{CudaError, OpenError};
 
 /// From compute capability 9.0 on, SMs are assigned in groups of this size, and the driver rounds
@@ -81,6 +82,7 @@ fn divide(
 /// One SM partition.
 pub(crate) struct SmPartition {
     raw: CUgreenCtx,
+    device: CUdevice,
     multiprocessors: u32,
 }
 
@@ -105,7 +107,7 @@ impl SmPartition {
         // SAFETY: the description is of this device; destroyed when this value is dropped.
         let code = unsafe { sys::cuGreenCtxCreate(&mut raw, desc, device, flags) };
         check("cuGreenCtxCreate", code)?;
-        Ok(SmPartition { raw, multiprocessors })
+        Ok(SmPartition { raw, device, multiprocessors })
     }
 
     pub(crate) fn multiprocessors(&self) -> u32 {
@@ -134,8 +136,11 @@ impl SmPartition {
 
 impl Drop for SmPartition {
     fn drop(&mut self) {
-        // SAFETY: made in `open` and not used after this; an error cannot be reported.
-        let _ = unsafe { sys::cuGreenCtxDestroy(self.raw) };
+        // The reset of a faulted GPU destroys it, too, and this would wait for kernels that hang.
+        if !gpu_use::is_faulted(self.device) {
+            // SAFETY: made in `open` and not used after this; an error cannot be reported.
+            let _ = unsafe { sys::cuGreenCtxDestroy(self.raw) };
+        }
     }
 }
 

@@ -9,6 +9,7 @@ use cudarc::driver::sys::{
     CUmemLocationType,
 };
 
+use super::gpu_use::Leftover;
 use super::{Context, CountedResource, ResourceKind};
 use crate::error::CudaError;
 
@@ -48,7 +49,7 @@ pub(crate) struct PhysicalMemory {
 impl PhysicalMemory {
     /// An allocation of `bytes`, a multiple of the [`granularity`]. Its content is not defined.
     pub(crate) fn new(context: &Arc<Context>, bytes: u64) -> Result<PhysicalMemory, CudaError> {
-        context.enter()?;
+        context.may_allocate("cuMemCreate", bytes)?;
         let size = usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut handle: CUmemGenericAllocationHandle = 0;
         // SAFETY: `handle` receives the result; released when this value is dropped.
@@ -69,6 +70,8 @@ impl Drop for PhysicalMemory {
             // SAFETY: created in `new` and not used after this. The driver keeps the memory while
             // it is mapped.
             let _ = unsafe { sys::cuMemRelease(self.handle) };
+        } else {
+            self.context.keep(Leftover::Physical(self.handle));
         }
     }
 }
@@ -86,7 +89,7 @@ pub(crate) struct AddressRange {
 impl AddressRange {
     /// A range of `bytes`, a multiple of the [`granularity`].
     pub(crate) fn reserve(context: &Arc<Context>, bytes: u64) -> Result<AddressRange, CudaError> {
-        context.enter()?;
+        context.may_allocate("cuMemAddressReserve", bytes)?;
         let size = usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut address: CUdeviceptr = 0;
         // SAFETY: `address` receives the result; freed when this value is dropped.
@@ -161,6 +164,10 @@ impl Drop for AddressRange {
             let _ = self.unmap(0, self.bytes);
             // SAFETY: reserved in `reserve`, unmapped by the line above and not used after this.
             let _ = unsafe { sys::cuMemAddressFree(self.address, self.bytes as usize) };
+        } else {
+            let mapped = self.mapped.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let (address, mapped) = (self.address, std::mem::take(mapped));
+            self.context.keep(Leftover::Range { address, bytes: self.bytes, mapped });
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The queue of work that can be preempted, best effort above all.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use device::{CompletionSink, DeviceError, Queue, QueueOptions, Segment};
 
@@ -71,6 +72,10 @@ impl Queue for BestEffortQueue {
 
     fn preempt(&self) {
         self.segments.preemption.preempt();
+    }
+
+    fn progress(&self) -> u64 {
+        self.segments.progress.load(Ordering::Relaxed)
     }
 
     fn confine(&self, confined: bool) {

@@ -107,7 +107,10 @@ impl QueueExecutor {
         let polled = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.advance()));
         let outcome = match polled {
             Ok(Ok(PollResult::Idle)) => return false,
-            Ok(Ok(PollResult::Advanced)) => return true,
+            Ok(Ok(PollResult::Advanced)) => {
+                self.queue.segments.progress.fetch_add(1, Ordering::Relaxed);
+                return true;
+            }
             Ok(Ok(PollResult::Ended(outcome))) => outcome,
             Ok(Err(err)) => Outcome::Failed(err),
             Err(_) => Outcome::Failed(DeviceError::BadPlan("the queue panicked".to_string())),

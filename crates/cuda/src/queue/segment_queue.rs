@@ -1,7 +1,7 @@
 //! Segments that wait on the host for the dispatcher.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use device::Segment;
@@ -16,6 +16,8 @@ pub(super) struct SegmentQueue {
     count: AtomicUsize,
     capacity: usize,
     closed: AtomicBool,
+    /// Changes whenever a run gets further.
+    pub(super) progress: AtomicU64,
     pub(super) preemption: QueuePreemption,
 }
 
@@ -26,6 +28,7 @@ impl SegmentQueue {
             count: AtomicUsize::new(0),
             capacity,
             closed: AtomicBool::new(false),
+            progress: AtomicU64::new(0),
             preemption: QueuePreemption::default(),
         }
     }

@@ -7,6 +7,7 @@
 //! queue. Every queue has its own driver: what best effort prepares delays no real time.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -42,6 +43,9 @@ struct Shared {
     ended: SyncSender<Completion>,
     state: Mutex<State>,
     changed: Condvar,
+    /// A section runs on the host, and how often that was seen.
+    on_host: AtomicBool,
+    seen_on_host: AtomicU64,
 }
 
 #[derive(Default)]
@@ -105,6 +109,8 @@ impl HybridQueue {
             ended,
             state: Mutex::new(state),
             changed: Condvar::new(),
+            on_host: AtomicBool::new(false),
+            seen_on_host: AtomicU64::new(0),
         });
         Ok(HybridQueue { shared })
     }
@@ -145,6 +151,15 @@ impl Queue for HybridQueue {
 
     fn confine(&self, confined: bool) {
         self.shared.accelerator.confine(confined);
+    }
+
+    /// A section on the host may take as long as it likes: only the accelerator can hang.
+    fn progress(&self) -> u64 {
+        let shared = &self.shared;
+        if shared.on_host.load(Ordering::SeqCst) {
+            shared.seen_on_host.fetch_add(1, Ordering::SeqCst);
+        }
+        shared.accelerator.progress().wrapping_add(shared.seen_on_host.load(Ordering::SeqCst))
     }
 }
 
@@ -238,7 +253,9 @@ impl Shared {
                 continue;
             }
             let segment = Segment { token: DRIVER_TOKEN, task: inner, steps };
-            let completion = match self.launch_own(side, segment, epoch) {
+            self.on_host.store(side == Side::Host, Ordering::SeqCst);
+            let launched = self.launch_own(side, segment, epoch);
+            let completion = match launched {
                 Launched::Running => match ended.recv() {
                     Ok(completion) => completion,
                     Err(_) => return (Outcome::Failed(self.closed()), busy),
@@ -249,6 +266,9 @@ impl Shared {
                 }
                 Launched::Failed(err) => return (Outcome::Failed(err), busy),
             };
+            // The next section begins to make progress from here.
+            self.seen_on_host.fetch_add(1, Ordering::SeqCst);
+            self.on_host.store(false, Ordering::SeqCst);
             busy += completion.busy;
             match completion.outcome {
                 Outcome::Done => {

@@ -73,6 +73,11 @@ pub struct Batching {
     pub max_wait_us: u64,
     /// When inputs are copied to the device.
     pub copy: CopyTime,
+    /// Whether requests of different lengths share a batch where the model has a mask.
+    pub mix_lengths: bool,
+    /// The input that is the mask; found by its name when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mask: Option<String>,
 }
 
 impl Default for Batching {
@@ -83,6 +88,8 @@ impl Default for Batching {
             max_batch: 0,
             max_wait_us: 2_000,
             copy: CopyTime::Early,
+            mix_lengths: true,
+            mask: None,
         }
     }
 }

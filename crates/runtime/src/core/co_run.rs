@@ -147,10 +147,25 @@ impl RealTimeRuns {
     }
 }
 
+/// How often real time ran beside best effort, and how many pairs are decided.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CoRunCounts {
+    /// Runs of real time alone.
+    pub alone: u64,
+    /// Runs of real time beside a co-runner.
+    pub beside: u64,
+    /// Pairs within the allowed slowdown.
+    pub admitted: u64,
+    /// Pairs above the allowed slowdown.
+    pub rejected: u64,
+}
+
 /// The admission of all pairs.
 #[derive(Clone, Debug)]
 pub(super) struct CoRunAdmission {
     models: Vec<RealTimeRuns>,
+    /// Runs alone, and beside a co-runner.
+    runs: [u64; 2],
     max_rt_slowdown: f64,
     try_every: u64,
 }
@@ -159,7 +174,21 @@ impl CoRunAdmission {
     /// No runs yet.
     pub(super) fn new(max_rt_slowdown: f64, partition: bool) -> CoRunAdmission {
         let try_every = if partition { TRY_EVERY_IN_PARTITION } else { TRY_EVERY };
-        CoRunAdmission { models: Vec::new(), max_rt_slowdown, try_every }
+        CoRunAdmission { models: Vec::new(), runs: [0; 2], max_rt_slowdown, try_every }
+    }
+
+    /// Runs so far, and pairs as they are now.
+    pub(super) fn counts(&self) -> CoRunCounts {
+        let [alone, beside] = self.runs;
+        let mut counts = CoRunCounts { alone, beside, ..CoRunCounts::default() };
+        for pair in self.models.iter().flat_map(|runs| &runs.pairs) {
+            match pair.status {
+                PairStatus::Undecided => {}
+                PairStatus::Admitted => counts.admitted += 1,
+                PairStatus::Rejected | PairStatus::ClearlyRejected => counts.rejected += 1,
+            }
+        }
+        counts
     }
 
     /// Forgets all runs of a model number that is used again.
@@ -179,6 +208,7 @@ impl CoRunAdmission {
     /// Records a run of `real_time` with this co-runner.
     pub(super) fn record(&mut self, real_time: ModelId, co_runner: Option<ModelId>, time: Nanos) {
         let Some(runs) = self.models.get_mut(real_time.0 as usize) else { return };
+        self.runs[usize::from(co_runner.is_some())] += 1;
         match co_runner {
             None => {
                 let usual_ns = if runs.alone.count < MIN_RUNS_REJECT { f64::INFINITY } else { 0.0 };
@@ -247,6 +277,18 @@ mod tests {
         let mut co_run = CoRunAdmission::new(MAX_RT_SLOWDOWN, partition);
         (0..=models).for_each(|model| co_run.forget(ModelId(model)));
         co_run
+    }
+
+    #[test]
+    fn runs_and_decided_pairs_are_counted() {
+        let mut co_run = co_run(false, 2);
+        for _ in 0..200 {
+            co_run.record(REAL_TIME, None, Nanos(1_000));
+            co_run.record(REAL_TIME, Some(ModelId(1)), Nanos(1_000));
+            co_run.record(REAL_TIME, Some(ModelId(2)), Nanos(3_000));
+        }
+        let counts = CoRunCounts { alone: 200, beside: 400, admitted: 1, rejected: 1 };
+        assert_eq!(co_run.counts(), counts);
     }
 
     /// Time of a run: 5 % noise, and 1 % outliers.

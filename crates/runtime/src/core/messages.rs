@@ -128,6 +128,8 @@ pub enum Event {
     DeviceLost,
     /// The device is usable again, and empty. Only the simulated GPU reports it.
     DeviceReady,
+    /// The device was to be reset, and makes progress: its segments get their time once more.
+    DeviceAlive,
     /// The request is cancelled.
     Cancel {
         /// Its number; ignored if it has ended.

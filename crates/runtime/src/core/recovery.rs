@@ -46,6 +46,14 @@ impl Core {
         self.load_requests.clear();
     }
 
+    /// The device makes progress after all: the watchdog starts again.
+    pub(super) fn device_alive(&mut self, now: Nanos) {
+        self.lost = false;
+        for running in self.queues.iter_mut().filter_map(|slot| slot.running.as_mut()) {
+            running.since = now;
+        }
+    }
+
     /// The device is back and empty: all pending requests are prepared again, oldest first.
     pub(super) fn device_ready(&mut self, now: Nanos, actions: &mut Vec<Action>) {
         self.lost = false;

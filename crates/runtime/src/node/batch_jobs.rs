@@ -132,6 +132,11 @@ impl BatchStaging {
         (1..=self.max_rows).contains(&rows_of(inputs))
     }
 
+    /// The symbol of the batch.
+    pub(super) fn symbol(&self) -> &str {
+        &self.symbol
+    }
+
     /// Sizes of the symbolic dimensions of `inputs` other than the batch.
     pub(super) fn sizes(&self, plan: &LaunchPlan, inputs: &[Tensor]) -> Vec<(String, usize)> {
         other_sizes(plan, &self.symbol, inputs)
@@ -156,6 +161,9 @@ impl Shared {
         staged: Box<dyn StagedInputs>,
     ) -> Admission {
         let Submission { model, class, priority, arrived, deadline, .. } = submission;
+        if let Some(fault) = &state.fault {
+            return Admission::Refused(submission, Rejection::Device(fault.clone()));
+        }
         let busy = state.core.pending() + state.batches.members >= self.max_requests;
         let number = state.spans.next_number();
         let Some(entry) = state.model_mut(model) else {
@@ -443,6 +451,23 @@ impl State {
             entry.stats.count(&result, &timing);
         }
         (member.payload.submission.reply, Reply { result, timing })
+    }
+
+    /// The replies of all requests in the batcher of `model`, waiting or running.
+    pub(super) fn refuse_members(
+        &mut self,
+        now: Nanos,
+        model: ModelId,
+        fault: &DeviceError,
+    ) -> Vec<DueReply> {
+        let entry = self.models.get_mut(model.0 as usize).and_then(Option::as_mut);
+        let batcher = entry.and_then(|entry| entry.batching.as_mut());
+        let members = batcher.map(|(batcher, _)| batcher.take_all()).unwrap_or_default();
+        let reply = |member| {
+            let why = Err(Rejection::Device(fault.clone()));
+            self.reply_to_member(now, model, member, (0, Timing::default()), why)
+        };
+        members.into_iter().map(reply).collect()
     }
 
     /// Sends the core what had to wait for an empty batcher: the removal of the model, the drain of

@@ -574,6 +574,20 @@ impl<M> Batcher<M> {
         BatchEnd::Started { members, all }
     }
 
+    /// Removes all requests, waiting or running.
+    pub(super) fn take_all(&mut self) -> Vec<Member<M>> {
+        let waiting = self.groups.iter_mut().flat_map(|group| {
+            group.rows.clear();
+            group.planned.clear();
+            std::mem::take(&mut group.members)
+        });
+        let running = self.jobs.iter_mut().flat_map(|job| std::mem::take(&mut job.members));
+        let members = waiting.chain(running).collect();
+        self.waiting = 0;
+        self.deadlines.clear();
+        members
+    }
+
     /// Removes all requests of the group whose slot was refused.
     pub(super) fn refuse(&mut self, job: RequestId) -> Vec<Member<M>> {
         let holds = |group: &Group<M>| group.slot.is_some_and(|slot| slot.job == Some(job));

@@ -116,8 +116,12 @@ impl PreparationThreads {
 
 fn run(requests: &Receiver<Arc<PreparingRequest>>, shared: &Weak<Shared>) {
     while let Ok(preparing) = requests.recv() {
-        let Some(shared) = shared.upgrade() else { return };
         let Some(request) = preparing.take() else { continue };
+        // A node that is gone leaves no request without its answer.
+        let Some(shared) = shared.upgrade() else {
+            request.submission.refuse(Rejection::ShuttingDown);
+            continue;
+        };
         shared.prepare(*request, &preparing);
         shared.preparation_ended();
     }
@@ -175,7 +179,11 @@ impl Shared {
             submission.refuse(Rejection::DeadlineExceeded);
             return;
         }
-        let prepared = specialize(&*program, &inputs);
+        let fault = self.lock().fault.clone();
+        let prepared = match fault {
+            Some(fault) => Err(fault),
+            None => specialize(&*program, &inputs),
+        };
         if preparing.is_cancelled() {
             submission.refuse(Rejection::Cancelled);
             return;

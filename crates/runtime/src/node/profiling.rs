@@ -110,7 +110,9 @@ impl Node {
             for _ in 0..RUNS {
                 let Ok(inputs) = inputs(plan, *rows, size, &mut random) else { return times };
                 // Larger batches may not fit; what was measured counts.
-                let Some(time) = self.run_behind(model, program, inputs) else { return times };
+                let Some((_, time)) = self.run_behind(model, program, inputs) else {
+                    return times;
+                };
                 best = Some(best.map_or(time, |best: Nanos| best.min(time)));
                 if self.clock().now() >= end {
                     break;
@@ -125,13 +127,13 @@ impl Node {
         times
     }
 
-    /// Device time of one best-effort run, if it succeeds.
-    fn run_behind(
+    /// Outputs and device time of one best-effort run, if it succeeds.
+    pub(super) fn run_behind(
         &self,
         model: ModelKey,
         program: &dyn Program,
         inputs: Vec<Tensor>,
-    ) -> Option<Nanos> {
+    ) -> Option<(Vec<Tensor>, Nanos)> {
         let task = program.prepare(inputs).ok()?;
         let (sender, receiver) = sync_channel::<Reply>(1);
         let arrived = self.clock().now();
@@ -149,7 +151,7 @@ impl Node {
         };
         self.shared.submit_alone(submission, Ok(task), None);
         match receiver.recv() {
-            Ok(Reply { result: Ok(_), timing }) => Some(timing.busy),
+            Ok(Reply { result: Ok(outputs), timing }) => Some((outputs, timing.busy)),
             Ok(Reply { result: Err(Rejection::Device(why)), .. }) => {
                 tracing::debug!(error = %why, "batch time not measured");
                 None

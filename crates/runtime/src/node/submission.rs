@@ -12,8 +12,8 @@ use super::announcement::Announcement;
 use super::batch_jobs::{Admission, BatchStaging};
 use super::preparation::UnpreparedRequest;
 use super::{
-    Job, ModelEntry, ModelKey, Node, Rejection, Reply, ReplyFn, ReplyTarget, Request,
-    RequestHandle, RequestLocation, Shared, Timing,
+    CheckedPadding, Job, ModelEntry, ModelKey, Node, Rejection, Reply, ReplyFn, ReplyTarget,
+    Request, RequestHandle, RequestLocation, Shared, Timing,
 };
 use crate::core::{Event, ModelId};
 
@@ -27,6 +27,20 @@ pub(super) struct Submission {
     pub(super) staged: Nanos,
     pub(super) deadline: Nanos,
     pub(super) reply: ReplyFn,
+}
+
+/// How requests of a model are padded, and whether some are pending.
+struct Lengths {
+    padding: Arc<CheckedPadding>,
+    others_pending: bool,
+}
+
+impl Lengths {
+    fn of(entry: &ModelEntry) -> Option<Lengths> {
+        let padding = entry.padding.clone()?;
+        let (batcher, _) = entry.batching.as_ref()?;
+        Some(Lengths { padding, others_pending: batcher.pending() > 0 })
+    }
 }
 
 impl Submission {
@@ -47,13 +61,14 @@ impl Node {
             let found = state.model(model).filter(|entry| !entry.removed);
             let staging = |entry: &ModelEntry| entry.batching.as_ref().map(|(_, i)| i.clone());
             let fault = state.fault.clone();
-            found.map(|e| (e.program.clone(), e.defaults, staging(e), state.draining, fault))
+            let (draining, lengths) = (state.draining, found.and_then(Lengths::of));
+            found.map(|e| (e.program.clone(), e.defaults, staging(e), draining, fault, lengths))
         };
-        let Some((program, defaults, staging, draining, fault)) = found else {
+        let Some((program, defaults, staging, draining, fault, lengths)) = found else {
             return refuse_at_once(arrived, reply, Rejection::NoSuchModel);
         };
         let timeout = timeout.or(defaults.timeout);
-        let submission = Submission {
+        let mut submission = Submission {
             model,
             class: class.unwrap_or(defaults.class),
             priority: priority.unwrap_or(defaults.priority),
@@ -73,7 +88,16 @@ impl Node {
             return submission.refuse(Rejection::ShuttingDown);
         }
         let staging = staging.filter(|staging| staging.fits(&inputs));
-        if !program.is_prepared(&inputs) {
+        let mut is_prepared = program.is_prepared(&inputs);
+        let mut inputs = inputs;
+        if let Some(Lengths { padding, others_pending }) = lengths.filter(|_| staging.is_some())
+            && (others_pending || !is_prepared)
+            && let Some(target) = padding.target(&inputs)
+        {
+            (inputs, submission.reply) = padding.apply(inputs, target, submission.reply);
+            is_prepared = program.is_prepared(&inputs);
+        }
+        if !is_prepared {
             let request = UnpreparedRequest { submission, inputs, program, staging };
             return shared.submit_unprepared(request);
         }
@@ -181,10 +205,15 @@ impl Shared {
             shared.step(state, event);
             state = shared.lock();
         }
-        if state.model(key).is_none() {
+        // The device may have faulted, and the model may be gone, since the request arrived.
+        let refusal = match &state.fault {
+            Some(fault) => Some(Rejection::Device(fault.clone())),
+            None => state.model(key).is_none().then_some(Rejection::NoSuchModel),
+        };
+        if let Some(refusal) = refusal {
             drop(state);
             withdraw(withdrawn);
-            return submission.refuse(Rejection::NoSuchModel);
+            return submission.refuse(refusal);
         }
         let full = state.core.pending() + state.batches.members >= shared.max_requests;
         let id = if full { None } else { state.core.next_request_id() };

@@ -577,12 +577,19 @@ fn spans_show_who_was_preempted_for_whom() {
 }
 
 #[test]
-fn a_device_that_needs_a_reset_refuses_requests() {
+fn a_device_whose_run_makes_no_progress_refuses_requests() {
     let bench = Bench::new(PreemptionLevel::InsideTile, 3);
     let shared = &bench.node.shared;
-    let (mut events, mut due) = (VecDeque::new(), Vec::new());
+    let _running = bench.submit(Class::RealTime);
+    let look = || {
+        let (mut events, mut due) = (VecDeque::new(), Vec::new());
+        let reset = Action::ResetDevice;
+        shared.act(&mut shared.lock(), Nanos::MAX, reset, &mut events, &mut due);
+        events
+    };
+    assert!(matches!(look().pop_front(), Some(Event::DeviceAlive)), "it is seen the first time");
     assert!(bench.node.fault().is_none());
-    shared.act(&mut shared.lock(), Nanos::ZERO, Action::ResetDevice, &mut events, &mut due);
+    assert!(look().is_empty());
     assert!(bench.node.fault().is_some());
     let reply = bench.submit(Class::RealTime).try_recv().unwrap();
     assert!(matches!(reply.result, Err(Rejection::Device(DeviceError::Faulted { .. }))));

@@ -67,13 +67,17 @@ impl Scopes {
         let admin = Scopes::of(&[Scope::Admin]).0;
         self.0 & (needed.0 | admin) != 0
     }
+
+    /// The names of its scopes.
+    pub(crate) fn names(self) -> impl Iterator<Item = &'static str> {
+        let has = move |scope: &Scope| self.0 & (1 << *scope as u8) != 0;
+        Scope::ALL.into_iter().filter(has).map(Scope::as_str)
+    }
 }
 
 impl fmt::Display for Scopes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names = Scope::ALL.into_iter().filter(|scope| self.0 & (1 << *scope as u8) != 0);
-        let names: Vec<&str> = names.map(Scope::as_str).collect();
-        f.write_str(&names.join(" or "))
+        f.write_str(&self.names().collect::<Vec<_>>().join(" or "))
     }
 }
 

@@ -48,8 +48,9 @@ pub(crate) fn rest(method: &Method, path: &str) -> Need {
     let parts: Vec<&str> = path.splitn(6, '/').collect();
     match parts.as_slice() {
         ["v2", "health", "live" | "ready"] => Need::of(OPEN),
-        // The console itself has no data; it sends the credentials that the user enters.
-        [""] | ["console", _] if reads => Need::of(OPEN),
+        // The console itself has no data; it sends the credentials that the user enters. The
+        // description of the routes is the same on all servers.
+        [""] | ["console", _] | ["docs"] | ["openapi.json"] if reads => Need::of(OPEN),
         ["metrics"] => Need::of(OVERVIEW),
         ["v2", "models", "stats"] | ["v2", "atoll", "status"] => Need::of(OVERVIEW),
         ["v2", "atoll", "live" | "trace" | "cluster", ..] if reads => Need::of(OVERVIEW),
@@ -110,7 +111,7 @@ pub(crate) fn grpc(path: &str) -> Need {
 }
 
 /// A path segment without percent-encoding, as the router decodes it.
-fn decode(segment: &str) -> String {
+pub(crate) fn decode(segment: &str) -> String {
     let (bytes, mut decoded) = (segment.as_bytes(), Vec::with_capacity(segment.len()));
     let hex = |at: usize| bytes.get(at).and_then(|byte| char::from(*byte).to_digit(16));
     let mut at = 0;
@@ -162,6 +163,7 @@ mod tests {
         assert!(get("/v2/health/live").scopes.is_empty());
         assert!(get("/v2/health/ready").scopes.is_empty());
         assert!(get("/").scopes.is_empty() && get("/console/app.js").scopes.is_empty());
+        assert!(get("/docs").scopes.is_empty() && get("/openapi.json").scopes.is_empty());
         assert!(!rest(&Method::POST, "/").scopes.is_empty());
         assert!(!rest(&Method::POST, "/console/app.js").scopes.is_empty());
         for path in [

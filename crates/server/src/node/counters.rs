@@ -7,15 +7,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use api::metadata::{BatchStats, DurationStat, InferenceStats};
 use base::Nanos;
 use device::DeviceError;
-use runtime::{Rejection, Reply, ReplyResult, Timing};
+use model::Tensor;
+use runtime::{Rejection, Reply, Timing};
 
-/// Upper bounds of the latency histogram, in microseconds.
-pub const LATENCY_BOUNDS_US: [u64; 14] = [
-    100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000,
-    1_000_000, 5_000_000,
+/// Upper bounds of the histograms, in microseconds.
+pub const BOUNDS_US: [u64; 17] = [
+    10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000,
+    500_000, 1_000_000, 5_000_000,
 ];
 
-/// Largest batch size with a counter of its own.
+/// Largest batch size with counters of its own.
 const BATCH_SIZES: usize = 64;
 
 /// Number of events and their total duration.
@@ -37,19 +38,86 @@ impl DurationCounter {
     }
 }
 
+/// Durations of events by size, and their sum.
+#[derive(Debug, Default)]
+pub struct DurationHistogram {
+    buckets: [AtomicU64; BOUNDS_US.len() + 1],
+    ns: AtomicU64,
+}
+
+impl DurationHistogram {
+    fn add(&self, span: Nanos) {
+        // A bound is the largest duration of its bucket.
+        let bucket = BOUNDS_US.partition_point(|&bound| bound * 1_000 < span.0);
+        self.buckets[bucket].fetch_add(1, Relaxed);
+        self.ns.fetch_add(span.0, Relaxed);
+    }
+
+    /// Cumulative counts by bound; the last one counts all events.
+    pub fn cumulative(&self) -> [u64; BOUNDS_US.len() + 1] {
+        let mut sum = 0;
+        std::array::from_fn(|index| {
+            sum += self.buckets[index].load(Relaxed);
+            sum
+        })
+    }
+
+    /// Number of events and their total duration.
+    pub fn read(&self) -> DurationStat {
+        let count = self.buckets.iter().map(|bucket| bucket.load(Relaxed)).sum();
+        DurationStat { count, ns: self.ns.load(Relaxed) }
+    }
+}
+
+/// The time of a request by phase. The phases are disjoint and add up to `total`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Phases {
+    /// From arrival until the outputs are ready to be sent.
+    pub total: Nanos,
+    /// Inputs are checked and staged.
+    pub input: Nanos,
+    /// Off the device between the other phases.
+    pub queue: Nanos,
+    /// On the device.
+    pub infer: Nanos,
+    /// From the end of the last step until the outputs are ready to be sent.
+    pub output: Nanos,
+}
+
+impl Phases {
+    /// The phases of a request whose outputs took `output`.
+    pub fn of(timing: &Timing, output: Nanos) -> Phases {
+        let on_node = timing.finished.since(timing.arrived);
+        let infer = timing.busy.min(on_node);
+        let input = timing.prepared.since(timing.arrived).min(on_node - infer);
+        let queue = on_node - infer - input;
+        Phases { total: on_node + output, input, queue, infer, output }
+    }
+}
+
+/// Durations of the executions of one batch size.
+#[derive(Debug, Default)]
+struct BatchCounter {
+    input: DurationCounter,
+    infer: DurationCounter,
+    output: DurationCounter,
+}
+
 /// Counters of one model version.
 #[derive(Debug)]
 pub struct Counters {
     /// Requests with outputs.
-    pub success: DurationCounter,
+    pub success: DurationHistogram,
     /// Requests that failed.
     pub fail: DurationCounter,
     /// Time that successful requests waited, off the device.
-    pub queue: DurationCounter,
+    pub queue: DurationHistogram,
     /// Time in which inputs of successful requests were checked and staged.
-    pub staging: DurationCounter,
+    pub input: DurationHistogram,
     /// Time of successful requests on the device.
-    pub compute: DurationCounter,
+    pub infer: DurationHistogram,
+    /// Time in which outputs of successful requests were made ready to be sent.
+    pub output: DurationHistogram,
     /// Inferences; a batch of n counts n.
     pub inferences: AtomicU64,
     /// Executions on the device; a batch counts once.
@@ -78,18 +146,18 @@ pub struct Counters {
     pub deadline_misses: AtomicU64,
     /// Times work was preempted.
     pub preemptions: AtomicU64,
-    latency: [AtomicU64; LATENCY_BOUNDS_US.len() + 1],
-    batches: [DurationCounter; BATCH_SIZES],
+    batches: [BatchCounter; BATCH_SIZES],
 }
 
 impl Default for Counters {
     fn default() -> Self {
         Counters {
-            success: DurationCounter::default(),
+            success: DurationHistogram::default(),
             fail: DurationCounter::default(),
-            queue: DurationCounter::default(),
-            staging: DurationCounter::default(),
-            compute: DurationCounter::default(),
+            queue: DurationHistogram::default(),
+            input: DurationHistogram::default(),
+            infer: DurationHistogram::default(),
+            output: DurationHistogram::default(),
             inferences: AtomicU64::default(),
             executions: AtomicU64::default(),
             pending: AtomicU64::default(),
@@ -104,14 +172,12 @@ impl Default for Counters {
             backend: AtomicU64::default(),
             deadline_misses: AtomicU64::default(),
             preemptions: AtomicU64::default(),
-            latency: Default::default(),
-            batches: [const { DurationCounter { count: AtomicU64::new(0), ns: AtomicU64::new(0) } };
-                BATCH_SIZES],
+            batches: std::array::from_fn(|_| BatchCounter::default()),
         }
     }
 }
 
-/// A request in flight. It is counted once, when it is replied to or dropped.
+/// A request in flight. It is counted once, when its outputs are ready, or when it is dropped.
 pub(super) struct PendingRequest {
     counters: Arc<Counters>,
     batch: usize,
@@ -120,6 +186,8 @@ pub(super) struct PendingRequest {
     prefix_timing: Option<Timing>,
     /// Whether the suffix runs after the next reply.
     suffix_follows: bool,
+    /// Its timing, once the device has computed its outputs.
+    timing: Option<Timing>,
     open: bool,
 }
 
@@ -137,6 +205,7 @@ impl PendingRequest {
             timeout,
             prefix_timing: None,
             suffix_follows: false,
+            timing: None,
             open: true,
         }
     }
@@ -147,34 +216,66 @@ impl PendingRequest {
         self
     }
 
-    /// Handles a reply of the node. Returns the request if its suffix follows.
-    pub(super) fn reply(mut self, mut reply: Reply) -> (ReplyResult, Option<PendingRequest>) {
-        if self.suffix_follows && reply.result.is_ok() {
-            self.prefix_timing = Some(reply.timing);
-            self.suffix_follows = false;
-            return (reply.result, Some(self));
+    /// Handles a reply of the node. A request that failed is counted.
+    pub(super) fn reply(
+        mut self,
+        reply: Reply,
+    ) -> Result<(Vec<Tensor>, PendingRequest), Rejection> {
+        let mut timing = reply.timing;
+        match reply.result {
+            Ok(outputs) if self.suffix_follows => {
+                self.prefix_timing = Some(timing);
+                self.suffix_follows = false;
+                Ok((outputs, self))
+            }
+            Ok(outputs) => {
+                self.add_prefix(&mut timing);
+                self.timing = Some(timing);
+                Ok((outputs, self))
+            }
+            Err(rejection) => {
+                self.add_prefix(&mut timing);
+                self.counters.fail(&timing, &rejection, self.timeout);
+                self.open = false;
+                Err(rejection)
+            }
         }
-        self.end(&mut reply);
-        (reply.result, None)
     }
 
-    fn end(&mut self, reply: &mut Reply) {
-        if let Some(prefix_timing) = self.prefix_timing {
-            reply.timing.arrived = prefix_timing.arrived;
-            reply.timing.prepared = prefix_timing.prepared;
-            reply.timing.busy += prefix_timing.busy;
-            reply.timing.preemptions += prefix_timing.preemptions;
+    fn add_prefix(&self, timing: &mut Timing) {
+        if let Some(prefix) = self.prefix_timing {
+            timing.arrived = prefix.arrived;
+            timing.prepared = prefix.prepared;
+            timing.busy += prefix.busy;
+            timing.preemptions += prefix.preemptions;
         }
-        self.counters.end(reply, self.batch, self.timeout);
+    }
+
+    /// Counts the request, whose outputs are ready to be sent at `now`. Returns its timing.
+    pub(super) fn finish(mut self, now: Nanos) -> Timing {
+        let timing = self.timing.unwrap_or_default();
+        self.succeed(&timing, now.since(timing.finished));
+        timing
+    }
+
+    fn succeed(&mut self, timing: &Timing, output: Nanos) {
+        self.counters.succeed(timing, output, self.batch, self.timeout);
         self.open = false;
     }
 }
 
 impl Drop for PendingRequest {
     fn drop(&mut self) {
-        if self.open {
-            let timing = self.prefix_timing.unwrap_or_default();
-            self.end(&mut Reply { result: Err(Rejection::Cancelled), timing });
+        if !self.open {
+            return;
+        }
+        match self.timing {
+            // The client is gone, and the work was done.
+            Some(timing) => self.succeed(&timing, Nanos::ZERO),
+            None => {
+                let timing = self.prefix_timing.unwrap_or_default();
+                self.counters.fail(&timing, &Rejection::Cancelled, self.timeout);
+            }
         }
     }
 }
@@ -185,53 +286,48 @@ impl Counters {
         self.pending.fetch_add(1, Relaxed);
     }
 
-    /// Counts the reply to a request of `batch` inferences with `timeout`.
-    pub fn end(&self, reply: &Reply, batch: usize, timeout: Option<Nanos>) {
+    /// What every reply counts.
+    fn end(&self, timing: &Timing, late: bool) {
         self.pending.fetch_sub(1, Relaxed);
-        let timing = &reply.timing;
-        let total = timing.finished.since(timing.arrived);
         if timing.preemptions > 0 {
             self.preemptions.fetch_add(u64::from(timing.preemptions), Relaxed);
         }
-        if timeout.is_some_and(|timeout| total > timeout)
-            || matches!(reply.result, Err(Rejection::DeadlineExceeded))
-        {
+        if late {
             self.deadline_misses.fetch_add(1, Relaxed);
         }
-        match &reply.result {
-            Ok(_) => {
-                let busy = timing.busy.min(total);
-                let staging = timing.prepared.since(timing.arrived).min(total - busy);
-                self.succeed(total, busy, staging, batch);
-                if timing.first {
-                    self.execute(timing.busy, timing.rows.max(batch));
-                }
-            }
-            Err(rejection) => self.fail(total, rejection),
-        }
     }
 
-    fn succeed(&self, total: Nanos, busy: Nanos, staging: Nanos, batch: usize) {
-        self.success.add(total);
-        self.queue.add(total - busy - staging);
-        self.staging.add(staging);
-        self.compute.add(busy);
+    /// Counts a request of `batch` inferences that has outputs, which took `output` to make ready.
+    pub fn succeed(&self, timing: &Timing, output: Nanos, batch: usize, timeout: Option<Nanos>) {
+        let phases = Phases::of(timing, output);
+        self.end(timing, timeout.is_some_and(|timeout| phases.total > timeout));
+        self.success.add(phases.total);
+        self.queue.add(phases.queue);
+        self.input.add(phases.input);
+        self.infer.add(phases.infer);
+        self.output.add(phases.output);
         self.inferences.fetch_add(batch as u64, Relaxed);
-        let micros = total.as_micros();
-        let bucket = LATENCY_BOUNDS_US.partition_point(|&bound| bound < micros);
-        self.latency[bucket].fetch_add(1, Relaxed);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.last_ms.store(now.as_millis() as u64, Relaxed);
-    }
-
-    fn execute(&self, busy: Nanos, rows: usize) {
-        self.executions.fetch_add(1, Relaxed);
-        if let Some(span) = rows.checked_sub(1).and_then(|index| self.batches.get(index)) {
-            span.add(busy);
+        if timing.first {
+            self.execute(&phases, timing.busy, timing.rows.max(batch));
         }
     }
 
-    fn fail(&self, total: Nanos, rejection: &Rejection) {
+    fn execute(&self, phases: &Phases, busy: Nanos, rows: usize) {
+        self.executions.fetch_add(1, Relaxed);
+        if let Some(batch) = rows.checked_sub(1).and_then(|index| self.batches.get(index)) {
+            batch.input.add(phases.input);
+            batch.infer.add(busy);
+            batch.output.add(phases.output);
+        }
+    }
+
+    /// Counts a request without outputs.
+    pub fn fail(&self, timing: &Timing, rejection: &Rejection, timeout: Option<Nanos>) {
+        let total = timing.finished.since(timing.arrived);
+        let late = timeout.is_some_and(|timeout| total > timeout);
+        self.end(timing, late || matches!(rejection, Rejection::DeadlineExceeded));
         self.fail.add(total);
         let counter = match rejection {
             Rejection::QueueFull { .. } => &self.queue_full,
@@ -247,93 +343,114 @@ impl Counters {
         counter.fetch_add(1, Relaxed);
     }
 
-    /// Cumulative counts of the latency histogram; the last one counts all requests.
-    pub fn latency(&self) -> [u64; LATENCY_BOUNDS_US.len() + 1] {
-        let mut sum = 0;
-        std::array::from_fn(|index| {
-            sum += self.latency[index].load(Relaxed);
-            sum
-        })
-    }
-
     /// The counters as the statistics extension reports them.
     pub fn inference_stats(&self) -> InferenceStats {
-        let success = self.success.read();
-        let untimed = DurationStat { count: success.count, ns: 0 };
         InferenceStats {
-            success,
+            success: self.success.read(),
             fail: self.fail.read(),
             queue: self.queue.read(),
-            compute_input: self.staging.read(),
-            compute_infer: self.compute.read(),
-            compute_output: untimed,
+            compute_input: self.input.read(),
+            compute_infer: self.infer.read(),
+            compute_output: self.output.read(),
             ..InferenceStats::default()
         }
     }
 
     /// Statistics per batch size, for sizes that occurred.
     pub fn batch_stats(&self) -> Vec<BatchStats> {
-        let sizes = self.batches.iter().map(DurationCounter::read).zip(1..);
-        sizes
-            .filter(|(stat, _)| stat.count > 0)
-            .map(|(stat, batch_size)| {
-                let untimed = DurationStat { count: stat.count, ns: 0 };
-                BatchStats {
-                    batch_size,
-                    compute_input: untimed,
-                    compute_infer: stat,
-                    compute_output: untimed,
-                }
-            })
-            .collect()
+        let stats = self.batches.iter().zip(1..).map(|(batch, batch_size)| BatchStats {
+            batch_size,
+            compute_input: batch.input.read(),
+            compute_infer: batch.infer.read(),
+            compute_output: batch.output.read(),
+        });
+        stats.filter(|stats| stats.compute_infer.count > 0).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use runtime::Timing;
 
-    fn reply(result: runtime::ReplyResult, finished: u64, busy: u64) -> Reply {
-        let timing = Timing {
+    fn timing(finished: u64, busy: u64) -> Timing {
+        Timing {
             arrived: Nanos(0),
             finished: Nanos(finished),
             busy: Nanos(busy),
             first: true,
             ..Timing::default()
-        };
-        Reply { result, timing }
+        }
+    }
+
+    fn pending(counters: &Arc<Counters>) -> PendingRequest {
+        PendingRequest::begin(counters.clone(), 1, None)
+    }
+
+    fn reply(timing: Timing) -> Reply {
+        Reply { result: Ok(vec![]), timing }
     }
 
     #[test]
-    fn time_is_either_on_the_device_or_off_it() {
+    fn phases_add_up_to_the_whole_time() {
         let counters = Counters::default();
         counters.begin();
-        counters.end(&reply(Ok(vec![]), 200_000, 150_000), 4, Some(Nanos(100_000)));
+        let staged = Timing { prepared: Nanos(20_000), ..timing(200_000, 150_000) };
+        counters.succeed(&staged, Nanos(7_000), 4, Some(Nanos(100_000)));
         let stats = counters.inference_stats();
-        assert_eq!(stats.success, DurationStat { count: 1, ns: 200_000 });
-        assert_eq!(stats.queue.ns + stats.compute_infer.ns, 200_000);
+        assert_eq!(stats.success, DurationStat { count: 1, ns: 207_000 });
+        assert_eq!((stats.compute_input.ns, stats.queue.ns), (20_000, 30_000));
+        assert_eq!((stats.compute_infer.ns, stats.compute_output.ns), (150_000, 7_000));
         assert_eq!(counters.inferences.load(Relaxed), 4);
         assert_eq!(counters.deadline_misses.load(Relaxed), 1);
         assert_eq!(counters.pending.load(Relaxed), 0);
-        assert_eq!(counters.batch_stats()[0].batch_size, 4);
-        assert_eq!(counters.latency()[0], 0);
-        assert_eq!(counters.latency()[1], 1);
+        let batch = counters.batch_stats()[0];
+        assert_eq!((batch.batch_size, batch.compute_output.ns), (4, 7_000));
+        // A request that was never staged has no time of inputs.
+        counters.begin();
+        counters.succeed(&timing(200_000, 150_000), Nanos::ZERO, 1, None);
+        assert_eq!(counters.inference_stats().compute_input, DurationStat { count: 2, ns: 20_000 });
     }
 
     #[test]
-    fn staging_is_apart_from_waiting() {
-        let counters = Counters::default();
-        counters.begin();
-        let mut staged = reply(Ok(vec![]), 200_000, 150_000);
-        staged.timing.prepared = Nanos(20_000);
-        counters.end(&staged, 1, None);
-        let stats = counters.inference_stats();
-        assert_eq!((stats.compute_input.ns, stats.queue.ns), (20_000, 30_000));
-        // A request that was never staged has no such time.
-        counters.begin();
-        counters.end(&reply(Ok(vec![]), 200_000, 150_000), 1, None);
-        assert_eq!(counters.inference_stats().compute_input.ns, 20_000);
+    fn a_bound_belongs_to_its_bucket() {
+        let histogram = DurationHistogram::default();
+        for ns in [0, 10_000, 10_001, 25_000, 6_000_000_000] {
+            histogram.add(Nanos(ns));
+        }
+        let counts = histogram.cumulative();
+        assert_eq!((counts[0], counts[1]), (2, 4));
+        assert_eq!((counts[BOUNDS_US.len() - 1], counts[BOUNDS_US.len()]), (4, 5));
+        assert_eq!(histogram.read(), DurationStat { count: 5, ns: 6_000_045_001 });
+    }
+
+    #[test]
+    fn a_request_is_counted_when_its_outputs_are_ready() {
+        let counters = Arc::new(Counters::default());
+        let (_, open) = pending(&counters).reply(reply(timing(5_000, 1_000))).expect("outputs");
+        assert_eq!(counters.success.read().count, 0);
+        assert_eq!(open.finish(Nanos(6_500)).finished, Nanos(5_000));
+        assert_eq!(counters.success.read(), DurationStat { count: 1, ns: 6_500 });
+        assert_eq!(counters.output.read().ns, 1_500);
+        // The client disconnected after the work was done.
+        drop(pending(&counters).reply(reply(timing(5_000, 1_000))));
+        assert_eq!(counters.success.read(), DurationStat { count: 2, ns: 11_500 });
+        // And before.
+        drop(pending(&counters));
+        assert_eq!(counters.cancelled.load(Relaxed), 1);
+        assert_eq!(counters.pending.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn prefix_and_suffix_are_one_request() {
+        let counters = Arc::new(Counters::default());
+        let open = pending(&counters).with_suffix();
+        let (_, open) = open.reply(reply(timing(5_000, 1_000))).expect("outputs");
+        assert_eq!(counters.success.read().count, 0);
+        let suffix = Timing { arrived: Nanos(6_000), ..timing(9_000, 2_000) };
+        let (_, open) = open.reply(reply(suffix)).expect("outputs");
+        open.finish(Nanos(9_000));
+        assert_eq!(counters.success.read(), DurationStat { count: 1, ns: 9_000 });
+        assert_eq!(counters.infer.read().ns, 3_000);
     }
 
     #[test]
@@ -342,7 +459,7 @@ mod tests {
         for first in [true, false, false] {
             counters.begin();
             let timing = Timing { busy: Nanos(100), rows: 3, first, ..Timing::default() };
-            counters.end(&Reply { result: Ok(vec![]), timing }, 1, None);
+            counters.succeed(&timing, Nanos::ZERO, 1, None);
         }
         assert_eq!(counters.executions.load(Relaxed), 1);
         assert_eq!(counters.inferences.load(Relaxed), 3);
@@ -355,9 +472,9 @@ mod tests {
     fn failures_are_counted_by_reason() {
         let counters = Counters::default();
         counters.begin();
-        counters.end(&reply(Err(Rejection::QueueFull { capacity: 1 }), 0, 0), 1, None);
+        counters.fail(&timing(0, 0), &Rejection::QueueFull { capacity: 1 }, None);
         counters.begin();
-        counters.end(&reply(Err(Rejection::DeadlineExceeded), 5, 0), 1, None);
+        counters.fail(&timing(5, 0), &Rejection::DeadlineExceeded, None);
         assert_eq!(counters.queue_full.load(Relaxed), 1);
         assert_eq!(counters.deadline_misses.load(Relaxed), 1);
         assert_eq!(counters.fail.read().count, 2);

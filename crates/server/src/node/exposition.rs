@@ -1,15 +1,17 @@
 //! A node's metrics.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use device::DeviceReadings;
 use runtime::device_group::router::ReplicaState;
 use runtime::node::PREEMPTION_BOUNDS_US;
 use runtime::{DeviceGroup, NodeMemory, PreemptionStats};
 
 use crate::metrics::{Exposition, MetricKind};
 
-use super::counters::{Counters, LATENCY_BOUNDS_US};
+use super::counters::{BOUNDS_US, Counters, DurationHistogram};
 use super::prefix_batching::PrefixModel;
 use super::served_model::ServedModel;
 
@@ -66,19 +68,19 @@ const MODEL_METRICS: [PerModel; 12] = [
         name: "nv_inference_compute_input_duration_us",
         kind: MetricKind::Counter,
         help: "Time in which inputs were checked and staged",
-        value: |c| c.staging.read().ns / 1000,
+        value: |c| c.input.read().ns / 1000,
     },
     PerModel {
         name: "nv_inference_compute_infer_duration_us",
         kind: MetricKind::Counter,
         help: "Time of successful requests on the device",
-        value: |c| c.compute.read().ns / 1000,
+        value: |c| c.infer.read().ns / 1000,
     },
     PerModel {
         name: "nv_inference_compute_output_duration_us",
         kind: MetricKind::Counter,
-        help: "Time spent preparing outputs",
-        value: |_| 0,
+        help: "Time from the end of the last step until the outputs were ready to be sent",
+        value: |c| c.output.read().ns / 1000,
     },
     PerModel {
         name: "atoll_preemptions_total",
@@ -116,7 +118,7 @@ pub(super) fn write(
     }
     write_failures(&mut out, models);
     write_drops(&mut out, models);
-    write_latency(&mut out, models);
+    write_histograms(&mut out, models);
     write_preemption_times(&mut out, models, device_group);
     write_replicas(&mut out, models, device_group);
     out.family("atoll_resident_bytes", MetricKind::Gauge, "Device memory of all loaded models");
@@ -124,7 +126,38 @@ pub(super) fn write(
         out.sample("atoll_resident_bytes", &[("device", device)], node.resident().0);
     }
     write_memory(&mut out, device_group);
+    write_faults(&mut out, device_group);
+    write_gpus(&mut out, device_group);
+    write_co_runs(&mut out, device_group);
     write_prefixes(&mut out, prefixes, device_group);
+}
+
+/// Faults of devices, and how long they kept them out of service.
+fn write_faults(out: &mut Exposition<'_>, device_group: &DeviceGroup) {
+    let counts: Vec<_> = (0..device_group.device_count())
+        .map(|device| (&device_group.names()[device], device_group.recoveries(device)))
+        .collect();
+    let name = "atoll_device_faults_total";
+    out.family(name, MetricKind::Counter, "Faults after which a device was given up");
+    for (device, counts) in &counts {
+        out.sample(name, &[("device", device.as_str())], counts.faults);
+    }
+    let name = "atoll_device_recoveries_total";
+    out.family(name, MetricKind::Counter, "Faults after which a device served again");
+    for (device, counts) in &counts {
+        out.sample(name, &[("device", device.as_str())], counts.recovered);
+    }
+    let name = "atoll_device_in_service";
+    out.family(name, MetricKind::Gauge, "1 if a device serves, 0 while it is opened again");
+    for (device, counts) in &counts {
+        out.sample(name, &[("device", device.as_str())], u64::from(counts.since.is_none()));
+    }
+    let name = "atoll_device_out_of_service_seconds_total";
+    out.family(name, MetricKind::Counter, "Time that devices were out of service after faults");
+    for (device, counts) in &counts {
+        let seconds = counts.out_of_service.0 as f64 / 1e9;
+        out.sample(name, &[("device", device.as_str())], seconds);
+    }
 }
 
 /// Prefixes that several models share.
@@ -136,7 +169,7 @@ fn write_prefixes(
     let stats = |prefix: &Arc<PrefixModel>| {
         let (mut success, mut executions) = (0, 0);
         for (view, key) in device_group.replicas(prefix.key) {
-            let stats = device_group.nodes()[view.device].stats(key).unwrap_or_default();
+            let stats = device_group.node(view.device).stats(key).unwrap_or_default();
             success += stats.success;
             executions += stats.executions;
         }
@@ -166,10 +199,10 @@ fn write_replicas(
         })
         .collect();
     for (model, (view, key)) in &replicas {
-        let bytes = device_group.nodes()[view.device].resident_of(*key).unwrap_or_default().0;
+        let bytes = device_group.node(view.device).resident_of(*key).unwrap_or_default().0;
         out.sample(name, &with(model, "device", &device_group.names()[view.device]), bytes);
     }
-    if device_group.nodes().len() == 1 {
+    if device_group.device_count() == 1 {
         return;
     }
     let name = "atoll_replica_ready";
@@ -242,7 +275,8 @@ const MEMORY: [PerDevice; 9] = [
 
 /// Weights: budget, resident bytes, loads and evictions.
 fn write_memory(out: &mut Exposition<'_>, device_group: &DeviceGroup) {
-    let devices = device_group.nodes().iter().zip(device_group.names());
+    let nodes = device_group.nodes();
+    let devices = nodes.iter().zip(device_group.names());
     let memories: Vec<(NodeMemory, &String)> = devices
         .map(|(node, name)| (node.memory(), name))
         .filter(|(memory, _)| memory.device.is_some())
@@ -301,21 +335,126 @@ fn write_drops(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
     }
 }
 
-fn write_latency(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
-    const BUCKET: &str = "nv_inference_request_duration_histogram_us_bucket";
-    const SUM: &str = "nv_inference_request_duration_histogram_us_sum";
-    const COUNT: &str = "nv_inference_request_duration_histogram_us_count";
-    let help = "Time of successful requests";
-    out.family("nv_inference_request_duration_histogram_us", MetricKind::Histogram, help);
-    for model in models {
-        let counts = model.counters.latency();
-        for (bound, count) in LATENCY_BOUNDS_US.iter().zip(counts) {
-            out.sample(BUCKET, &with(model, "le", &bound.to_string()), count);
+/// A histogram with one series per model.
+type PerModelHistogram = (&'static str, &'static str, fn(&Counters) -> &DurationHistogram);
+
+const HISTOGRAMS: [PerModelHistogram; 5] = [
+    ("nv_inference_request_duration_histogram_us", "Time of successful requests", |c| &c.success),
+    ("nv_inference_queue_duration_histogram_us", "Time that successful requests waited", |c| {
+        &c.queue
+    }),
+    (
+        "nv_inference_compute_input_duration_histogram_us",
+        "Time in which inputs were checked and staged",
+        |c| &c.input,
+    ),
+    (
+        "nv_inference_compute_infer_duration_histogram_us",
+        "Time of successful requests on the device",
+        |c| &c.infer,
+    ),
+    (
+        "nv_inference_compute_output_duration_histogram_us",
+        "Time from the end of the last step until the outputs were ready to be sent",
+        |c| &c.output,
+    ),
+];
+
+fn write_histograms(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
+    for (name, help, histogram) in HISTOGRAMS {
+        out.family(name, MetricKind::Histogram, help);
+        let (bucket, sum, count) =
+            (format!("{name}_bucket"), format!("{name}_sum"), format!("{name}_count"));
+        for model in models {
+            let histogram = histogram(&model.counters);
+            let counts = histogram.cumulative();
+            for (bound, count) in BOUNDS_US.iter().zip(counts) {
+                out.sample(&bucket, &with(model, "le", &bound.to_string()), count);
+            }
+            let all = counts[counts.len() - 1];
+            out.sample(&bucket, &with(model, "le", "+Inf"), all);
+            out.sample(&sum, &labels(model), histogram.read().ns / 1000);
+            out.sample(&count, &labels(model), all);
         }
-        let all = counts[counts.len() - 1];
-        out.sample(BUCKET, &with(model, "le", "+Inf"), all);
-        out.sample(SUM, &labels(model), model.counters.success.read().ns / 1000);
-        out.sample(COUNT, &labels(model), all);
+    }
+}
+
+/// A metric of a GPU.
+type PerGpu = (&'static str, MetricKind, &'static str, fn(&DeviceReadings) -> Option<f64>);
+
+const GPU: [PerGpu; 6] = [
+    ("nv_gpu_utilization", MetricKind::Gauge, "Share of time in which a kernel ran", |r| {
+        Some(f64::from(r.utilization_percent?) / 100.0)
+    }),
+    ("nv_gpu_power_usage", MetricKind::Gauge, "Power drawn, in watts", |r| {
+        Some(f64::from(r.power_milliwatts?) / 1e3)
+    }),
+    ("nv_gpu_power_limit", MetricKind::Gauge, "Power that may be drawn, in watts", |r| {
+        Some(f64::from(r.power_limit_milliwatts?) / 1e3)
+    }),
+    ("nv_gpu_memory_total_bytes", MetricKind::Gauge, "Size of the GPU's memory", |r| {
+        Some(r.memory_total?.0 as f64)
+    }),
+    ("nv_gpu_memory_used_bytes", MetricKind::Gauge, "GPU memory in use by all processes", |r| {
+        Some(r.memory_used?.0 as f64)
+    }),
+    ("nv_energy_consumption", MetricKind::Counter, "Joules since the server opened the GPU", |r| {
+        Some(r.energy_millijoules? as f64 / 1e3)
+    }),
+];
+
+/// What NVML reports. Several devices may be parts of one GPU, which is written once.
+fn write_gpus(out: &mut Exposition<'_>, device_group: &DeviceGroup) {
+    let mut seen = BTreeSet::new();
+    let mut gpus: Vec<(&String, String, DeviceReadings)> = Vec::new();
+    let mut tuned: Vec<(&String, u64)> = Vec::new();
+    for (node, name) in device_group.nodes().iter().zip(device_group.names()) {
+        let Some(readings) = node.device().readings() else { continue };
+        tuned.extend(readings.tuned_steps.map(|steps| (name, steps)));
+        if let Some(uuid) = readings.uuid.clone()
+            && seen.insert(uuid.clone())
+        {
+            gpus.push((name, uuid, readings));
+        }
+    }
+    for (metric, kind, help, value) in GPU {
+        let samples: Vec<_> = gpus
+            .iter()
+            .filter_map(|(device, uuid, readings)| Some((device, uuid, value(readings)?)))
+            .collect();
+        if samples.is_empty() {
+            continue;
+        }
+        out.family(metric, kind, help);
+        for (device, uuid, value) in samples {
+            out.sample(metric, &[("gpu_uuid", uuid.as_str()), ("device", device)], value);
+        }
+    }
+    if !tuned.is_empty() {
+        let name = "atoll_tuned_steps";
+        out.family(name, MetricKind::Gauge, "Steps whose fastest variant was measured");
+        tuned.iter().for_each(|(device, steps)| out.sample(name, &[("device", device)], steps));
+    }
+}
+
+/// Runs of real time beside best effort, where the policy allows them.
+fn write_co_runs(out: &mut Exposition<'_>, device_group: &DeviceGroup) {
+    let nodes = device_group.nodes();
+    let devices = nodes.iter().zip(device_group.names());
+    let counts: Vec<_> = devices.map(|(node, name)| (name, node.co_run_counts())).collect();
+    let name = "atoll_real_time_runs_total";
+    out.family(name, MetricKind::Counter, "Undisturbed runs of real time, by what ran beside them");
+    for (device, counts) in &counts {
+        for (beside, count) in [("none", counts.alone), ("best_effort", counts.beside)] {
+            out.sample(name, &[("device", device.as_str()), ("beside", beside)], count);
+        }
+    }
+    let name = "atoll_co_run_pairs";
+    out.family(name, MetricKind::Gauge, "Co-run pairs by decision");
+    for (device, counts) in &counts {
+        for (decision, count) in [("admitted", counts.admitted), ("rejected", counts.rejected)] {
+            out.sample(name, &[("device", device.as_str()), ("decision", decision)], count);
+        }
     }
 }
 
@@ -330,7 +469,7 @@ fn write_preemption_times(
     let mut preempted: Vec<(&ServedModel, &str, PreemptionStats)> = Vec::new();
     for model in models {
         for (view, key) in device_group.replicas(model.key) {
-            let times = device_group.nodes()[view.device].preemption_stats(key).unwrap_or_default();
+            let times = device_group.node(view.device).preemption_stats(key).unwrap_or_default();
             preempted.push((model, &device_group.names()[view.device], times));
         }
     }

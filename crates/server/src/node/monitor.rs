@@ -34,7 +34,7 @@ struct Names(Vec<BTreeMap<ModelKey, String>>);
 impl Names {
     fn of(inner: &Inner) -> Names {
         let group = &inner.device_group;
-        let mut names = vec![BTreeMap::new(); group.nodes().len()];
+        let mut names = vec![BTreeMap::new(); group.device_count()];
         let prefixes = inner.prefix_batching.prefixes();
         let prefixes = prefixes.iter().map(|prefix| (prefix.key, prefix.name.clone()));
         let models = inner.models.all();
@@ -150,7 +150,7 @@ impl Flow {
 pub(super) struct NodeMonitor(pub(super) Arc<Inner>);
 
 impl NodeMonitor {
-    fn nodes(&self) -> &[Arc<Node>] {
+    fn nodes(&self) -> Vec<Arc<Node>> {
         self.0.device_group.nodes()
     }
 
@@ -160,7 +160,7 @@ impl NodeMonitor {
 
     /// Reads the spans of a device that are new to a viewer; returns how many it lost.
     fn read(&self, device: usize, cursor: &mut LiveCursor, spans: &mut Vec<Span>) -> u64 {
-        let node = &self.nodes()[device];
+        let node = self.0.device_group.node(device);
         let (position, end) = (cursor.positions[device], node.spans_end());
         let skipped = end.saturating_sub(position).saturating_sub(MAX_SPANS as u64);
         let read = node.spans_since(position + skipped, MAX_SPANS, spans);
@@ -196,6 +196,7 @@ impl NodeMonitor {
         let group = &self.0.device_group;
         let one = |((node, name), flow): ((&Arc<Node>, &String), &DeviceFlow)| {
             let (info, memory) = (node.device().info(), node.memory());
+            let readings = node.device().readings().unwrap_or_default();
             json!({
                 "name": name,
                 "description": info.description,
@@ -208,6 +209,10 @@ impl NodeMonitor {
                 "budget_bytes": memory.budget.0,
                 "resident_bytes": node.resident().0,
                 "used_bytes": memory.device.and_then(|used| used.system).map(|bytes| bytes.0),
+                "memory_bytes": readings.memory_total.map(|bytes| bytes.0),
+                "utilization_percent": readings.utilization_percent,
+                "power_milliwatts": readings.power_milliwatts,
+                "power_limit_milliwatts": readings.power_limit_milliwatts,
                 "loads": memory.swaps.loads,
                 "evictions": memory.swaps.evictions,
                 "pending_loads": memory.pending_loads,
@@ -224,7 +229,7 @@ impl NodeMonitor {
                 .replicas(served.key)
                 .into_iter()
                 .map(|(replica, key)| {
-                    let bytes = group.nodes()[replica.device].resident_of(key);
+                    let bytes = group.node(replica.device).resident_of(key);
                     json!([replica.device, bytes.unwrap_or_default().0])
                 })
                 .collect();
@@ -246,7 +251,7 @@ impl NodeMonitor {
 
     fn all_spans(&self, device: usize) -> (Vec<Span>, u64) {
         let mut spans = Vec::new();
-        let read = self.nodes()[device].spans_since(0, MAX_READ, &mut spans);
+        let read = self.0.device_group.node(device).spans_since(0, MAX_READ, &mut spans);
         (spans, read.lost)
     }
 }

@@ -19,6 +19,7 @@ use super::infer_api::trace_context;
 use super::response::{self, HandlerResult};
 use crate::auth::Caller;
 use crate::server::AppState;
+use crate::telemetry::{RequestName, traced};
 
 /// Maximum number of classes in a response.
 const MAX_CLASSES: usize = 1000;
@@ -57,8 +58,14 @@ pub(super) async fn classify(
     let mut memory = app.bodies.memory.empty();
     let request = read_image(form_of(form)?, &mut memory).await?;
     caller.check_model(&request.model)?;
-    let context = RequestContext { trace: trace_context(&headers) };
-    response::json(&app.limited(app.service.classify(request, context)).await?)
+    let own = RequestContext { trace: trace_context(&headers) };
+    let model = request.model.clone();
+    let name = RequestName { name: "classify", model: &model, protocol: "rest" };
+    let served = &app;
+    let work = |context| async move {
+        Ok((served.limited(served.service.classify(request, context)).await?, None))
+    };
+    response::json(&traced(app.telemetry.as_ref(), own, name, work).await?)
 }
 
 fn form_of(form: Form) -> ApiResult<Multipart> {

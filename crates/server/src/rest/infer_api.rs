@@ -24,6 +24,7 @@ use super::response::{HandlerResult, SegmentedBody};
 use crate::auth::Caller;
 use crate::heavy_work::heavy;
 use crate::server::AppState;
+use crate::telemetry::{RequestName, traced};
 
 const HEADER_LENGTH_NAME: HeaderName = HeaderName::from_static(HEADER_LENGTH);
 const OCTETS: HeaderValue = HeaderValue::from_static("application/octet-stream");
@@ -69,16 +70,21 @@ where
     B::Error: Into<BoxError>,
 {
     let _guard = app.requests.admit()?;
-    let (body, memory) = body::read(app, headers, body, app.bodies.max_bytes).await?;
-    let (decoded, _memory) = decode(app, headers, body, memory).await?;
-    let Decoded { mut request, encoding } = decoded;
-    caller.limit(&mut request.options)?;
-    let context = context(headers);
-    let span = span(model.name, &request.id, &context);
-    let work = app.limited(app.service.infer(model, request, context));
-    let response = work.instrument(span).await?;
-    let mut reply = encode(app, headers, response, encoding).await?;
-    if context.trace.is_some()
+    let own = context(headers);
+    let name = RequestName { name: "infer", model: model.name, protocol: "rest" };
+    let work = |context| async move {
+        let (body, memory) = body::read(app, headers, body, app.bodies.max_bytes).await?;
+        let (decoded, _memory) = decode(app, headers, body, memory).await?;
+        let Decoded { mut request, encoding } = decoded;
+        caller.limit(&mut request.options)?;
+        let span = span(model.name, &request.id, &own);
+        let work = app.limited(app.service.infer(model, request, context));
+        let response = work.instrument(span).await?;
+        let timing = response.timing;
+        Ok((encode(app, headers, response, encoding).await?, timing))
+    };
+    let mut reply = traced(app.telemetry.as_ref(), own, name, work).await?;
+    if own.trace.is_some()
         && let Some(trace) = headers.get(TRACEPARENT)
     {
         reply.headers_mut().insert(TRACEPARENT, trace.clone());

@@ -16,6 +16,7 @@ use super::response::{self, HandlerResult};
 use super::{body, infer_api};
 use crate::auth::Caller;
 use crate::server::AppState;
+use crate::telemetry::{RequestName, traced};
 
 /// Maximum size of a query's text.
 const TEXT_MAX: usize = 256 << 10;
@@ -82,16 +83,21 @@ async fn run(
     body: Bytes,
     memory: Reservation,
 ) -> ApiResult<http::Response<response::SegmentedBody>> {
-    let (decoded, _memory) = infer_api::decode(app, headers, body, memory).await?;
-    let (mut request, mut encoding) = (decoded.request, decoded.encoding);
-    caller.limit(&mut request.options)?;
-    if is_picture(headers) {
-        // A client that sends only a picture expects JSON.
-        encoding = OutputEncoding::default();
-    }
-    let context = infer_api::context(headers);
-    let span = infer_api::span(query, &request.id, &context);
-    let work = app.limited(app.service.query_infer(query, request, context));
-    let response = tracing::Instrument::instrument(work, span).await?;
-    infer_api::encode(app, headers, response, encoding).await
+    let own = infer_api::context(headers);
+    let name = RequestName { name: "query", model: query, protocol: "rest" };
+    let work = |context| async move {
+        let (decoded, _memory) = infer_api::decode(app, headers, body, memory).await?;
+        let (mut request, mut encoding) = (decoded.request, decoded.encoding);
+        caller.limit(&mut request.options)?;
+        if is_picture(headers) {
+            // A client that sends only a picture expects JSON.
+            encoding = OutputEncoding::default();
+        }
+        let span = infer_api::span(query, &request.id, &own);
+        let work = app.limited(app.service.query_infer(query, request, context));
+        let response = tracing::Instrument::instrument(work, span).await?;
+        let timing = response.timing;
+        Ok((infer_api::encode(app, headers, response, encoding).await?, timing))
+    };
+    traced(app.telemetry.as_ref(), own, name, work).await
 }

@@ -256,7 +256,7 @@ impl ModelLoader for FakeLoader {
         self.programs_alive.fetch_add(1, Ordering::SeqCst);
         let program = FakeProgram { plan: plan(&dims).into(), alive: self.programs_alive.clone() };
         let config = models[key].clone();
-        let placed = PlacedProgram { device: 0, program: Arc::new(program) };
+        let placed = PlacedProgram { device: 0, program: Arc::new(program), faults: 0 };
         Ok(LoadedModel { placed, config, version: key.1 })
     }
 

@@ -42,6 +42,20 @@ async fn start_with(echo: Echo) -> Fixture {
 }
 
 #[tokio::test]
+async fn the_description_and_its_page_are_served() {
+    let Fixture { server, mut client, .. } = start().await;
+    let description = client.get("/openapi.json").await.json();
+    assert_eq!(description["openapi"], "3.1.0");
+    assert!(description["paths"]["/v2/models/{model}/infer"]["post"]["requestBody"].is_object());
+    let page = client.get("/docs").await;
+    assert_eq!(page.status, 200);
+    assert!(page.header("content-security-policy").is_some());
+    let mut admin = Client::connect(server.metrics_addr.unwrap()).await;
+    assert_eq!(admin.get("/openapi.json").await.json(), description);
+    assert_eq!(admin.get("/docs").await.status, 404);
+}
+
+#[tokio::test]
 async fn routes_follow_the_protocol() {
     let Fixture { server: _server, mut client, .. } = start().await;
     for path in ["/v2/health/live", "/v2/health/ready", "/v2/models/identity/ready"] {

@@ -150,6 +150,7 @@ fn echo(model: ModelRef<'_>, request: InferRequest) -> ApiResult<InferResponse> 
         model_version: "1".into(),
         id: request.id,
         outputs,
+        timing: None,
     })
 }
 

@@ -35,7 +35,7 @@ pub(in crate::node) struct Rules {
 impl Rules {
     /// The settings of `config` on a device of that level; `None` without batching.
     pub(in crate::node) fn of(config: &ModelConfig, level: PreemptionLevel) -> Option<Rules> {
-        let Batching { policy, ref workers, max_batch, max_wait_us, copy } = config.batching;
+        let Batching { policy, ref workers, max_batch, max_wait_us, copy, .. } = config.batching;
         // Where batches run concurrently, their times say little about a larger batch: workers of
         // fixed sizes do better than a rule based on such times.
         let policy = match (policy, level) {

@@ -1,0 +1,395 @@
+//! What `atoll top` draws.
+
+use ratatui::buffer::Buffer;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Cell, Row, Table, Widget};
+
+use super::figures::{DeviceRow, Minute, ModelRow};
+
+/// Columns of a bar.
+const BAR: usize = 20;
+/// Heights of a point of a history, lowest first.
+const HEIGHTS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+/// Seconds of the history in the table.
+const HISTORY: usize = 16;
+/// Lines of a device.
+const DEVICE_LINES: u16 = 3;
+
+/// Lines that are not for devices: totals, some models, keys.
+const TABLE_LINES: usize = 10;
+
+const REAL_TIME: Color = Color::LightBlue;
+const BEST_EFFORT: Color = Color::Yellow;
+
+/// An order of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direction {
+    Ascending,
+    Descending,
+}
+
+/// How the user wants to see it.
+#[derive(Clone, Debug)]
+pub(super) struct View {
+    url: String,
+    /// Index of the column that the table is sorted by.
+    pub(super) column: usize,
+    pub(super) direction: Direction,
+    /// Why there are no new figures.
+    pub(super) problem: Option<String>,
+}
+
+impl View {
+    pub(super) fn new(url: &str) -> View {
+        View { url: url.to_string(), column: 0, direction: Direction::Descending, problem: None }
+    }
+
+    pub(super) fn next_column(&mut self) {
+        self.column = (self.column + 1) % COLUMNS.len();
+    }
+
+    pub(super) fn previous_column(&mut self) {
+        self.column = (self.column + COLUMNS.len() - 1) % COLUMNS.len();
+    }
+}
+
+/// A column of the table: title, width, text, and the number to sort by.
+struct Column {
+    title: &'static str,
+    width: u16,
+    text: fn(&ModelRow) -> String,
+    sort: fn(&ModelRow) -> f64,
+}
+
+const COLUMNS: [Column; 7] = [
+    Column { title: "REQ/S", width: 8, text: |r| number(r.rate), sort: |r| r.rate },
+    Column { title: "P50", width: 8, text: |r| time(r.p50_us), sort: |r| r.p50_us.unwrap_or(-1.0) },
+    Column { title: "P99", width: 8, text: |r| time(r.p99_us), sort: |r| r.p99_us.unwrap_or(-1.0) },
+    Column {
+        title: "QUEUE",
+        width: 6,
+        text: |r| r.pending.to_string(),
+        sort: |r| r.pending as f64,
+    },
+    Column {
+        title: "ROWS",
+        width: 5,
+        text: |r| r.mean_rows.map_or_else(absent, |rows| format!("{rows:.1}")),
+        sort: |r| r.mean_rows.unwrap_or(-1.0),
+    },
+    Column {
+        title: "SLO",
+        width: 7,
+        text: |r| r.slo_kept.map_or_else(absent, percent),
+        sort: |r| r.slo_kept.unwrap_or(2.0),
+    },
+    Column {
+        title: "FAIL",
+        width: 6,
+        text: |r| number(r.failed as f64),
+        sort: |r| r.failed as f64,
+    },
+];
+
+fn absent() -> String {
+    "-".to_string()
+}
+
+fn percent(share: f64) -> String {
+    let percent = share * 100.0;
+    if percent >= 99.95 { "100 %".to_string() } else { format!("{percent:.1} %") }
+}
+
+/// A number in at most six characters.
+fn number(value: f64) -> String {
+    match value {
+        value if value >= 1e6 => format!("{:.1}M", value / 1e6),
+        value if value >= 1e4 => format!("{:.1}k", value / 1e3),
+        value if value >= 100.0 || value.fract() == 0.0 => format!("{value:.0}"),
+        value => format!("{value:.1}"),
+    }
+}
+
+fn time(micros: Option<f64>) -> String {
+    match micros {
+        None => absent(),
+        Some(us) if us >= 1e6 => format!("{:.2} s", us / 1e6),
+        Some(us) if us >= 1e5 => format!("{:.0} ms", us / 1e3),
+        Some(us) if us >= 1e3 => format!("{:.1} ms", us / 1e3),
+        Some(us) => format!("{us:.0} us"),
+    }
+}
+
+fn mebibytes(bytes: u64) -> String {
+    format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+fn class_color(class: &str) -> Color {
+    if class == "rt" { REAL_TIME } else { BEST_EFFORT }
+}
+
+/// The models in the order of the view. Equal ones keep their order, which is by name.
+fn sorted(minute: &Minute, view: &View) -> Vec<ModelRow> {
+    let mut rows = minute.models();
+    rows.sort_by(|a, b| (&a.name, &b.class).cmp(&(&b.name, &a.class)));
+    let key = COLUMNS[view.column].sort;
+    rows.sort_by(|a, b| match view.direction {
+        Direction::Ascending => key(a).total_cmp(&key(b)),
+        Direction::Descending => key(b).total_cmp(&key(a)),
+    });
+    rows
+}
+
+/// Requests of each second as a line of blocks.
+fn history(row: &ModelRow) -> String {
+    let last = &row.history[row.history.len().saturating_sub(HISTORY)..];
+    let most = last.iter().copied().max().unwrap_or(0).max(1);
+    let block = |count: &u64| match count {
+        0 => ' ',
+        count => HEIGHTS[((count * 8).div_ceil(most) as usize).clamp(1, 8) - 1],
+    };
+    last.iter().map(block).collect()
+}
+
+fn head(minute: &Minute, view: &View) -> Vec<Line<'static>> {
+    let models = minute.models();
+    let rate = |class: &str| -> f64 {
+        models.iter().filter(|row| row.class == class).map(|row| row.rate).sum()
+    };
+    let worst = |class: &str| {
+        let times = models.iter().filter(|row| row.class == class).filter_map(|row| row.p99_us);
+        time(times.reduce(f64::max))
+    };
+    let class = |name: &'static str, class: &str, color| {
+        let figures = format!(" {}/s, p99 {}   ", number(rate(class)), worst(class));
+        [Span::styled(name, Style::new().fg(color)), Span::raw(figures)]
+    };
+    let mut totals = class("real time", "rt", REAL_TIME).to_vec();
+    totals.extend(class("best effort", "be", BEST_EFFORT));
+    let title = Span::styled("atoll top", Style::new().add_modifier(Modifier::BOLD));
+    let state = match &view.problem {
+        None => Span::raw(format!("  {}", view.url)),
+        Some(why) => Span::styled(format!("  {why}"), Style::new().fg(Color::LightRed)),
+    };
+    vec![Line::from(vec![title, state]), Line::from(totals)]
+}
+
+fn bar(busy: [f64; 2]) -> Vec<Span<'static>> {
+    let over = (busy[0] + busy[1]).max(1.0);
+    let cells = busy.map(|share| (share / over * BAR as f64).round() as usize);
+    let rest = BAR.saturating_sub(cells[0] + cells[1]);
+    vec![
+        Span::styled("#".repeat(cells[0]), Style::new().fg(REAL_TIME)),
+        Span::styled(
+            "=".repeat(cells[1].min(BAR - cells[0].min(BAR))),
+            Style::new().fg(BEST_EFFORT),
+        ),
+        Span::styled(".".repeat(rest), Style::new().fg(Color::DarkGray)),
+    ]
+}
+
+fn device(row: &DeviceRow) -> Vec<Line<'static>> {
+    let figures = &row.figures;
+    let bold = Style::new().add_modifier(Modifier::BOLD);
+    let mut first = vec![Span::styled(figures.name.clone(), bold)];
+    match &figures.fault {
+        Some(fault) => {
+            first.push(Span::styled(format!("  fault: {fault}"), Style::new().fg(Color::LightRed)));
+        }
+        None => first.push(Span::raw(format!("  {}", figures.description))),
+    }
+    let mut second = vec![Span::raw("  [")];
+    second.extend(bar(row.busy));
+    second.push(Span::raw(format!(
+        "] {} real time, {} best effort",
+        percent(row.busy[0]),
+        percent(row.busy[1])
+    )));
+    let mut third = format!(
+        "  {} preemptions/s, leaving p99 {}, weights {}",
+        number(row.preemption_rate),
+        time(row.leaving_p99_us),
+        mebibytes(figures.resident_bytes)
+    );
+    if figures.budget_bytes > 0 {
+        third += &format!(" of {}", mebibytes(figures.budget_bytes));
+    }
+    if let Some(power) = figures.power_milliwatts {
+        third += &format!(", {} W", power / 1000);
+        if let Some(limit) = figures.power_limit_milliwatts {
+            third += &format!(" of {} W", limit / 1000);
+        }
+    }
+    vec![Line::from(first), Line::from(second), Line::from(third)]
+}
+
+fn table(minute: &Minute, view: &View, width: u16) -> Table<'static> {
+    let fixed: u16 = COLUMNS.iter().map(|column| column.width + 1).sum::<u16>() + 3;
+    let with_history = width >= fixed + 14 + HISTORY as u16;
+    let title = |(index, column): (usize, &Column)| {
+        let mark = match (index == view.column, view.direction) {
+            (false, _) => "",
+            (true, Direction::Descending) => "v",
+            (true, Direction::Ascending) => "^",
+        };
+        Cell::from(Line::from(format!("{}{mark}", column.title)).right_aligned())
+    };
+    let mut titles = vec![Cell::from("MODEL"), Cell::from("CL")];
+    titles.extend(COLUMNS.iter().enumerate().map(title));
+    let rows: Vec<Row<'static>> = sorted(minute, view)
+        .iter()
+        .map(|row| {
+            let class = Span::styled(row.class.clone(), Style::new().fg(class_color(&row.class)));
+            let mut cells = vec![Cell::from(row.name.clone()), Cell::from(class)];
+            let text = |column: &Column| Cell::from(Line::from((column.text)(row)).right_aligned());
+            cells.extend(COLUMNS.iter().map(text));
+            if with_history {
+                cells.push(Cell::from(history(row)));
+            }
+            Row::new(cells)
+        })
+        .collect();
+    let mut widths = vec![Constraint::Fill(1), Constraint::Length(2)];
+    widths.extend(COLUMNS.iter().map(|column| Constraint::Length(column.width)));
+    if with_history {
+        titles.push(Cell::from("REQUESTS"));
+        widths.push(Constraint::Length(HISTORY as u16));
+    }
+    let style = Style::new().add_modifier(Modifier::REVERSED);
+    Table::new(rows, widths).header(Row::new(titles).style(style)).column_spacing(1)
+}
+
+/// Draws everything; what does not fit is cut off, models last.
+pub(super) fn draw(minute: &Minute, view: &View, area: Rect, buffer: &mut Buffer) {
+    let devices = minute.devices();
+    // The table keeps its title and some lines.
+    let room = area.height.saturating_sub(TABLE_LINES as u16);
+    let most = (room / DEVICE_LINES).max(1) as usize;
+    let shown = &devices[..devices.len().min(most)];
+    let mut above = head(minute, view);
+    above.extend(shown.iter().flat_map(device));
+    if shown.len() < devices.len() {
+        above.push(Line::from(format!("and {} more devices", devices.len() - shown.len())));
+    }
+    let below = Line::from("left/right: sort by  up/down: order  q: quit")
+        .style(Style::new().fg(Color::DarkGray));
+    let [top, gap, middle, bottom] = Layout::vertical([
+        Constraint::Length(above.len() as u16),
+        Constraint::Length(1),
+        Constraint::Fill(1),
+        Constraint::Length(1),
+    ])
+    .areas(area);
+    let _ = gap;
+    for (line, y) in above.into_iter().zip(top.y..top.bottom()) {
+        line.render(Rect { y, height: 1, ..top }, buffer);
+    }
+    Widget::render(table(minute, view, area.width), middle, buffer);
+    below.render(bottom, buffer);
+}
+
+/// The screen as plain text, as high as it needs to be up to `max_lines`.
+pub(super) fn text(minute: &Minute, width: u16, max_lines: u16) -> String {
+    let view = View { url: "last second".to_string(), ..View::new("") };
+    let lines = minute.devices().len() * DEVICE_LINES as usize + minute.models().len();
+    let height = u16::try_from(lines + TABLE_LINES + 4).unwrap_or(max_lines).min(max_lines);
+    let area = Rect::new(0, 0, width, height);
+    let mut buffer = Buffer::empty(area);
+    draw(minute, &view, area, &mut buffer);
+    // The last line has the keys.
+    let lines = (0..height.saturating_sub(1)).map(|y| {
+        let line: String = (0..width).map(|x| buffer[(x, y)].symbol()).collect();
+        line.trim_end().to_string()
+    });
+    lines.collect::<Vec<_>>().join("\n").trim_end().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+
+    use super::super::figures::tests::example;
+    use super::*;
+
+    fn minute() -> Minute {
+        let mut minute = Minute::default();
+        (0..8).for_each(|_| minute.add(example()));
+        minute
+    }
+
+    /// The lines of a screen.
+    fn drawn(minute: &Minute, view: &View, width: u16, height: u16) -> Vec<String> {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("a terminal");
+        terminal
+            .draw(|frame| draw(minute, view, frame.area(), frame.buffer_mut()))
+            .expect("it draws");
+        let buffer = terminal.backend().buffer();
+        let line = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
+        (0..height).map(|y| line(y).trim_end().to_string()).collect()
+    }
+
+    #[test]
+    fn everything_fits_into_80_by_24() {
+        let lines = drawn(&minute(), &View::new("http://host:8000"), 80, 24);
+        let screen = lines.join("\n");
+        for text in [
+            "atoll top  http://host:8000",
+            "real time 100/s, p99 4.3 ms",
+            "cpu  CPU with 2 threads",
+            "20.0 % real time, 40.0 % best effort",
+            "20 preemptions/s",
+            "70 W of 700 W",
+            "REQ/Sv",
+            "80.0 %",
+            "q: quit",
+        ] {
+            assert!(screen.contains(text), "{text} is missing:\n{screen}");
+        }
+        let resnet = lines.iter().find(|line| line.starts_with("resnet")).expect("a line");
+        let cells: Vec<&str> = resnet.split_whitespace().collect();
+        let expected =
+            ["resnet", "rt", "100", "1.1", "ms", "4.3", "ms", "3", "1.8", "80.0", "%", "0"];
+        assert_eq!(cells, expected);
+    }
+
+    #[test]
+    fn rows_are_sorted_by_the_chosen_column() {
+        let first = |view: &View| {
+            let lines = drawn(&minute(), view, 80, 24);
+            let head = lines.iter().position(|line| line.starts_with("MODEL")).expect("a table");
+            lines[head + 1].split_whitespace().next().map(str::to_string)
+        };
+        let mut view = View::new("");
+        assert_eq!(first(&view).as_deref(), Some("resnet"));
+        view.direction = Direction::Ascending;
+        assert_eq!(first(&view).as_deref(), Some("unused"));
+        view = View { column: 2, ..View::new("") };
+        assert_eq!(first(&view).as_deref(), Some("bert"));
+        view.previous_column();
+        assert_eq!(view.column, 1);
+        (0..COLUMNS.len()).for_each(|_| view.next_column());
+        assert_eq!(view.column, 1);
+    }
+
+    #[test]
+    fn small_and_empty_screens_do_not_fail() {
+        for (width, height) in [(1, 1), (20, 5), (80, 24), (200, 60)] {
+            drawn(&minute(), &View::new("http://host"), width, height);
+            drawn(&Minute::default(), &View::new("http://host"), width, height);
+        }
+        let lost = View { problem: Some("no connection".to_string()), ..View::new("") };
+        assert!(drawn(&minute(), &lost, 80, 24)[0].contains("no connection"));
+        // A wide screen shows the requests of each second, too.
+        assert!(drawn(&minute(), &lost, 120, 24).join("\n").contains("█"));
+    }
+
+    #[test]
+    fn a_frame_of_text_has_no_empty_end() {
+        let text = text(&minute(), 100, 1_000);
+        assert!(text.contains("resnet") && text.contains("unused") && !text.contains("quit"));
+        assert!(!text.ends_with('\n'));
+    }
+}

@@ -1,0 +1,146 @@
+//! Keeps what the store has lost in the picture that a process has of it, until it is restored.
+//!
+//! A record of a model or query without a tombstone was not deleted but lost, and a route of a
+//! model that is to be served is about to be written again. A process that dropped them at once
+//! would refuse requests that backends can serve.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use base::Nanos;
+use bytes::Bytes;
+
+use crate::query::spec::QuerySpec;
+use crate::record::validation::{StoredRecord, read};
+use crate::record::{ModelRecord, RecordKind, RouteRecord, SplitRecord};
+use crate::store::mirror::KeyValues;
+
+/// How long a lost record of a model or query is kept.
+const RECORD_TIME: Nanos = Nanos::from_millis(60_000);
+/// How long a lost route or split is kept.
+const ROUTE_TIME: Nanos = Nanos::from_millis(10_000);
+
+/// The last good entries, and since when some are lost.
+#[derive(Debug, Default)]
+pub struct Retention {
+    last: KeyValues,
+    lost: BTreeMap<String, Nanos>,
+}
+
+impl Retention {
+    /// The entries, with what was lost less than a while ago.
+    pub fn merge(&mut self, now: Nanos, entries: &KeyValues) -> KeyValues {
+        let mut merged: BTreeMap<String, Bytes> = BTreeMap::clone(entries);
+        let mut lost = BTreeMap::new();
+        self.keep::<ModelRecord>(now, RecordKind::Model, &mut merged, &mut lost);
+        self.keep::<QuerySpec>(now, RecordKind::Query, &mut merged, &mut lost);
+        self.keep::<RouteRecord>(now, RecordKind::Route, &mut merged, &mut lost);
+        self.keep::<SplitRecord>(now, RecordKind::Split, &mut merged, &mut lost);
+        self.lost = lost;
+        self.last = if merged == **entries { entries.clone() } else { Arc::new(merged) };
+        self.last.clone()
+    }
+
+    /// Whether something lost is kept: it has to be looked at again, also without a change.
+    pub fn is_active(&self) -> bool {
+        !self.lost.is_empty()
+    }
+
+    fn keep<T: StoredRecord>(
+        &self,
+        now: Nanos,
+        kind: RecordKind,
+        merged: &mut BTreeMap<String, Bytes>,
+        lost: &mut BTreeMap<String, Nanos>,
+    ) {
+        let prefix = kind.folder_prefix();
+        let time = match kind {
+            RecordKind::Model | RecordKind::Query => RECORD_TIME,
+            _ => ROUTE_TIME,
+        };
+        let before = self.last.range(prefix.to_string()..);
+        for (key, value) in before.take_while(|(key, _)| key.starts_with(prefix)) {
+            let seen = merged.get(key);
+            if seen == Some(value) && !self.lost.contains_key(key) {
+                continue;
+            }
+            let is_good = seen.is_some_and(|seen| read::<T>(seen).is_ok());
+            let name = &key[prefix.len()..];
+            let since = self.lost.get(key).copied().unwrap_or(now);
+            if is_good || now - since >= time || !is_wanted(kind, name, merged) {
+                continue;
+            }
+            merged.insert(key.clone(), value.clone());
+            lost.insert(key.clone(), since);
+        }
+    }
+}
+
+/// Whether the record that a route or split belongs to is there.
+fn is_wanted(kind: RecordKind, name: &str, merged: &BTreeMap<String, Bytes>) -> bool {
+    let of = |kind: RecordKind| merged.get(&format!("{}{name}", kind.folder_prefix()));
+    match kind {
+        RecordKind::Route => {
+            let model = of(RecordKind::Model).and_then(|value| read::<ModelRecord>(value).ok()?);
+            model.is_some_and(|model| model.enabled)
+        }
+        RecordKind::Split => {
+            let query = of(RecordKind::Query).and_then(|value| read::<QuerySpec>(value).ok()?);
+            query.is_some()
+        }
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::{Tombstone, encode};
+
+    fn seconds(count: u64) -> Nanos {
+        Nanos::from_millis(1000 * count)
+    }
+
+    fn model(enabled: bool) -> Bytes {
+        let digest = "sha".to_string();
+        encode(&ModelRecord { version: 1, digest, enabled, ..ModelRecord::default() })
+    }
+
+    fn entries(pairs: &[(&str, Bytes)]) -> KeyValues {
+        Arc::new(pairs.iter().map(|(key, value)| (key.to_string(), value.clone())).collect())
+    }
+
+    #[test]
+    fn a_lost_store_changes_nothing_for_a_while() {
+        let route = encode(&RouteRecord::default());
+        let all = entries(&[("models/a", model(true)), ("routes/a", route.clone())]);
+        let mut retention = Retention::default();
+        assert_eq!(retention.merge(seconds(0), &all), all);
+        assert!(!retention.is_active());
+        assert_eq!(retention.merge(seconds(1), &entries(&[])), all);
+        assert_eq!(retention.merge(seconds(9), &entries(&[("models/a", "x".into())])), all);
+        // The route stays a while after the record is back.
+        let back = entries(&[("models/a", model(true))]);
+        assert_eq!(retention.merge(seconds(10), &back), all);
+        assert!(retention.is_active());
+        assert_eq!(retention.merge(seconds(11), &back), back, "ten seconds after its loss");
+        assert!(!retention.is_active());
+        assert_eq!(retention.merge(seconds(12), &all), all);
+        // Nobody restores it.
+        assert_eq!(retention.merge(seconds(20), &entries(&[])), all);
+        assert_eq!(retention.merge(seconds(79), &entries(&[])).len(), 1);
+        assert_eq!(retention.merge(seconds(80), &entries(&[])).len(), 0);
+    }
+
+    #[test]
+    fn what_is_deleted_or_unloaded_is_gone_at_once() {
+        let route = encode(&RouteRecord::default());
+        let all = entries(&[("models/a", model(true)), ("routes/a", route)]);
+        for record in [encode(&Tombstone::new(1)), model(false)] {
+            let mut retention = Retention::default();
+            retention.merge(seconds(0), &all);
+            let now = entries(&[("models/a", record)]);
+            assert_eq!(retention.merge(seconds(1), &now), now);
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Health and metrics of a scheduler, for its admin port.
+
+use std::fmt::Write;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use api::{
+    ApiError, Classification, ClassifyRequest, IndexEntry, InferRequest, InferResponse,
+    InferenceService, ModelMetadata, ModelRef, ModelStatistics, RegisterRequest, Registered,
+    RequestContext, ServerMetadata, ServiceFuture, proto,
+};
+use base::{Clock, Nanos};
+
+use super::maintenance::SpaceGauges;
+use crate::record::validation;
+use crate::store::{Store, health};
+
+/// What a scheduler is doing, shared by its agent and its admin port.
+#[derive(Debug, Default)]
+pub struct SchedulerState {
+    /// It leads.
+    pub leading: AtomicBool,
+    /// Number of the last plan that it published.
+    pub epoch: AtomicU64,
+    /// When it last wrote the plan, in nanoseconds of the process's clock; 0 for never.
+    written_at: AtomicU64,
+    /// The store's space; only the leader looks at it.
+    pub space: Arc<SpaceGauges>,
+}
+
+impl SchedulerState {
+    /// Notes that the plan is in the store at `now`.
+    pub fn written(&self, now: Nanos, epoch: u64) {
+        self.epoch.store(epoch, Relaxed);
+        self.written_at.store(now.0.max(1), Relaxed);
+    }
+
+    /// Starts a term of leadership: the plan in the store is as old as the term.
+    pub fn lead(&self, now: Nanos) {
+        self.written_at.store(now.0.max(1), Relaxed);
+        self.leading.store(true, Relaxed);
+    }
+}
+
+/// A scheduler as a service that has no models.
+pub struct SchedulerService {
+    /// What it is doing.
+    pub state: Arc<SchedulerState>,
+    /// Its store.
+    pub store: Arc<dyn Store>,
+    /// Bytes from which the store refuses writes.
+    pub quota_bytes: u64,
+    /// What it reports about itself.
+    pub metadata: ServerMetadata,
+    /// The clock.
+    pub clock: Arc<dyn Clock>,
+}
+
+fn no_models<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
+    let error = "a scheduler serves no models; send requests to a frontend of the cluster";
+    Box::pin(std::future::ready(Err(ApiError::not_found(error))))
+}
+
+impl InferenceService for SchedulerService {
+    fn server_metadata(&self) -> ServerMetadata {
+        self.metadata.clone()
+    }
+
+    /// Also one that does not lead is ready, to follow the leader.
+    fn ready(&self) -> bool {
+        !self.store.health().unreachable
+    }
+
+    fn model_ready<'a>(&'a self, _: ModelRef<'a>) -> ServiceFuture<'a, bool> {
+        no_models()
+    }
+
+    fn model_metadata<'a>(&'a self, _: ModelRef<'a>) -> ServiceFuture<'a, ModelMetadata> {
+        no_models()
+    }
+
+    fn model_config<'a>(&'a self, _: ModelRef<'a>) -> ServiceFuture<'a, proto::ModelConfig> {
+        no_models()
+    }
+
+    fn infer<'a>(
+        &'a self,
+        _: ModelRef<'a>,
+        _: InferRequest,
+        _: RequestContext,
+    ) -> ServiceFuture<'a, InferResponse> {
+        no_models()
+    }
+
+    fn statistics<'a>(
+        &'a self,
+        _: Option<ModelRef<'a>>,
+    ) -> ServiceFuture<'a, Vec<ModelStatistics>> {
+        no_models()
+    }
+
+    fn index(&self, _: bool) -> ServiceFuture<'_, Vec<IndexEntry>> {
+        Box::pin(std::future::ready(Ok(Vec::new())))
+    }
+
+    fn load<'a>(&'a self, _: &'a str) -> ServiceFuture<'a, ()> {
+        no_models()
+    }
+
+    fn unload<'a>(&'a self, _: &'a str) -> ServiceFuture<'a, ()> {
+        no_models()
+    }
+
+    fn register(&self, _: RegisterRequest) -> ServiceFuture<'_, Registered> {
+        no_models()
+    }
+
+    fn classify(&self, _: ClassifyRequest, _: RequestContext) -> ServiceFuture<'_, Classification> {
+        no_models()
+    }
+
+    fn write_metrics(&self, text: &mut String) {
+        let state = &self.state;
+        let leading = state.leading.load(Relaxed);
+        let mut gauge = |name: &str, help: &str, value: f64| {
+            let name = format!("atoll_cluster_{name}");
+            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}");
+        };
+        gauge("leading", "Whether this scheduler leads", f64::from(u8::from(leading)));
+        let age = Nanos(self.clock.now().0.saturating_sub(state.written_at.load(Relaxed)));
+        let age = if leading { Duration::from(age).as_secs_f64() } else { 0.0 };
+        gauge("plan_age_seconds", "Since the leader last wrote the plan; 0 elsewhere", age);
+        gauge(
+            "plan_epoch",
+            "Number of the last plan of this leader",
+            state.epoch.load(Relaxed) as f64,
+        );
+        let space = &state.space;
+        let bytes = space.bytes.load(Relaxed) as f64;
+        gauge("store_bytes", "Bytes of the store's files, as the leader sees them", bytes);
+        let used = space.used_bytes.load(Relaxed) as f64;
+        gauge("store_used_bytes", "Bytes of the store in use, as the leader sees them", used);
+        gauge(
+            "store_quota_bytes",
+            "Bytes from which the store refuses writes",
+            self.quota_bytes as f64,
+        );
+        health::write_metrics(text, &*self.store);
+        validation::write_metrics(text);
+    }
+
+    fn drain(&self, _: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
+        Box::pin(std::future::ready(true))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use base::MonotonicClock;
+
+    use super::*;
+    use crate::store::memory::MemoryStore;
+
+    const RULES: &str = include_str!("../../../../deploy/prometheus/atoll-cluster-rules.yml");
+    const RUNBOOK: &str = include_str!("../../../../docs/book/src/runbook.md");
+
+    fn page() -> String {
+        let store = MemoryStore::start(Arc::new(MonotonicClock::new()));
+        let service = SchedulerService {
+            state: Arc::default(),
+            store,
+            quota_bytes: 1 << 30,
+            metadata: ServerMetadata {
+                name: String::new(),
+                version: String::new(),
+                extensions: Vec::new(),
+            },
+            clock: Arc::new(MonotonicClock::new()),
+        };
+        let mut text = String::new();
+        service.write_metrics(&mut text);
+        text
+    }
+
+    #[tokio::test]
+    async fn the_rules_read_metrics_that_exist_and_have_a_runbook() {
+        let page = page();
+        let is_part = |c: char| c.is_ascii_lowercase() || c == '_';
+        let words = RULES.split(|c| !is_part(c)).filter(|word| word.starts_with("atoll_cluster_"));
+        let mut found = 0;
+        for word in words {
+            assert!(page.contains(&format!("# TYPE {word} ")), "{word} is not on {page}");
+            found += 1;
+        }
+        let alerts: Vec<&str> =
+            RULES.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
+        assert!(found >= alerts.len() && alerts.len() >= 6, "{alerts:?}");
+        for alert in alerts {
+            assert!(RUNBOOK.contains(&format!("## {alert}\n")), "{alert} is not in the runbook");
+        }
+    }
+}

@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Measures what viewers of the live stream cost a server: requests a second and p99 with no
+viewer, one and five, in turns.
+
+    scripts/viewer_cost.py target/release/atoll models/identity_fp32.onnx --rounds 12
+
+The server runs on the CPU with a model of one FP32 input; clients keep one request each in flight
+over REST. Each round measures every number of viewers once, in an order that rotates. Viewers ask
+for spans, as the page Timeline does, and read at once. The table has medians over the rounds, and
+the median of each round's change against no viewer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import selectors
+import socket
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+VIEWERS = [0, 1, 5]
+BODY = json.dumps(
+    {"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1.0]}]}
+).encode()
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def start(binary: str, model: Path, folder: str) -> tuple[subprocess.Popen[bytes], int]:
+    ports = free_ports(3)
+    names = ["--http-port", "--grpc-port", "--metrics-port"]
+    flags = [part for name, port in zip(names, ports, strict=True) for part in (name, str(port))]
+    command = [binary, "serve", "--model-repository", str(model), "--data-dir", folder, *flags]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(600):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/v2/health/ready", timeout=5)
+            return process, ports[0]
+        except OSError:
+            time.sleep(0.1)
+    process.kill()
+    raise SystemExit("the server did not start")
+
+
+class Viewer:
+    """Reads the live stream with spans until it is closed."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.sendall(b"GET /v2/atoll/live?spans=true HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        self.bytes = 0
+        self.thread = threading.Thread(target=self.read, daemon=True)
+        self.thread.start()
+
+    def read(self) -> None:
+        try:
+            while data := self.socket.recv(1 << 20):
+                self.bytes += len(data)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.thread.join()
+        self.socket.close()
+
+
+def load(port: int, model: str, clients: int, seconds: float) -> tuple[float, float]:
+    """Requests a second, and their p99 in milliseconds."""
+    request = (
+        f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    ).encode() + BODY
+    selector = selectors.DefaultSelector()
+    times: list[float] = []
+    sent: dict[socket.socket, float] = {}
+    for _ in range(clients):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        selector.register(connection, selectors.EVENT_READ)
+        sent[connection] = time.perf_counter()
+        connection.sendall(request)
+    began = time.perf_counter()
+    now = began
+    while now - began < seconds:
+        for key, _ in selector.select():
+            connection = key.fileobj
+            # A reply of a few hundred bytes comes in one piece.
+            reply = connection.recv(65536)
+            assert reply.startswith(b"HTTP/1.1 200"), reply[:300]
+            now = time.perf_counter()
+            times.append(now - sent[connection])
+            sent[connection] = now
+            connection.sendall(request)
+    for connection in sent:
+        connection.close()
+    times.sort()
+    return len(times) / (now - began), times[int(len(times) * 0.99)] * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("binary")
+    parser.add_argument("model", type=Path, help="an ONNX file with the FP32 input INPUT0 [N, 1]")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=4)
+    parser.add_argument("--clients", type=int, default=8)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        process, port = start(args.binary, args.model, folder)
+        results: dict[int, list[tuple[float, float]]] = {count: [] for count in VIEWERS}
+        try:
+            load(port, args.model.stem, args.clients, 3)
+            for number in range(args.rounds):
+                shift = number % len(VIEWERS)
+                for count in VIEWERS[shift:] + VIEWERS[:shift]:
+                    viewers = [Viewer(port) for _ in range(count)]
+                    time.sleep(0.3)
+                    results[count].append(load(port, args.model.stem, args.clients, args.seconds))
+                    for viewer in viewers:
+                        viewer.close()
+                        assert viewer.bytes > 0
+        finally:
+            process.terminate()
+            process.wait()
+    print("viewers  requests/s  change     p99 ms  change")
+    for count, measured in results.items():
+        rates, p99s = zip(*measured, strict=True)
+        changes = [
+            [one[i] / none[i] - 1 for one, none in zip(measured, results[0], strict=True)]
+            for i in (0, 1)
+        ]
+        print(f"{count:7}  {statistics.median(rates):10.0f}  "
+              f"{statistics.median(changes[0]):+7.2%}  {statistics.median(p99s):9.3f}  "
+              f"{statistics.median(changes[1]):+7.2%}")
+
+
+if __name__ == "__main__":
+    main()
