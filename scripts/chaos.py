@@ -2,11 +2,12 @@
 
     scripts/chaos.py --seed 1 --seconds 300 --out chaos.json
 
-Starts Debian's etcd, two schedulers, three backends and two frontends on loopback. A balancer of
-its own sends requests at a steady rate to the frontends that are ready, checks every output against
-onnxruntime, and repeats a request elsewhere only when its connection breaks. Faults follow in an
-order that the seed decides. The report has one row for each fault: errors, slow replies and the
-longest time without a good reply until the next fault began.
+Starts Debian's etcd, two schedulers, three backends and two frontends on loopback. A role reaches
+etcd through a proxy of its own, which can cut it off. A balancer sends requests at a steady rate to
+the frontends that are ready, checks every output against onnxruntime, and repeats a request
+elsewhere only when its connection breaks. Faults follow in an order that the seed decides; with
+`--other`, roles are also exchanged for those of another build. The report has one row for each
+fault: errors, slow replies and the longest time without a good reply until the next fault began.
 
 Wrong: another output or id than the request's. Lost: no reply although attempts were left. Hung: no
 reply within 20 s. Twice: bytes after a complete reply.
@@ -38,9 +39,10 @@ import requests
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "python"))
 
 from cluster import Cluster, Process  # noqa: E402
-from support import ASSETS  # noqa: E402
+from support import ASSETS, BINARY, free_ports  # noqa: E402
 
 LEASE_MS = 3000
+ETCD_QUOTA = 32 << 20
 SLOW_SECONDS = 0.2
 HUNG_SECONDS = 20.0
 # A balancer checks readiness this often.
@@ -231,10 +233,41 @@ async def read_reply(reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
     return int(lines[0].split()[1]), body, headers.get("connection") != "close"
 
 
+class StoreProxy:
+    """The way of one role to etcd. While it is cut, bytes wait, as when a network loses packets."""
+
+    def __init__(self, port: int, etcd_port: int) -> None:
+        self.port, self.etcd_port = port, etcd_port
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def listen(self) -> None:
+        await asyncio.start_server(self.connect, "127.0.0.1", self.port)
+
+    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self.open.wait()
+        try:
+            there = await asyncio.open_connection("127.0.0.1", self.etcd_port)
+        except OSError:
+            writer.close()
+            return
+        # Cancelled at the end of the run.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(self.pump(reader, there[1]), self.pump(there[0], writer))
+
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                await self.open.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
 class Chaos:
     """A cluster, its load and its faults."""
 
-    def __init__(self, folder: Path, seed: int, rate: float) -> None:
+    def __init__(self, folder: Path, seed: int, rate: float, other: Path | None = None) -> None:
         self.random = random.Random(seed)
         models = folder / "models"
         for name in MODELS:
@@ -242,13 +275,18 @@ class Chaos:
             shutil.copy(ASSETS / "digits.onnx", models / name / "1" / "model.onnx")
             if name in REAL_TIME:
                 (models / name / "atoll.toml").write_text('class = "rt"\ntimeout_ms = 500\n')
-        self.cluster = Cluster(folder, models, lease_ms=LEASE_MS)
+        quota = ("--quota-backend-bytes", str(ETCD_QUOTA))
+        self.cluster = Cluster(folder, models, lease_ms=LEASE_MS, etcd_flags=quota)
         self.schedulers, self.backends = ["s1", "s2"], ["b1", "b2", "b3"]
+        self.proxies: dict[str, StoreProxy] = {}
         for name in self.schedulers:
-            self.cluster.scheduler(name)
+            self.start_role(name, self.cluster.scheduler)
         for name in self.backends:
-            self.cluster.backend(name, *self.cluster.model_store)
-        self.frontends = {name: self.cluster.frontend(name) for name in ("f1", "f2")}
+            self.start_role(name, self.cluster.backend, *self.cluster.model_store)
+        self.frontends = {
+            name: self.start_role(name, self.cluster.frontend) for name in ("f1", "f2")
+        }
+        self.other = other
         self.samples = Samples(seed, ASSETS / "digits.onnx")
         self.rate, self.seed = rate, seed
         self.faults: list[Fault] = []
@@ -269,9 +307,29 @@ class Chaos:
             "damage key": self.damage_key,
             "register model": self.register_good,
             "register broken file": self.register_broken,
+            "cut backend off etcd": self.cut_backend,
+            "cut frontend off etcd": self.cut_frontend,
+            "cut leader off etcd": self.cut_leader,
+            "slow etcd": self.slow_etcd,
+            "fill etcd": self.fill_etcd,
+            "lose etcd's data": self.lose_data,
             "restart roles in turn": self.restart_in_turn,
             "restart everything": self.restart_everything,
         }
+        if other is not None:
+            self.kinds["exchange roles in turn"] = self.exchange_in_turn
+
+    def start_role(self, name: str, start: Callable[..., Any], *flags: str) -> Any:
+        """Starts a role whose way to etcd is a proxy."""
+        direct = self.cluster.store
+        etcd_port = int(direct.rsplit(":", 1)[1])
+        (port,) = free_ports(1)
+        self.proxies[name] = StoreProxy(port, etcd_port)
+        self.cluster.store = f"etcd://127.0.0.1:{port}"
+        try:
+            return start(name, *flags)
+        finally:
+            self.cluster.store = direct
 
     def process(self, name: str) -> Process:
         return self.cluster.processes[name]
@@ -402,6 +460,77 @@ class Chaos:
         code = await self.register(fault.target, content[:cut] + b"\xff" * 64)
         fault.note = f"replied {code}"
 
+    async def cut(self, name: str, seconds: float) -> None:
+        proxy = self.proxies[name]
+        proxy.open.clear()
+        await asyncio.sleep(seconds)
+        proxy.open.set()
+
+    async def cut_backend(self, fault: Fault) -> None:
+        fault.target = self.random.choice(self.backends)
+        await self.cut(fault.target, 5.0)
+
+    async def cut_frontend(self, fault: Fault) -> None:
+        fault.target = self.random.choice(list(self.frontends))
+        await self.cut(fault.target, 5.0)
+
+    async def cut_leader(self, fault: Fault) -> None:
+        fault.target = await self.leader()
+        await self.cut(fault.target, 5.0)
+
+    async def slow_etcd(self, fault: Fault) -> None:
+        """As a disk would make it whose every write takes long."""
+        fault.target = "etcd"
+        for _ in range(15):
+            await self.freeze("etcd", 0.3)
+            await asyncio.sleep(0.1)
+
+    def call(self, path: str, **words: Any) -> dict[str, Any]:
+        url = f"{self.cluster.store.replace('etcd', 'http')}/v3/{path}"
+        reply = requests.post(url, json=words, timeout=10)
+        reply.raise_for_status()
+        return reply.json()
+
+    def fill(self) -> int:
+        """Writes until etcd refuses; the number of writes."""
+        for number in range(1000):
+            try:
+                self.etcd("put", key=f"/chaos/{number}", value="x" * 1_000_000)
+            except requests.HTTPError:
+                return number
+        raise AssertionError("etcd has no quota")
+
+    def empty(self) -> None:
+        found = self.etcd("deleterange", key="/chaos/", range_end="/chaos0")
+        self.call("kv/compaction", revision=found["header"]["revision"], physical=True)
+        self.call("maintenance/defragment")
+        member = found["header"]["member_id"]
+        self.call("maintenance/alarm", action="DEACTIVATE", memberID=member, alarm="NOSPACE")
+
+    async def fill_etcd(self, fault: Fault) -> None:
+        fault.target = "etcd"
+        fault.note = f"{await asyncio.to_thread(self.fill)} MB"
+        await asyncio.sleep(4.0)
+        await asyncio.to_thread(self.empty)
+
+    async def lose_data(self, fault: Fault) -> None:
+        fault.target = "etcd"
+        await self.kill("etcd")
+        await asyncio.to_thread(shutil.rmtree, self.cluster.folder / "etcd")
+        self.process("etcd").start()
+        # Until leases, records and the plan are there again.
+        await asyncio.sleep(6.0)
+
+    async def exchange_in_turn(self, fault: Fault) -> None:
+        """A rolling upgrade to the other build, and back."""
+        fault.target = str(self.other)
+        for build in (self.other, BINARY):
+            for name in (*self.schedulers, *self.backends, *self.frontends):
+                await self.kill(name, signal.SIGTERM)
+                self.process(name).command[0] = str(build)
+                self.process(name).start()
+                await asyncio.sleep(2.0)
+
     async def restart_in_turn(self, fault: Fault) -> None:
         for name in (*self.schedulers, *self.backends, *self.frontends):
             await self.down(name, signal.SIGTERM, 0.1)
@@ -417,6 +546,8 @@ class Chaos:
         await asyncio.sleep(6.0)
 
     async def run(self, seconds: float, kinds: list[str]) -> dict[str, Any]:
+        for proxy in self.proxies.values():
+            await proxy.listen()
         await asyncio.to_thread(self.cluster.wait_ready)
         await asyncio.to_thread(self.cluster.wait_status, self.is_complete)
         ports = [server.http_port for server in self.frontends.values()]
@@ -424,7 +555,8 @@ class Chaos:
         load = asyncio.create_task(self.balancer.run())
         await asyncio.sleep(REST_SECONDS)
         order: list[str] = []
-        while self.balancer.now() < seconds:
+        # Every round is finished, so that each kind of fault comes equally often.
+        while order or self.balancer.now() < seconds:
             if not order:
                 order = list(kinds)
                 self.random.shuffle(order)
@@ -464,7 +596,7 @@ class Chaos:
         ends = [fault.began for fault in self.faults[1:]] + [float("inf")]
         for fault, end in zip(self.faults, ends, strict=True):
             mine = [reply for reply in replies if fault.began <= reply.at < end]
-            fault.burst = burst(mine, fault.began)
+            fault.burst = burst(mine, fault.began, min(end, self.balancer.now()))
         count = {kind: 0 for kind in ("good", "error", "wrong", "lost", "hung")}
         for reply in replies:
             count[reply.kind] += 1
@@ -491,10 +623,10 @@ def count_compilers() -> int:
     return count
 
 
-def burst(replies: list[Reply], began: float) -> dict[str, Any]:
-    """What clients noticed of a fault."""
+def burst(replies: list[Reply], began: float, ended: float) -> dict[str, Any]:
+    """What clients noticed of a fault until the next one."""
     good = sorted(reply.at + reply.took for reply in replies if reply.kind == "good")
-    times = [began, *good]
+    times = [began, *good, max(ended, good[-1] if good else began)]
     gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
     errors = [reply for reply in replies if reply.kind != "good"]
     return {
@@ -540,10 +672,15 @@ def table(report: dict[str, Any]) -> str:
 
 
 def run(
-    folder: Path, seed: int, seconds: float, rate: float, kinds: list[str] | None = None
+    folder: Path,
+    seed: int,
+    seconds: float,
+    rate: float,
+    kinds: list[str] | None = None,
+    other: Path | None = None,
 ) -> dict[str, Any]:
     """Runs and stops a cluster in `folder`; all kinds of faults unless some are named."""
-    chaos = Chaos(folder, seed, rate)
+    chaos = Chaos(folder, seed, rate, other)
     try:
         return asyncio.run(chaos.run(seconds, kinds or list(chaos.kinds)))
     finally:
@@ -558,13 +695,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--rate", type=float, default=150, help="requests per second")
     parser.add_argument("--fault", action="append", help="only this kind; may be repeated")
+    parser.add_argument("--other", type=Path, help="binary that roles are exchanged for, in turn")
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--keep", type=Path, help="folder for logs and state, kept")
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        report = run(folder, args.seed, args.seconds, args.rate, args.fault)
+        report = run(folder, args.seed, args.seconds, args.rate, args.fault, args.other)
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))
