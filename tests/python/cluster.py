@@ -58,7 +58,12 @@ class Cluster:
     """etcd and the roles of a cluster, each in its own process."""
 
     def __init__(
-        self, folder: Path, models: Path, host: str = "127.0.0.1", lease_ms: int = LEASE_MS
+        self,
+        folder: Path,
+        models: Path,
+        host: str = "127.0.0.1",
+        lease_ms: int = LEASE_MS,
+        etcd_flags: tuple[str, ...] = (),
     ) -> None:
         self.folder, self.models, self.lease_ms = folder, models, lease_ms
         self.processes: dict[str, Process] = {}
@@ -68,6 +73,7 @@ class Cluster:
         self.store = f"etcd://{host}:{client}"
         urls = [f"http://{host}:{client}", f"http://127.0.0.1:{peer}"]
         command = ["etcd", "--name", "e", "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"]
+        command += etcd_flags
         command += ["--listen-client-urls", urls[0], "--advertise-client-urls", urls[0]]
         command += ["--listen-peer-urls", urls[1], "--initial-advertise-peer-urls", urls[1]]
         self.add("etcd", [*command, "--initial-cluster", f"e={urls[1]}"])

@@ -17,6 +17,9 @@ import tritonclient.http as http_client
 
 from support import BINARY, CACHE, Server, make_repository, make_models, serve
 
+# Servers of tests stop at once, unless a test is about how they stop.
+os.environ.setdefault("ATOLL_LAME_DUCK_MS", "0")
+
 TINY = ["identity_fp32", "identity_int64", "identity_bytes", "add_sub", "slow"]
 
 

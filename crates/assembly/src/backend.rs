@@ -14,14 +14,15 @@ use cluster::backend::{BackendAgent, Host, HostFuture, ModelCatalog, PoolBatch};
 use cluster::candidate::CandidateRecord;
 use cluster::model_store::{ModelRecords, ModelStore, ModelStoreError, digest};
 use cluster::record::{BackendRecord, Keys, VersionRecord};
+use cluster::state_file::StateFile;
 use cluster::store::{Store, StoreError};
 use model::repository::Repository;
 use model::store::{LoadMarkers, LoadStage, MarkedModel};
 use runtime::DeviceGroup;
 use server::node::EXTENSIONS;
 use server::{
-    LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry, RunningServer, Server,
-    ServerOptions,
+    BoundServer, LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry, RunningServer,
+    Server, ServerError, ServerOptions,
 };
 use tokio::sync::watch;
 
@@ -324,6 +325,61 @@ pub struct RunningBackend {
     loader: Arc<ClusterLoader>,
     stop: watch::Sender<bool>,
     work: tokio::task::JoinHandle<Result<(), StoreError>>,
+    publish: Option<tokio::task::JoinHandle<Result<(), Failure>>>,
+}
+
+/// Publishes the models of the folders, as soon as the store can be reached, and passes on what is
+/// to be offered.
+async fn publish(
+    records: ModelRecords,
+    models: FolderModels,
+    files: Option<ModelStore>,
+    offer: watch::Sender<Option<Vec<FolderVersion>>>,
+) -> Result<(), Failure> {
+    let offered = publish_models(&records, &models, files.as_ref()).await;
+    let offered = offered.inspect_err(|error| {
+        tracing::error!(why = error.message(), "cannot publish the models of the folders");
+    })?;
+    offer.send_replace(Some(offered));
+    Ok(())
+}
+
+/// Names of the ports in the saved addresses.
+const PORTS: [&str; 3] = ["http", "grpc", "metrics"];
+
+/// Binds the addresses of `options`. Where any free port will do, it is the one of the last run if
+/// that is still free: frontends know it.
+async fn bind_again(
+    options: ServerOptions,
+    saved: Option<&StateFile>,
+) -> Result<BoundServer, Failure> {
+    let saved = saved.map(StateFile::read).unwrap_or_default();
+    let mut again = options.clone();
+    let ports = [&mut again.http, &mut again.grpc, &mut again.metrics];
+    for (address, name) in ports.into_iter().zip(PORTS) {
+        let port = saved.get(name).and_then(|text| std::str::from_utf8(text).ok()?.parse().ok());
+        if let (Some(address), Some(port)) = (address, port)
+            && address.port() == 0
+        {
+            address.set_port(port);
+        }
+    }
+    match Server::bind(again).await {
+        Err(ServerError::Bind { .. }) => Server::bind(options).await.map_err(Failure::failed),
+        bound => bound.map_err(Failure::failed),
+    }
+}
+
+fn save_ports(server: &RunningServer, file: Option<StateFile>) {
+    let Some(file) = file else { return };
+    let addresses = [server.http_addr, server.grpc_addr, server.metrics_addr];
+    let port = |(name, address): (&str, Option<SocketAddr>)| {
+        Some((name.to_string(), address?.port().to_string().into()))
+    };
+    let ports = PORTS.into_iter().zip(addresses).filter_map(port).collect();
+    if let Err(error) = file.write(&ports) {
+        tracing::warn!(%error, "cannot save the addresses");
+    }
 }
 
 impl RunningBackend {
@@ -350,11 +406,27 @@ impl RunningBackend {
         let info = device_group.node(0).device().info().clone();
         let node = LocalNode::new(device_group.clone(), loader.clone());
         node.forbid_control();
-        node.set_started();
-        let server = Server::start(parts.listen, Arc::new(node.clone())).await;
-        let server = server.map_err(Failure::failed)?;
+        let saved = |name| {
+            let folder = parts.data_dir.as_deref()?;
+            Some(StateFile::new(folder, name, parts.keys.all()))
+        };
+        let bound = bind_again(parts.listen, saved("addresses").as_ref()).await?;
+        let server = bound.serve(Arc::new(node.clone())).await.map_err(Failure::failed)?;
+        save_ports(&server, saved("addresses"));
+        let saved = saved("assignment");
         let records = ModelRecords::new(parts.store.clone(), parts.keys.clone());
-        let offered = publish_models(&records, &models, parts.files.as_ref()).await?;
+        let (offer, offered) = watch::channel(None);
+        let publish = publish(records, models, parts.files.clone(), offer);
+        let publish = match saved.as_ref().is_some_and(|file| !file.read().is_empty()) {
+            // Requests may come before the store can be reached: it serves what it last had.
+            true => Some(tokio::spawn(publish)),
+            false => {
+                publish.await?;
+                None
+            }
+        };
+        // Ready once it has joined, or is about to.
+        node.set_started();
         let reachable = |address: Option<SocketAddr>| match (&parts.advertise, address) {
             (Some(host), Some(address)) => format!("{host}:{}", address.port()),
             (_, address) => address_text(address),
@@ -391,15 +463,19 @@ impl RunningBackend {
             catalog,
             offered,
             clock: clock(),
+            saved,
         };
         let (stop, stopped) = watch::channel(false);
         let work = tokio::spawn(run_agent(agent, stopped));
-        Ok(RunningBackend { server, loader, stop, work })
+        Ok(RunningBackend { server, loader, stop, work, publish })
     }
 
     /// Leaves the cluster, then finishes the requests in flight; whether all of them were.
     pub async fn shutdown(self, limit: Duration) -> bool {
         let _ = self.stop.send(true);
+        if let Some(publish) = &self.publish {
+            publish.abort();
+        }
         // What is cut off now is no model's fault.
         self.loader.checks.stop();
         let _ = tokio::time::timeout(Duration::from_secs(2), self.work).await;

@@ -154,6 +154,7 @@ impl LocalCluster {
             requests_max: 16_384,
             timeout: REQUEST_TIMEOUT,
             files: None,
+            saved: None,
         };
         let frontend = frontend_threads.block_on(async {
             let service = Frontend::start(store.clone(), keys.clone(), clock(), settings).await;

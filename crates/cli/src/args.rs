@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use assembly::{DeviceArgs, Failure, value_parsers};
 use base::Bytes;
@@ -112,6 +113,16 @@ pub(crate) struct ListenArgs {
     #[arg(long, visible_alias = "admin-port", env = "ATOLL_METRICS_PORT", default_value_t = 8002)]
     pub(crate) metrics_port: u16,
 
+    /// Lame-duck period in milliseconds after SIGTERM or Ctrl-C: the server is not ready and tells
+    /// its clients to go away, but still serves them; then it refuses requests and ends streams
+    #[arg(
+        long,
+        env = "ATOLL_LAME_DUCK_MS",
+        default_value_t = 500,
+        value_parser = clap::value_parser!(u64).range(0..=3_600_000)
+    )]
+    pub(crate) lame_duck_ms: u64,
+
     #[command(flatten)]
     pub(crate) security: SecurityArgs,
 }
@@ -129,7 +140,8 @@ impl ListenArgs {
             grpc: self.grpc_port,
             metrics: self.metrics_port,
         };
-        self.security.options(&ports, folder, max_body_bytes)
+        let options = self.security.options(&ports, folder, max_body_bytes)?;
+        Ok(ServerOptions { lame_duck: Duration::from_millis(self.lame_duck_ms), ..options })
     }
 }
 

@@ -324,6 +324,12 @@ pub(crate) struct FrontendArgs {
     #[command(flatten)]
     pub(crate) models: ModelStoreArgs,
 
+    /// Folder in which the frontend keeps its last routes, in frontends/NAME: a frontend of the
+    /// same --name serves by them until the store can be reached [default: atoll in the user's data
+    /// folder]
+    #[arg(long, env = "ATOLL_DATA_DIR")]
+    pub(crate) data_dir: Option<PathBuf>,
+
     /// Query to store: a TOML or JSON file; its name is the query's; may be given several times
     #[arg(long, env = "ATOLL_QUERY", value_name = "FILE", value_delimiter = ':')]
     pub(crate) query: Vec<PathBuf>,
@@ -374,9 +380,10 @@ pub(crate) struct BackendArgs {
     #[command(flatten)]
     pub(crate) model_check: crate::registry_args::ModelCheckArgs,
 
-    /// Folder in which the backend notes what it loads, in backends/NAME: a model that ends the
-    /// process is quarantined at the next start, if it has the same --name [default: atoll in the
-    /// user's data folder]
+    /// Folder in which the backend keeps its ports and its last assignment, and notes what it
+    /// loads, in backends/NAME: one of the same --name serves them again before the store can be
+    /// reached, and a model that ends the process is quarantined [default: atoll in the user's data
+    /// folder]
     #[arg(long, env = "ATOLL_DATA_DIR")]
     pub(crate) data_dir: Option<PathBuf>,
 

@@ -27,6 +27,7 @@ use cluster::scheduler::maintenance::MaintenanceSettings;
 use cluster::scheduler::placement::PlacementSettings;
 use cluster::scheduler::service::{SchedulerService, SchedulerState};
 use cluster::snapshot::{ClusterSnapshot, damaged_records};
+use cluster::state_file::StateFile;
 use cluster::status::{Status, render};
 use cluster::store::etcd::EtcdAccess;
 use cluster::store::{self, Store};
@@ -45,6 +46,9 @@ use crate::process_replacement::{self, Handover, NO_DEVICE, REPLY_LIMIT};
 use crate::security_args::Ports;
 use crate::serve_command::node_options;
 use crate::shutdown_signal::ShutdownSignal;
+
+/// How long a process that stops waits for the store to take note.
+const LEAVE_TIME: Duration = Duration::from_secs(2);
 
 /// Runs the role until a signal stops it.
 pub(crate) fn run(role: &Role) -> Result<(), Failure> {
@@ -128,7 +132,7 @@ fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
 }
 
 async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
-    let stop = ShutdownSignal::new()?;
+    let mut stop = ShutdownSignal::new()?;
     let lease = Duration::from_millis(args.store.lease_ms);
     let store = open_store(&args.store)?;
     let state = Arc::new(SchedulerState::default());
@@ -162,7 +166,7 @@ async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
     let until = async {
         stop.wait().await;
         let _ = stopping.send(true);
-        std::future::pending::<()>().await;
+        tokio::time::sleep(LEAVE_TIME).await;
     };
     tokio::select! {
         () = until => Ok(()),
@@ -202,7 +206,7 @@ fn open_folder(folder: &Path) -> Result<ModelStore, Failure> {
 }
 
 async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
-    let stop = ShutdownSignal::new()?;
+    let mut stop = ShutdownSignal::new()?;
     let (store, keys) = (open_store(&args.store)?, Keys::new(&args.store.cluster));
     let settings = FrontendSettings {
         name: name_of(&args.store, "frontend")?,
@@ -212,15 +216,22 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
         timeout: REQUEST_TIMEOUT,
         files: open_files(&args.models)?,
         backend_tls: args.backend_tls.tls()?,
+        saved: saved_routes(args, &keys)?,
     };
     let name = settings.name.clone();
-    store_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;
-    let service = retry_until_reached(|| {
-        Frontend::start(store.clone(), keys.clone(), clock(), settings.clone())
-    })
-    .await?;
+    let exit_timeout = Duration::from_secs(args.exit_timeout_secs);
+    let service = Frontend::new(store.clone(), keys.clone(), clock(), settings);
+    // Before the store is reached: the process is alive, and not ready.
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     let server = listen(&args.listen, None, body, Arc::new(service.clone())).await?;
+    let connect = async {
+        store_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;
+        retry_until_reached(|| service.connect(store.clone(), &keys)).await
+    };
+    let Some(connected) = stop.unless_stopped(connect).await else {
+        return check_finished(server.shutdown(exit_timeout).await);
+    };
+    connected?;
     let record = FrontendRecord {
         grpc: address_text(server.grpc_addr),
         http: address_text(server.http_addr),
@@ -235,9 +246,9 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
     );
     stop.wait().await;
     tracing::info!(in_flight = server.in_flight(), "stopping");
-    let done = server.shutdown(Duration::from_secs(args.exit_timeout_secs)).await;
+    let done = server.shutdown(exit_timeout).await;
     if let Some(membership) = Arc::into_inner(membership) {
-        membership.leave().await;
+        let _ = tokio::time::timeout(LEAVE_TIME, membership.leave()).await;
     }
     check_finished(done)
 }
@@ -266,11 +277,20 @@ fn check_finished(done: bool) -> Result<(), Failure> {
     }
 }
 
-/// Where the backend of this name keeps its notes; backends of one machine share `folder`.
-fn backend_folder(folder: &Path, name: &str) -> PathBuf {
+/// Where the process of this name keeps its notes; those of one machine share `folder`.
+fn process_folder(folder: &Path, role: &str, name: &str) -> PathBuf {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
     let name = name.replace(|c: char| !plain(c), "_");
-    folder.join("backends").join(name)
+    folder.join(role).join(name)
+}
+
+/// Where a frontend keeps its routes. A name with the number of the process is another one after a
+/// restart.
+fn saved_routes(args: &FrontendArgs, keys: &Keys) -> Result<Option<StateFile>, Failure> {
+    let folder = args.data_dir.clone().or_else(user_data_folder);
+    let Some(folder) = folder.filter(|_| args.store.name.is_some()) else { return Ok(None) };
+    let folder = process_folder(&folder, "frontends", &name_of(&args.store, "frontend")?);
+    Ok(Some(StateFile::new(&folder, "routes", keys.all())))
 }
 
 /// Replaces a process whose devices are lost; returns only when that fails.
@@ -286,7 +306,7 @@ async fn replaced(
 }
 
 async fn backend(args: &BackendArgs) -> Result<(), Failure> {
-    let (stop, started) = (ShutdownSignal::new()?, Instant::now());
+    let (mut stop, started) = (ShutdownSignal::new()?, Instant::now());
     if args.model_repository.is_empty() && args.models.model_store.is_none() {
         return Err(Failure::usage("name a --model-repository or a --model-store"));
     }
@@ -303,10 +323,10 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
     let data_dir = data_dir.filter(|_| args.store.name.is_some());
     let (memory, on_fault) = (args.gpu_memory, OnFault::ReplaceProcess);
     let device_group = device_group::open_device_group(&args.device, memory, &options, on_fault)?;
-    let running = RunningBackend::start(BackendParts {
+    let start = RunningBackend::start(BackendParts {
         store: open_store(&args.store)?,
         keys: Keys::new(&args.store.cluster),
-        data_dir: data_dir.map(|folder| backend_folder(&folder, &name)),
+        data_dir: data_dir.map(|folder| process_folder(&folder, "backends", &name)),
         name,
         lease: Duration::from_millis(args.store.lease_ms),
         repositories: &args.model_repository,
@@ -317,8 +337,9 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         kind: args.device_kind.clone(),
         memory_mib: args.memory_mib,
         checker: args.model_check.checker(&args.device.device),
-    })
-    .await?;
+    });
+    let Some(running) = stop.unless_stopped(start).await else { return Ok(()) };
+    let running = running?;
     tokio::select! {
         () = stop.wait() => {}
         () = process_replacement::lost(&device_group) => {
@@ -350,7 +371,7 @@ pub(crate) fn serve_all(args: &ServeArgs) -> Result<(), Failure> {
 }
 
 async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(), Failure> {
-    let (stop, started) = (ShutdownSignal::new()?, Instant::now());
+    let (mut stop, started) = (ShutdownSignal::new()?, Instant::now());
     let body = usize::try_from(args.max_body_mib << 20).unwrap_or(usize::MAX);
     // First, because the backend takes any free port, which must not be one of these.
     let bound = bind(&args.listen, args.data_dir.as_deref(), body).await?;
@@ -391,7 +412,10 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         kind: None,
         memory_mib: None,
         checker: args.model_check.checker(&args.device.device),
-        data_dir: args.data_dir.as_deref().map(|folder| backend_folder(folder, "backend")),
+        data_dir: args
+            .data_dir
+            .as_deref()
+            .map(|folder| process_folder(folder, "backends", "backend")),
     })
     .await?;
     store_queries(&ModelRecords::new(store.clone(), keys.clone()), &args.query).await?;
@@ -403,6 +427,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         timeout: REQUEST_TIMEOUT,
         files,
         backend_tls: None,
+        saved: None,
     };
     let service = Frontend::start(store.clone(), keys.clone(), clock(), settings).await;
     let service = service.map_err(Failure::failed)?;
@@ -458,7 +483,7 @@ async fn status(args: &StatusArgs) -> Result<(), Failure> {
 }
 
 async fn top(args: &TopArgs) -> Result<(), Failure> {
-    let stop = ShutdownSignal::new()?;
+    let mut stop = ShutdownSignal::new()?;
     let store = open_store(&args.store)?;
     let keys = Keys::new(&args.store.cluster);
     let show = async {

@@ -85,7 +85,7 @@ pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
 }
 
 async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
-    let stop = ShutdownSignal::new()?;
+    let mut stop = ShutdownSignal::new()?;
     let description = device.info().description.clone();
     let device_group = device_group_on(device, NodeOptions::default())?;
     let loader = Arc::new(BuiltInLoader { device_group: device_group.clone() });
@@ -106,7 +106,7 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
     let load = DemoClients::new(&format!("http://{grpc}"))?;
     let outcome = tokio::select! {
         outcome = load.run(Duration::from_secs(seconds)) => outcome?,
-        () = ShutdownSignal::new()?.wait() => return finish(server).await,
+        () = stop.wait() => return finish(server).await,
     };
     let preemptions = preemptions(&service);
     let report = DemoReport { device: description, preemptions, ..outcome };

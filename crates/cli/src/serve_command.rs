@@ -77,7 +77,7 @@ enum Ending {
 }
 
 /// Returns when the server must end.
-async fn ending(stop: ShutdownSignal, device_group: &DeviceGroup) -> Ending {
+async fn ending(mut stop: ShutdownSignal, device_group: &DeviceGroup) -> Ending {
     let Ok(mut upgrade) = signal(SignalKind::user_defined2()) else {
         stop.wait().await;
         return Ending::Stopped;
@@ -235,6 +235,10 @@ async fn serve(
     };
     let (sockets, models) = (server.take_sockets(), service.served_models());
     let handover = Handover::new(reason.to_string(), &device_group, models, started.elapsed());
+    if !upgrade {
+        // Clients open new connections, which wait, and no request is cut off.
+        server.set_lame_duck(LAME_DUCK);
+    }
     if !server.shutdown(limit).await {
         tracing::warn!("{UNFINISHED}");
     }
@@ -279,6 +283,9 @@ type PopularityFile = Option<(PathBuf, Popularity)>;
 
 /// Why a server fails that stops too late.
 const UNFINISHED: &str = "some requests did not finish in time and were cancelled";
+
+/// How long clients of a server without a device get replies that close their connections.
+const LAME_DUCK: Duration = Duration::from_millis(50);
 
 /// Interval in which request counts are saved.
 const SAVE_INTERVAL: Duration = Duration::from_secs(60);

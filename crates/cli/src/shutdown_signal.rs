@@ -50,10 +50,22 @@ impl ShutdownSignal {
         Ok(ShutdownSignal { input: Some(ended), ..ShutdownSignal::new()? })
     }
 
+    /// Runs `work` unless a signal comes first; `None` when one does.
+    pub(crate) async fn unless_stopped<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            () = self.wait() => {
+                tracing::info!("stopping before the start is complete");
+                None
+            }
+            done = work => Some(done),
+        }
+    }
+
     /// Returns after the first of them.
-    pub(crate) async fn wait(mut self) {
+    pub(crate) async fn wait(&mut self) {
         let input = async {
-            match self.input.take() {
+            match self.input.as_mut() {
                 // The thread drops its sender, which is the signal.
                 Some(ended) => drop(ended.await),
                 None => std::future::pending().await,

@@ -22,6 +22,7 @@ use crate::record::{
     ModelRecord, ProfileRecord, RecordKind, decode, encode, is_tombstone, profile_name,
 };
 use crate::record_keeper::keep_records;
+use crate::state_file::{self, StateFile};
 use crate::store::mirror;
 use crate::store::{Store, StoreError};
 
@@ -130,33 +131,49 @@ pub struct BackendAgent {
     pub host: Arc<dyn Host>,
     /// The records that its loader reads.
     pub catalog: ModelCatalog,
-    /// Versions of its folders that are newer than those in force.
-    pub offered: Vec<FolderVersion>,
+    /// Versions of its folders that are newer than those in force, once they are known.
+    pub offered: watch::Receiver<Option<Vec<FolderVersion>>>,
     /// The clock.
     pub clock: Arc<dyn Clock>,
+    /// Where the last assignment is kept, for a start without the store.
+    pub saved: Option<StateFile>,
 }
 
 /// Pause before a failed load is tried again.
 const RETRY: Duration = Duration::from_secs(5);
 
+/// Name of the assignment in the saved state.
+const SAVED_ASSIGNMENT: &str = "assignment";
+
 /// What this backend has loaded and measured.
+#[derive(Default)]
 struct LocalState {
     state: BackendState,
     /// Digests whose profile is in the store.
     measured: BTreeSet<String>,
+    /// What was saved last.
+    saved: state_file::Entries,
 }
 
 impl BackendAgent {
-    /// Follows the plan until `stop` is true, then leaves the cluster. The store must be reachable
-    /// once.
+    /// Follows the plan until `stop` is true, then leaves the cluster. Waits for a store that
+    /// cannot be reached.
     pub async fn run(self, mut stop: watch::Receiver<bool>) -> Result<(), StoreError> {
-        let mut models =
-            mirror::follow(self.store.clone(), &self.keys.of(RecordKind::Model)).await?;
-        let own = self.keys.one(RecordKind::Assignment, &self.name);
-        let mut assignments = mirror::follow(self.store.clone(), &own).await?;
         let membership = Membership::start(self.store.clone(), self.lease);
         membership.put(self.keys.one(RecordKind::Backend, &self.name), encode(&self.record));
-        let mut local = LocalState { state: BackendState::default(), measured: BTreeSet::new() };
+        let mut local = LocalState::default();
+        self.load_saved(&mut local, &membership).await;
+        let own = self.keys.one(RecordKind::Assignment, &self.name);
+        let follow = async {
+            let prefix = self.keys.of(RecordKind::Model);
+            let models = mirror::follow_when_reachable(self.store.clone(), &prefix).await?;
+            let own = mirror::follow_when_reachable(self.store.clone(), &own).await?;
+            Ok::<_, StoreError>((models, own))
+        };
+        let (mut models, mut assignments) = tokio::select! {
+            _ = stop.wait_for(|stop| *stop) => return Ok(()),
+            followed = follow => followed?,
+        };
         self.publish(&membership, &local);
         // Beside the loop: a candidate does not wait for loads, nor they for it.
         let mut checks = JoinSet::new();
@@ -176,6 +193,7 @@ impl BackendAgent {
             self.catalog.set(&models.borrow_and_update());
             let assignment: Option<Assignment> =
                 assignments.borrow_and_update().get("").and_then(|value| decode(&own, value));
+            self.save(assignment.as_ref(), &mut local).await;
             let settled = match &assignment {
                 None => true,
                 Some(assignment) => self.follow(assignment, &mut local, &membership).await,
@@ -190,6 +208,46 @@ impl BackendAgent {
         }
         membership.leave().await;
         Ok(())
+    }
+
+    /// Loads what was assigned when the backend last ran: most likely it still is, and requests
+    /// may arrive before the store can be reached.
+    async fn load_saved(&self, local: &mut LocalState, membership: &Membership) {
+        let Some(file) = &self.saved else { return };
+        let entries = file.read();
+        let Some(assignment) = entries.get(SAVED_ASSIGNMENT) else { return };
+        let Some(assignment) = decode::<Assignment>(SAVED_ASSIGNMENT, assignment) else { return };
+        let prefix = RecordKind::Model.folder_prefix();
+        let models = entries.iter().filter_map(|(key, value)| {
+            Some((key.strip_prefix(prefix)?.to_string(), value.clone()))
+        });
+        self.catalog.set(&Arc::new(models.collect()));
+        for assigned in &assignment.models {
+            self.load(assigned, local, membership).await;
+        }
+        tracing::info!(models = assignment.models.len(), "models of the last run loaded");
+    }
+
+    /// Saves an assignment with the records of its models, where it has changed.
+    async fn save(&self, assignment: Option<&Assignment>, local: &mut LocalState) {
+        let (Some(file), Some(assignment)) = (&self.saved, assignment) else { return };
+        let prefix = RecordKind::Model.folder_prefix();
+        let record = |assigned: &AssignedModel| {
+            let record = self.catalog.find(&assigned.model)?;
+            Some((format!("{prefix}{}", assigned.model), encode(&record)))
+        };
+        let mut entries: state_file::Entries =
+            assignment.models.iter().filter_map(record).collect();
+        entries.insert(SAVED_ASSIGNMENT.to_string(), encode(assignment));
+        if local.saved == entries {
+            return;
+        }
+        local.saved.clone_from(&entries);
+        let file = file.clone();
+        let written = tokio::task::spawn_blocking(move || file.write(&entries)).await;
+        if let Ok(Err(error)) = written {
+            tracing::warn!(%error, "cannot save the assignment");
+        }
     }
 
     fn publish(&self, membership: &Membership, local: &LocalState) {

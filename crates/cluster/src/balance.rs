@@ -1,6 +1,9 @@
 //! Selects the backend of a request. Pure, so that the simulator routes exactly as production does.
 
+pub mod backend_health;
 pub mod batch_progress;
+pub mod budget;
+pub mod patience;
 
 use std::cmp::Reverse;
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
-use api::client::{decode_response, encode_request, error_of, set_deadline};
+use api::client::{decode_response, encode_request, error_of};
 use api::error::ApiResult;
 use api::{
     ApiError, ErrorKind, InferRequest, InferResponse, Inputs, ModelMetadata, ModelRef,
@@ -17,18 +17,19 @@ use api::{
 use base::{Clock, Nanos, Random};
 use tokio::sync::watch;
 
-use crate::balance::batch_progress::BatchPlan;
-use crate::balance::{BackendCandidate, choose, depth, spare};
+use crate::balance::backend_health::{Availability, EjectionReason};
 use crate::load_reports::LoadReporter;
 use crate::membership::Membership;
 use crate::model_store::{ModelRecords, ModelStore};
 use crate::record::{FrontendRecord, Keys, LoadReport, RecordKind, encode};
 use crate::retention::Retention;
 use crate::snapshot::ClusterSnapshot;
+use crate::state_file::StateFile;
 use crate::store::mirror::{self, KeyValues};
 use crate::store::{Store, StoreError};
 use crate::tls::ClientTls;
 
+mod attempts;
 pub mod backend_link;
 mod classify;
 pub mod http2;
@@ -40,15 +41,16 @@ pub mod routing_table;
 mod service;
 mod status;
 
-use backend_link::BackendLinks;
+use attempts::AttemptBudgets;
+use backend_link::{BackendLink, BackendLinks};
 use routing_table::{ModelEntry, RouteTarget, RoutingTable};
 
-/// How often load is reported.
-const REPORT_INTERVAL: Duration = Duration::from_millis(1000);
-/// Time beyond the deadline in which a backend may report that it missed it.
-const GRACE: Duration = Duration::from_millis(50);
-/// A second attempt needs at least this much remaining time.
-const RETRY_TIME_MIN: Nanos = Nanos::from_micros(500);
+/// How often load is measured. What is written of it, the reporter decides.
+const REPORT_INTERVAL: Duration = Duration::from_millis(250);
+/// Shortest time between two writes of the saved routes.
+const SAVE_INTERVAL: Duration = Duration::from_millis(500);
+/// Time for a backend to describe a model while there is another one that could.
+const METADATA_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often it is looked whether what the store has lost is still to be kept.
 const RETENTION_LOOK: Duration = Duration::from_secs(1);
 /// Models whose metadata is cached.
@@ -71,6 +73,8 @@ pub struct FrontendSettings {
     pub files: Option<ModelStore>,
     /// TLS of connections to backends.
     pub backend_tls: Option<ClientTls>,
+    /// Where the last routes are kept, for a start without the store.
+    pub saved: Option<StateFile>,
 }
 
 /// A frontend, as a service. Cloning shares it.
@@ -88,6 +92,7 @@ struct Inner {
     table_changed: watch::Sender<u64>,
     links: BackendLinks,
     random: Mutex<Random>,
+    budgets: Mutex<AttemptBudgets>,
     in_flight: AtomicUsize,
     draining: AtomicBool,
     /// Whether all models have been ready once.
@@ -104,44 +109,34 @@ impl Drop for InFlightGuard<'_> {
     }
 }
 
-/// One request at a backend. Dropping it records that the request has ended, for whatever reason.
-struct SentRequest<'a> {
-    target: &'a RouteTarget,
-    plan: BatchPlan,
-    clock: &'a dyn Clock,
-    given_up: bool,
-}
-
-impl<'a> SentRequest<'a> {
-    fn new(target: &'a RouteTarget, frontends: usize, clock: &'a dyn Clock) -> SentRequest<'a> {
-        let plan = target.plan(frontends);
-        target.outstanding.send(clock.now(), plan);
-        SentRequest { target, plan, clock, given_up: false }
-    }
-}
-
-impl Drop for SentRequest<'_> {
-    fn drop(&mut self) {
-        self.target.outstanding.settle(self.clock.now(), self.plan, self.given_up);
-    }
-}
-
 impl Frontend {
-    /// Starts a frontend on the state in `store`, which must be reachable once; afterwards the
-    /// frontend works without it.
+    /// Starts a frontend on the state in `store`: [`Frontend::new`] and [`Frontend::connect`].
     pub async fn start(
         store: Arc<dyn Store>,
         keys: Keys,
         clock: Arc<dyn Clock>,
         settings: FrontendSettings,
     ) -> Result<Frontend, StoreError> {
-        let entries = mirror::follow(store.clone(), keys.all()).await?;
+        let frontend = Frontend::new(store.clone(), keys.clone(), clock, settings);
+        frontend.connect(store, &keys).await?;
+        Ok(frontend)
+    }
+
+    /// A frontend that knows what was saved when it last ran, or no model yet and is not ready: see
+    /// [`Frontend::connect`].
+    pub fn new(
+        store: Arc<dyn Store>,
+        keys: Keys,
+        clock: Arc<dyn Clock>,
+        settings: FrontendSettings,
+    ) -> Frontend {
         let inner = Arc::new(Inner {
             records: ModelRecords::new(store, keys),
             table: RwLock::default(),
             table_changed: watch::Sender::new(0),
             links: BackendLinks::new(settings.backend_tls.clone()),
             random: Mutex::new(Random::new(clock.now().0 ^ u64::from(std::process::id()))),
+            budgets: Mutex::default(),
             in_flight: AtomicUsize::new(0),
             draining: AtomicBool::new(false),
             started: AtomicBool::new(false),
@@ -149,9 +144,26 @@ impl Frontend {
             settings,
             clock,
         });
-        inner.rebuild_table(&entries.borrow());
-        tokio::spawn(follow(Arc::downgrade(&inner), entries));
-        Ok(Frontend { inner })
+        let saved = inner.settings.saved.as_ref().map(StateFile::read).unwrap_or_default();
+        if !saved.is_empty() {
+            tracing::info!(entries = saved.len(), "routes of the last run in use");
+            inner.rebuild_table(&Arc::new(saved));
+        }
+        Frontend { inner }
+    }
+
+    /// Follows the state in `store`, which must be reachable once; afterwards the frontend works
+    /// without it.
+    pub async fn connect(&self, store: Arc<dyn Store>, keys: &Keys) -> Result<(), StoreError> {
+        let entries = mirror::follow(store, keys.all()).await?;
+        let first = routing_entries(&entries.borrow());
+        self.inner.rebuild_table(&first);
+        let (saved, changes) = watch::channel(first);
+        if let Some(file) = self.inner.settings.saved.clone() {
+            tokio::spawn(save(file, changes));
+        }
+        tokio::spawn(follow(Arc::downgrade(&self.inner), entries, saved));
+        Ok(())
     }
 
     /// Publishes its addresses and reports its load for as long as the membership lives.
@@ -202,10 +214,30 @@ fn routing_entries(entries: &KeyValues) -> KeyValues {
     Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())
 }
 
+/// Saves entries when they have changed, until their sender is dropped.
+async fn save(file: StateFile, mut entries: watch::Receiver<KeyValues>) {
+    loop {
+        let (file, latest) = (file.clone(), entries.borrow_and_update().clone());
+        let written = tokio::task::spawn_blocking(move || file.write(&latest)).await;
+        if let Ok(Err(error)) = written {
+            tracing::warn!(%error, "cannot save the routes");
+        }
+        // Many changes in a short time are saved together.
+        tokio::time::sleep(SAVE_INTERVAL).await;
+        if entries.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
 /// Rebuilds the table after every relevant change of the store.
-async fn follow(inner: std::sync::Weak<Inner>, mut entries: watch::Receiver<KeyValues>) {
+async fn follow(
+    inner: std::sync::Weak<Inner>,
+    mut entries: watch::Receiver<KeyValues>,
+    saved: watch::Sender<KeyValues>,
+) {
     let mut retention = Retention::default();
-    let mut last = routing_entries(&entries.borrow());
+    let mut last = saved.borrow().clone();
     loop {
         {
             let Some(inner) = inner.upgrade() else { return };
@@ -213,6 +245,7 @@ async fn follow(inner: std::sync::Weak<Inner>, mut entries: watch::Receiver<KeyV
             let seen = retention.merge(inner.clock.now(), &seen);
             if seen != last {
                 inner.rebuild_table(&seen);
+                saved.send_replace(seen.clone());
                 last = seen;
             }
         }
@@ -224,17 +257,6 @@ async fn follow(inner: std::sync::Weak<Inner>, mut entries: watch::Receiver<KeyV
     }
 }
 
-/// Result of one attempt.
-enum Attempt {
-    Done(Box<proto::ModelInferResponse>),
-    /// Another backend may succeed.
-    RetryElsewhere(ApiError),
-    /// The backend dropped it early in favour of other requests; an idle one may still reply in
-    /// time.
-    GivenUp(ApiError),
-    Final(ApiError),
-}
-
 impl Inner {
     fn table(&self) -> Arc<RoutingTable> {
         self.table.read().unwrap_or_else(PoisonError::into_inner).clone()
@@ -242,7 +264,8 @@ impl Inner {
 
     fn rebuild_table(&self, entries: &KeyValues) {
         let snapshot = ClusterSnapshot::read_routes(entries);
-        let table = Arc::new(RoutingTable::build(&snapshot, &self.table(), &self.links));
+        let now = self.clock.now();
+        let table = Arc::new(RoutingTable::build(&snapshot, &self.table(), &self.links, now));
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = table;
         self.links.prune();
         self.table_changed.send_modify(|version| *version += 1);
@@ -257,7 +280,31 @@ impl Inner {
             number: 0,
             models: models.map(|(name, e)| (name.clone(), e.meter.report(now))).collect(),
             queries: queries.map(|(name, q)| (name.clone(), q.meter.report(now))).collect(),
+            ejected: self.ejected(now),
         }
+    }
+
+    /// Addresses of the backends that are ejected.
+    fn ejected(&self, now: Nanos) -> Vec<String> {
+        let is_ejected = |link: &Arc<BackendLink>| link.service(now).0 != Availability::Serving;
+        let links = self.links.all();
+        let mut ejected: Vec<String> =
+            links.iter().filter(|link| is_ejected(link)).map(|link| link.address.clone()).collect();
+        ejected.sort_unstable();
+        ejected
+    }
+
+    /// Ejections of each backend by reason, and whether it is ejected, for metrics.
+    fn ejections(&self) -> Vec<(String, [u64; EjectionReason::ALL.len()], bool)> {
+        let now = self.clock.now();
+        let row = |link: Arc<BackendLink>| {
+            let health = link.health();
+            let is_ejected = health.availability(now) != Availability::Serving;
+            (link.address.clone(), health.ejections(), is_ejected)
+        };
+        let mut rows: Vec<_> = self.links.all().into_iter().map(row).collect();
+        rows.sort_unstable();
+        rows
     }
 
     fn enter(&self) -> ApiResult<InFlightGuard<'_>> {
@@ -342,151 +389,6 @@ impl Inner {
         decode_response(reply)
     }
 
-    /// Sends to a backend, and to a second one where the first fails and time remains.
-    async fn route(
-        &self,
-        model: &str,
-        entry: &ModelEntry,
-        mut message: proto::ModelInferRequest,
-        deadline: Option<Nanos>,
-    ) -> ApiResult<proto::ModelInferResponse> {
-        let first = self.choose(entry, None).ok_or_else(|| no_backend(model))?;
-        self.check_wait(model, entry, first, deadline)?;
-        let (error, given_up) =
-            match self.attempt(&entry.targets[first], message.clone(), deadline).await {
-                Attempt::Done(reply) => return Ok(*reply),
-                Attempt::Final(error) => return Err(error),
-                Attempt::RetryElsewhere(error) => (error, false),
-                Attempt::GivenUp(error) => (error, true),
-            };
-        let now = self.clock.now();
-        let left = deadline.map(|deadline| Nanos(deadline.0.saturating_sub(now.0)));
-        if left.is_some_and(|left| left < RETRY_TIME_MIN) {
-            return Err(deadline_exceeded(model));
-        }
-        // The table may have changed, and name other backends.
-        let table = self.table();
-        let fresh = table.models.get(model).map_or(entry, |entry| entry);
-        let tried = &entry.targets[first].link.address;
-        let second = match given_up {
-            true => self.spare(fresh, tried),
-            false => self.choose(fresh, Some(tried)),
-        };
-        let Some(second) = second else { return Err(error) };
-        entry.meter.retry();
-        if let Some(left) = left {
-            set_deadline(&mut message, left);
-        }
-        match self.attempt(&fresh.targets[second], message, deadline).await {
-            Attempt::Done(reply) => Ok(*reply),
-            Attempt::RetryElsewhere(error) | Attempt::GivenUp(error) | Attempt::Final(error) => {
-                Err(error)
-            }
-        }
-    }
-
-    /// The model's backends as candidates, without the one that was tried.
-    fn candidates(
-        &self,
-        entry: &ModelEntry,
-        tried: Option<&str>,
-    ) -> (Vec<usize>, Vec<BackendCandidate>) {
-        let now = self.clock.now();
-        // Other frontends send their share.
-        let frontends = self.table().frontends;
-        let depth = |target: &RouteTarget| depth(target.batch as usize).div_ceil(frontends);
-        let untried =
-            |(_, target): &(usize, &RouteTarget)| tried != Some(target.link.address.as_str());
-        let candidate = |(index, target): (usize, &RouteTarget)| {
-            let candidate = BackendCandidate {
-                weight: target.weight,
-                outstanding: target.outstanding.count(),
-                depth: depth(target),
-                down: target.link.is_down(now),
-                progress: target.progress(frontends),
-            };
-            (index, candidate)
-        };
-        entry.targets.iter().enumerate().filter(untried).map(candidate).unzip()
-    }
-
-    fn choose(&self, entry: &ModelEntry, tried: Option<&str>) -> Option<usize> {
-        let (indices, candidates) = self.candidates(entry, tried);
-        let busy = |index: usize| entry.busy(indices[index]);
-        let mut random = self.random.lock().unwrap_or_else(PoisonError::into_inner);
-        choose(&candidates, self.clock.now(), busy, &mut random).map(|chosen| indices[chosen])
-    }
-
-    /// A backend to which this frontend has sent nothing.
-    fn spare(&self, entry: &ModelEntry, tried: &str) -> Option<usize> {
-        let (indices, candidates) = self.candidates(entry, Some(tried));
-        spare(&candidates, |index| entry.busy(indices[index])).map(|chosen| indices[chosen])
-    }
-
-    /// Refuses at once a request that would wait beyond its deadline behind those that this
-    /// frontend has sent already.
-    fn check_wait(
-        &self,
-        model: &str,
-        entry: &ModelEntry,
-        chosen: usize,
-        deadline: Option<Nanos>,
-    ) -> ApiResult<()> {
-        let Some(deadline) = deadline else { return Ok(()) };
-        let target = &entry.targets[chosen];
-        let batches = target.outstanding.count() / target.batch.max(1) as usize;
-        let cycle_ms = target.cycle_ms.max(target.batch_ms);
-        let wait_ms = batches as f64 * cycle_ms;
-        let left_ms = deadline.0.saturating_sub(self.clock.now().0) as f64 / 1e6;
-        if target.batch_ms > 0.0 && batches > 0 && wait_ms > left_ms {
-            return Err(overloaded(model));
-        }
-        Ok(())
-    }
-
-    async fn attempt(
-        &self,
-        target: &RouteTarget,
-        message: proto::ModelInferRequest,
-        deadline: Option<Nanos>,
-    ) -> Attempt {
-        target.link.outstanding.fetch_add(1, Ordering::Relaxed);
-        let _sent = InFlightGuard(&target.link.outstanding);
-        let mut plan = SentRequest::new(target, self.table().frontends, self.clock.as_ref());
-        let now = self.clock.now();
-        let left = match deadline {
-            Some(deadline) => Duration::from(Nanos(deadline.0.saturating_sub(now.0))) + GRACE,
-            None => self.settings.timeout,
-        };
-        let name = message.model_name.clone();
-        let mut client = target.link.client();
-        let status = match tokio::time::timeout(left, client.model_infer(message)).await {
-            Ok(Ok(reply)) => {
-                target.link.recover();
-                return Attempt::Done(Box::new(reply.into_inner()));
-            }
-            Ok(Err(status)) => status,
-            Err(_) => return Attempt::Final(deadline_exceeded(&name)),
-        };
-        // A status with a source was created on this side: the backend did not reply.
-        if std::error::Error::source(&status).is_some() {
-            target.link.fail(self.clock.now());
-            let message = format!("model '{name}': its backend was lost: {}", status.message());
-            return Attempt::RetryElsewhere(ApiError::unavailable(message).retry_after(1));
-        }
-        let error = error_of(&status);
-        match error.kind {
-            ErrorKind::Unavailable | ErrorKind::NotFound => {
-                Attempt::RetryElsewhere(ApiError { kind: ErrorKind::Unavailable, ..error })
-            }
-            ErrorKind::DeadlineExceeded => {
-                plan.given_up = true;
-                Attempt::GivenUp(error)
-            }
-            _ => Attempt::Final(error),
-        }
-    }
-
     /// The metadata of a model, from one of its backends.
     async fn metadata(&self, model: &str, entry: &ModelEntry) -> ApiResult<Arc<ModelMetadata>> {
         let key = (model.to_string(), entry.record.version);
@@ -510,7 +412,7 @@ impl Inner {
         Ok(metadata)
     }
 
-    /// Calls the model's backends one after another until one replies.
+    /// Calls the model's backends one after another until one replies, those that serve first.
     async fn call_any_backend<T, F>(
         &self,
         model: &str,
@@ -521,8 +423,16 @@ impl Inner {
         F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
     {
         let mut last = no_backend(model);
-        for target in &entry.targets {
-            let reply = tokio::time::timeout(self.settings.timeout, call(target.link.client()));
+        let now = self.clock.now();
+        let mut targets: Vec<&RouteTarget> = entry.targets.iter().collect();
+        targets.sort_by_key(|target| target.link.service(now).0 != Availability::Serving);
+        let others = targets.len();
+        for (index, target) in targets.into_iter().enumerate() {
+            let limit = match index + 1 == others {
+                true => self.settings.timeout,
+                false => self.settings.timeout.min(METADATA_TIMEOUT),
+            };
+            let reply = tokio::time::timeout(limit, call(target.link.client()));
             match reply.await {
                 Ok(Ok(reply)) => return Ok(reply.into_inner()),
                 Ok(Err(status)) => last = error_of(&status),

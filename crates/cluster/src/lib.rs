@@ -17,6 +17,7 @@ pub mod retention;
 pub mod scaling;
 pub mod scheduler;
 pub mod snapshot;
+pub mod state_file;
 pub mod status;
 pub mod store;
 pub mod tls;

@@ -320,7 +320,7 @@ mod tests {
     /// Bytes that one frontend writes in `days`, where rates change `faster` than in a day.
     fn written(days: u64, faster: u64) -> usize {
         // The budget is one of time, so that coarse steps cost no less.
-        const STEP_SECONDS: u64 = 10;
+        const STEP_SECONDS: u64 = 40;
         let mut day = Day::new(400, 7);
         let mut reporter = LoadReporter::new(&Keys::new("default"), "frontend-0");
         let mut bytes = 0;

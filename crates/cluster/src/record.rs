@@ -304,6 +304,9 @@ pub struct LoadReport {
     /// By query.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub queries: BTreeMap<String, QueryLoad>,
+    /// Addresses of backends that the frontend avoids because of their replies.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ejected: Vec<String>,
 }
 
 /// A stage's share of its query's SLO.

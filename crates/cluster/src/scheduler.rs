@@ -20,6 +20,7 @@ use crate::snapshot::ClusterSnapshot;
 pub mod agent;
 pub mod demand;
 pub mod deployment;
+mod ejected_backends;
 pub mod maintenance;
 pub mod packing;
 pub mod placement;
@@ -31,6 +32,7 @@ pub mod service;
 pub mod splitting;
 
 use deployment::{DeploymentState, DeploymentStep, ModelFacts};
+use ejected_backends::EjectedBackends;
 use placement::PlacementSettings;
 use plan::{Curves, Demand, DutyCycle, LoadedModels, Machine, PlacedPart, Placement};
 use pooling::{BackendPools, LoadFactors};
@@ -70,6 +72,9 @@ impl Default for SchedulerSettings {
 /// Minimum time between plans for reasons other than load and loss, so that simultaneous changes
 /// lead to one plan.
 const PLAN_SPACING: Nanos = Nanos::from_millis(1000);
+/// How long a plan may be prepared before it takes over part by part: a backend that loads for ever
+/// does not hold it up.
+const PREPARE_MAX: Nanos = Nanos::from_millis(30_000);
 /// Relative change of a model's rate that counts as a rise.
 const RATE_CHANGE: f64 = 0.1;
 /// Gain in capacity, or in the number of machines, that is worth moving models.
@@ -92,8 +97,12 @@ pub struct Decision {
 /// Decides on plans and deploys them step by step.
 pub struct Core {
     settings: SchedulerSettings,
-    /// The placement in force: the plan, extended since.
+    /// The plan, extended since. It is in force unless it is still being prepared.
     placement: Placement,
+    /// The placement in force while the plan is being prepared, and since when.
+    in_force: Option<(Placement, Nanos)>,
+    /// Whether the last step found the plan deployed.
+    settled: bool,
     /// Machines and rates that the placement was made for.
     machines: BTreeSet<String>,
     rates: BTreeMap<String, f64>,
@@ -109,6 +118,9 @@ pub struct Core {
     assigned: BTreeMap<String, BTreeSet<String>>,
     /// Backends that are to be drained.
     draining: BTreeSet<String>,
+    /// Backends that frontends avoid, and those of them that the plan does without.
+    ejected: EjectedBackends,
+    avoided: BTreeSet<String>,
     planned_at: Option<Nanos>,
     /// Whether the placement has been extended since the plan.
     extended: bool,
@@ -124,6 +136,8 @@ impl Core {
         let mut core = Core {
             settings,
             placement: Placement::default(),
+            in_force: None,
+            settled: false,
             machines: snapshot.assignments.keys().cloned().collect(),
             rates: BTreeMap::new(),
             models: BTreeSet::new(),
@@ -133,6 +147,8 @@ impl Core {
             splits: snapshot.splits.clone(),
             assigned: BTreeMap::new(),
             draining: BTreeSet::new(),
+            ejected: EjectedBackends::default(),
+            avoided: BTreeSet::new(),
             planned_at: None,
             extended: false,
             seen_at: now,
@@ -210,6 +226,7 @@ impl Core {
         self.adopt(snapshot);
         self.refused.update(snapshot);
         let present = machines(snapshot);
+        self.avoided = self.ejected.update(now, snapshot);
         let machines = self.retained(&present);
         let mut demands = self.demands(snapshot);
         let curves = curves(snapshot);
@@ -225,7 +242,7 @@ impl Core {
         } else if self.placement.slack(&demands) < 1.0 {
             self.extend_placement(&machines, &demands, &curves);
         }
-        Some(self.deploy(snapshot, &present, &demands, &curves))
+        Some(self.deploy(now, snapshot, &present, &demands, &curves))
     }
 
     /// What backends hold although this leader has not assigned it counts as assigned, where the
@@ -246,11 +263,14 @@ impl Core {
         self.models = snapshot.models.keys().cloned().collect();
     }
 
-    /// The machines that are not draining; all of them where every machine is draining, because
+    /// The machines that are neither draining nor avoided; all of them where none is left, because
     /// requests must still be served.
     fn retained<'a>(&self, present: &'a [Machine]) -> Cow<'a, [Machine]> {
-        let is_retained = |machine: &&Machine| !self.draining.contains(&machine.name);
-        match self.draining.is_empty() || !present.iter().any(|machine| is_retained(&machine)) {
+        let is_retained = |machine: &&Machine| {
+            !self.draining.contains(&machine.name) && !self.avoided.contains(&machine.name)
+        };
+        let all_retained = self.draining.is_empty() && self.avoided.is_empty();
+        match all_retained || !present.iter().any(|machine| is_retained(&machine)) {
             true => Cow::Borrowed(present),
             false => present.iter().filter(is_retained).cloned().collect(),
         }
@@ -303,12 +323,13 @@ impl Core {
             return Some("backend lost");
         }
         let is_retained = |name: &String| machines.iter().any(|machine| machine.name == *name);
-        if self
-            .draining
-            .iter()
-            .any(|name| self.placement.duty_cycles.contains_key(name) && !is_retained(name))
-        {
+        let is_left =
+            |name: &String| self.placement.duty_cycles.contains_key(name) && !is_retained(name);
+        if self.draining.iter().any(is_left) {
             return Some("backend drained");
+        }
+        if self.avoided.iter().any(is_left) {
+            return Some("backend avoided");
         }
         if !self.placement.covers(machines, demands) {
             return Some("models changed");
@@ -352,7 +373,15 @@ impl Core {
         chosen.bound = bound;
         self.refused.move_parts(&mut chosen, machines);
         self.plan.moves += moves(&chosen, &self.assigned);
-        self.placement = chosen;
+        let before = std::mem::replace(&mut self.placement, chosen);
+        if before.covers(machines, demands) && matches!(reason, "epoch" | "load rose") {
+            // One that is being prepared never came into force.
+            if self.in_force.is_none() && self.settled && before != self.placement {
+                self.in_force = Some((before, now));
+            }
+        } else {
+            self.in_force = None;
+        }
         self.machines = machines.iter().map(|machine| machine.name.clone()).collect();
         self.rates = demands.iter().map(|demand| (demand.model.clone(), demand.rate)).collect();
         self.measured = curves.len();
@@ -401,7 +430,7 @@ impl Core {
         let current = match reason {
             // SLOs may have changed too, not only rates.
             "model measured" | "queries changed" => return None,
-            "backend lost" | "backend joined" | "backend drained" => {
+            "backend lost" | "backend joined" | "backend drained" | "backend avoided" => {
                 let placement = &self.placement;
                 placement::repair(placement, machines, demands, curves, &self.assigned, settings)?
             }
@@ -417,6 +446,7 @@ impl Core {
 
     fn deploy(
         &mut self,
+        now: Nanos,
         snapshot: &ClusterSnapshot,
         machines: &[Machine],
         demands: &[Demand],
@@ -437,17 +467,25 @@ impl Core {
             memory: &memory,
             models: &models,
         };
-        let step = deployment::step(&state);
+        let preparing = self.in_force.as_ref().filter(|(_, since)| now - *since < PREPARE_MAX);
+        let prepared = preparing.and_then(|(before, _)| deployment::prepare(&state, before));
+        let is_prepared = prepared.is_none();
+        let step = prepared.unwrap_or_else(|| deployment::step(&state));
+        if is_prepared {
+            self.in_force = None;
+        }
+        self.settled = step.settled;
+        let in_force = self.in_force.as_ref().map_or(&self.placement, |(before, _)| before);
         for model in &step.forced {
             tracing::warn!(model, "no memory for a shadow; requests may be refused for a moment");
         }
         let pools = match self.settings.placement.pooled {
-            true => self.load_factors.pools(&self.placement, machines, demands, curves),
+            true => self.load_factors.pools(in_force, machines, demands, curves),
             false => BackendPools::default(),
         };
         let decision = Decision {
-            assignments: self.assignments(&step, &models, &pools),
-            routes: self.routes(snapshot, &step, demands, curves, &pools),
+            assignments: self.assignments(in_force, &step, &models, &pools),
+            routes: self.routes(in_force, snapshot, &step, demands, curves, &pools),
             splits: self.splits.clone(),
             plan: self.summarize(snapshot, machines.len(), demands),
         };
@@ -461,6 +499,7 @@ impl Core {
 
     fn assignments(
         &self,
+        in_force: &Placement,
         step: &DeploymentStep,
         models: &BTreeMap<String, ModelFacts>,
         pools: &BackendPools,
@@ -476,8 +515,7 @@ impl Core {
                     min_batch: pools.min_batch(backend, model),
                 }
             };
-            let cycle_ms =
-                self.placement.duty_cycles.get(backend).map_or(0.0, |cycle| cycle.cycle_ms);
+            let cycle_ms = in_force.duty_cycles.get(backend).map_or(0.0, |cycle| cycle.cycle_ms);
             let models = assigned.iter().map(share).collect();
             (backend.clone(), Assignment { epoch: self.plan.epoch, cycle_ms, models })
         };
@@ -486,6 +524,7 @@ impl Core {
 
     fn routes(
         &self,
+        in_force: &Placement,
         snapshot: &ClusterSnapshot,
         step: &DeploymentStep,
         demands: &[Demand],
@@ -510,7 +549,7 @@ impl Core {
             let target = |(backend, weight): &(String, f64)| {
                 let record = snapshot.backends.get(backend)?;
                 let assigned = step.assigned.get(backend)?.get(model)?;
-                let cycle = self.placement.duty_cycles.get(backend);
+                let cycle = in_force.duty_cycles.get(backend);
                 let curve = curves.get(&(record.device.clone(), model.clone()));
                 let time = curve.and_then(|c| c.iter().find(|(batch, _)| *batch >= assigned.1));
                 Some(TargetRecord {

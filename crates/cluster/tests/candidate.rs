@@ -213,6 +213,7 @@ async fn frontend(cluster: &Cluster, folder: &std::path::Path) -> Frontend {
         timeout: Duration::from_secs(5),
         files: Some(ModelStore::Folder(FileStore::open(folder).unwrap())),
         backend_tls: None,
+        saved: None,
     };
     let clock = Arc::new(MonotonicClock::new());
     Frontend::start(cluster.store.clone(), cluster.keys.clone(), clock, settings).await.unwrap()

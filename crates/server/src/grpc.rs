@@ -12,6 +12,7 @@ use api::{ApiError, ErrorKind, ModelRef, RequestContext, TraceContext, proto};
 use futures_util::{FutureExt, Stream};
 use http::HeaderMap;
 use tonic::codec::CompressionEncoding;
+use tonic::server::NamedService;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::HealthReporter;
@@ -40,16 +41,20 @@ type RpcResult<T> = Result<Response<T>, Status>;
 pub(crate) struct GrpcHealth(HealthReporter);
 
 impl GrpcHealth {
-    pub(crate) async fn not_serving(&self) {
-        self.0.set_service_status("", tonic_health::ServingStatus::NotServing).await;
-        self.0.set_not_serving::<Service>().await;
+    pub(crate) async fn set(&self, ready: bool) {
+        let status = match ready {
+            true => tonic_health::ServingStatus::Serving,
+            false => tonic_health::ServingStatus::NotServing,
+        };
+        self.0.set_service_status("", status).await;
+        self.0.set_service_status(<Service as NamedService>::NAME, status).await;
     }
 }
 
 /// The handler of gRPC requests, and the state of its health service.
 pub(crate) async fn handler(app: Arc<AppState>) -> Result<(GrpcHealth, GrpcHandler), ServerError> {
+    // Not serving until the first check of readiness.
     let (reporter, health) = tonic_health::server::health_reporter();
-    reporter.set_serving::<Service>().await;
     let broken = |error: tonic_reflection::server::Error| ServerError::Grpc(error.to_string());
     let reflection = || {
         tonic_reflection::server::Builder::configure()

@@ -23,13 +23,13 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::auth::Caller;
-use crate::auth::routes::{Need, REQUEST_ID};
+use crate::auth::routes::{self, Need, REQUEST_ID};
 use crate::connection::{
     BodyRules, CloseReason, Connection, ConnectionTable, GuardedIo, ReadAhead, RequestBody,
     TrackedBody,
 };
 use crate::rest::response::ResponseBody;
-use crate::server::AppState;
+use crate::server::{AppState, StopPhase};
 use crate::tls::{Tls, TlsUse, fingerprint};
 
 /// Until when connections may finish after a stop; `None` before it.
@@ -89,6 +89,13 @@ pub(crate) trait Respond: Clone + Send + Sync + 'static {
 pub(crate) async fn stopped(stop: &mut Stop) -> Instant {
     let deadline = stop.wait_for(Option::is_some).await;
     deadline.ok().and_then(|deadline| *deadline).unwrap_or_else(Instant::now)
+}
+
+/// Returns when clients are to be told to go away.
+async fn lame_duck(phases: &mut watch::Receiver<StopPhase>) {
+    if phases.wait_for(|phase| *phase == StopPhase::LameDuck).await.is_err() {
+        std::future::pending().await
+    }
 }
 
 impl<R: Respond> Listener<R> {
@@ -272,10 +279,18 @@ async fn serve_connection<R: Respond, S: AsyncRead + AsyncWrite + Send + Unpin +
     // When the connection ends even if it does not close by itself.
     let mut end: Option<Instant> = None;
     let mut stopping = false;
+    // A connection that begins in the lame-duck period still gets its replies.
+    let mut phases = shared.responder.app().phase.subscribe();
+    let mut going_away = *phases.borrow_and_update() != StopPhase::Serving;
     let result = loop {
         tokio::select! {
             result = served.as_mut() => break result,
             () = connection.close.notified() => return,
+            () = lame_duck(&mut phases), if !going_away => {
+                // Replies that are due are sent; HTTP/2 says GOAWAY, HTTP/1 `connection: close`.
+                going_away = true;
+                served.as_mut().graceful_shutdown();
+            }
             _ = stopped(&mut stop), if !stopping => {
                 stopping = true;
                 served.as_mut().graceful_shutdown();
@@ -284,7 +299,7 @@ async fn serve_connection<R: Respond, S: AsyncRead + AsyncWrite + Send + Unpin +
             }
             _ = checks.tick() => {
                 if end.is_some_and(|end| end <= Instant::now())
-                    || (stopping && connection.is_idle())
+                    || (stopping && connection.is_finished())
                 {
                     return;
                 }
@@ -331,13 +346,14 @@ fn handle<R: Respond>(
 ) -> impl Future<Output = Result<Response<TrackedBody<ResponseBody>>, Infallible>> + Send {
     // From now on the connection is in use, not when the future is polled.
     let in_flight = connection.begin();
+    let endless = routes::is_endless(request.uri().path()).then(|| connection.begin_endless());
     async move {
         let work = admit_and_respond(&responder, &connection, certificate, request);
         let response = AssertUnwindSafe(work).catch_unwind().await;
         let response = response.unwrap_or_else(|_| {
             responder.error(ApiError::internal("the server failed on this request"))
         });
-        Ok(response.map(|body| TrackedBody::new(body, in_flight)))
+        Ok(response.map(|body| TrackedBody::new(body, in_flight, endless)))
     }
 }
 

@@ -28,6 +28,8 @@ use crate::{admin, descriptors, grpc, rest};
 
 /// How often files of credentials and certificates are checked for changes.
 const RELOAD_INTERVAL: Duration = Duration::from_secs(1);
+/// How often the health service asks whether the server is ready.
+const READINESS_INTERVAL: Duration = Duration::from_millis(100);
 /// How long a server that stops waits for request bodies that are still arriving; at most half of
 /// the time it has.
 const BODY_DRAIN_TIME: Duration = Duration::from_secs(10);
@@ -61,6 +63,9 @@ pub struct ServerOptions {
     pub insecure: bool,
     /// Maximum time of one execution, whatever its deadline.
     pub max_execution: Option<Duration>,
+    /// After the signal to stop, how long the server still serves while it is not ready and tells
+    /// its clients to go away.
+    pub lame_duck: Duration,
     /// Plans GPUs, for the console.
     pub planner: Option<PlanFn>,
     /// Where spans of requests are sent.
@@ -105,6 +110,7 @@ impl Default for ServerOptions {
             tls: None,
             insecure: false,
             max_execution: Some(Duration::from_secs(300)),
+            lame_duck: Duration::ZERO,
             planner: None,
             telemetry: None,
             inherited: InheritedSockets::default(),
@@ -146,6 +152,17 @@ pub enum ServerError {
     Grpc(String),
 }
 
+/// How far a server has stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum StopPhase {
+    /// It has not.
+    Serving,
+    /// It is not ready and tells clients to go away, but still serves them.
+    LameDuck,
+    /// It refuses new requests and ends streams.
+    Draining,
+}
+
 /// State shared by all handlers.
 pub(crate) struct AppState {
     pub(crate) service: Arc<dyn InferenceService>,
@@ -157,6 +174,7 @@ pub(crate) struct AppState {
     pub(crate) tables: Vec<Arc<ConnectionTable>>,
     pub(crate) viewers: Viewers,
     pub(crate) planner: Option<PlanFn>,
+    pub(crate) phase: watch::Sender<StopPhase>,
     pub(crate) telemetry: Option<Telemetry>,
     max_execution: Option<Duration>,
 }
@@ -185,7 +203,13 @@ impl BodyLimits {
 
 impl AppState {
     pub(crate) fn ready(&self) -> bool {
-        !self.requests.is_closed() && self.service.ready()
+        *self.phase.borrow() == StopPhase::Serving && self.service.ready()
+    }
+
+    /// Returns when streams have to end because the server stops.
+    pub(crate) async fn draining(&self) {
+        // The sender lives as long as this state does.
+        let _ = self.phase.subscribe().wait_for(|phase| *phase == StopPhase::Draining).await;
     }
 
     /// Runs `work` for at most the maximum time of an execution; giving it up cancels it.
@@ -300,6 +324,7 @@ impl BoundServer {
             tables: vec![http.clone(), grpc.clone(), admin.clone()],
             viewers: Viewers::default(),
             planner: self.options.planner.clone(),
+            phase: watch::Sender::new(StopPhase::Serving),
             telemetry: telemetry.map_err(ServerError::Telemetry)?,
             max_execution: self.options.max_execution,
         });
@@ -322,6 +347,7 @@ impl BoundServer {
             stop,
             tasks: Vec::new(),
             reload,
+            lame_duck: self.options.lame_duck,
             admin: None,
         };
         let tls = |usage| self.tls.clone().map(|tls| (tls, usage));
@@ -334,7 +360,9 @@ impl BoundServer {
         }
         if let Some((socket, _)) = self.grpc {
             let (health, responder) = grpc::handler(app.clone()).await?;
-            server.health = Some(health);
+            let ready = app.ready();
+            health.set(ready).await;
+            server.health = Some(tokio::spawn(follow_readiness(health, ready, app.clone())));
             server.spawn(
                 Listener { socket, responder, table: grpc, tls: tls(TlsUse::Grpc) },
                 &stopped,
@@ -346,6 +374,25 @@ impl BoundServer {
             server.serve_admin(socket, responder, admin, tls, stopped)?;
         }
         Ok(server)
+    }
+}
+
+/// Keeps the health service's status the server's readiness, until the server stops.
+async fn follow_readiness(health: grpc::GrpcHealth, mut was_ready: bool, app: Arc<AppState>) {
+    let mut phases = app.phase.subscribe();
+    loop {
+        let ready = app.ready();
+        if ready != was_ready {
+            health.set(ready).await;
+            was_ready = ready;
+        }
+        if *phases.borrow_and_update() != StopPhase::Serving {
+            return;
+        }
+        tokio::select! {
+            _ = phases.changed() => {}
+            () = tokio::time::sleep(READINESS_INTERVAL) => {}
+        }
     }
 }
 
@@ -414,16 +461,21 @@ pub struct RunningServer {
     /// Handles of the listening sockets, for another process.
     sockets: InheritedSockets,
     app: Arc<AppState>,
-    health: Option<grpc::GrpcHealth>,
+    /// Follows readiness until the server stops.
+    health: Option<JoinHandle<()>>,
     stop: watch::Sender<Option<Instant>>,
     tasks: Vec<JoinHandle<()>>,
     reload: JoinHandle<()>,
+    lame_duck: Duration,
     admin: Option<AdminRuntime>,
 }
 
 impl Drop for RunningServer {
     fn drop(&mut self) {
         self.reload.abort();
+        if let Some(health) = &self.health {
+            health.abort();
+        }
     }
 }
 
@@ -465,16 +517,28 @@ impl RunningServer {
         std::mem::take(&mut self.sockets)
     }
 
-    /// Reports not ready, refuses new requests, waits for requests in flight and closes the
+    /// Serves for `period` after the signal to stop while it is not ready.
+    pub fn set_lame_duck(&mut self, period: Duration) {
+        self.lame_duck = period;
+    }
+
+    /// Reports not ready and tells clients to go away, but serves them until the lame-duck period
+    /// ends. Then refuses new requests, ends streams, waits for requests in flight and closes the
     /// listeners. `false` if requests were still running after `limit` and were dropped. Clients
     /// that do not finish sending a request, or do not take a response, only lose their own.
     pub async fn shutdown(mut self, limit: Duration) -> bool {
+        if !self.lame_duck.is_zero() {
+            self.app.phase.send_replace(StopPhase::LameDuck);
+            tokio::time::sleep(self.lame_duck.min(limit)).await;
+        }
+        self.app.requests.close();
+        self.app.phase.send_replace(StopPhase::Draining);
+        if let Some(health) = self.health.take() {
+            // It ends by itself now.
+            let _ = health.await;
+        }
         let deadline = Instant::now() + limit;
         self.app.drain.set(Instant::now() + BODY_DRAIN_TIME.min(limit / 2));
-        self.app.requests.close();
-        if let Some(health) = self.health.take() {
-            health.not_serving().await;
-        }
         let idle = tokio::time::timeout_at(deadline, self.app.requests.wait_idle()).await.is_ok();
         let remaining = deadline.saturating_duration_since(Instant::now());
         let drained = self.app.service.drain(remaining).await;

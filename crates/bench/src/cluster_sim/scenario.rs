@@ -2,18 +2,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use base::{Nanos, Random};
 use cluster::frontend::meter::Rates;
+use cluster::load_reports::LoadReporter;
 use cluster::record::{
-    BackendRecord, BackendState, LoadReport, LoadState, ModelLoad, ModelRecord, ProfileRecord,
-    TargetRecord, decode, encode,
+    BackendRecord, BackendState, Keys, LoadReport, LoadState, ModelLoad, ModelRecord,
+    ProfileRecord, TargetRecord, decode, encode,
 };
 use cluster::scheduler::packing::Packer;
 use cluster::scheduler::placement::PlacementSettings;
 use cluster::scheduler::{Core, Decision, SchedulerSettings};
 use cluster::snapshot::ClusterSnapshot;
+use cluster::store::mirror::KeyValues;
 use runtime::batching::BatchProfile;
 use serde::{Deserialize, Serialize};
 
@@ -285,6 +288,9 @@ struct ScenarioRun<'a> {
     view: ClusterSnapshot,
     core: Core,
     meters: Vec<Rates>,
+    reporter: LoadReporter,
+    /// What the reporter has written.
+    stored: KeyValues,
     base: Vec<(usize, f64)>,
     /// When the lease of a lost machine expires.
     expiries: BTreeMap<usize, Nanos>,
@@ -298,6 +304,9 @@ struct ScenarioRun<'a> {
     random: Random,
     names: Vec<String>,
 }
+
+/// Name of the simulated cluster.
+const CLUSTER: &str = "default";
 
 fn gpu_name(index: usize) -> String {
     format!("g{index:05}")
@@ -388,6 +397,8 @@ impl ScenarioRun<'_> {
             cluster,
             core,
             meters: base.iter().map(|_| Rates::default()).collect(),
+            reporter: LoadReporter::new(&Keys::new(CLUSTER), "f"),
+            stored: KeyValues::default(),
             expiries: BTreeMap::new(),
             returns: BTreeMap::new(),
             loading: BTreeMap::new(),
@@ -424,33 +435,32 @@ impl ScenarioRun<'_> {
         for loss in self.scenario.losses.iter().filter(|loss| loss.at_s == second) {
             self.lose(loss, second);
         }
-        // The scheduler runs twice per second, as its agent does.
-        for half in 0..2 {
-            let now = Nanos::from_millis(second * 1000 + half * 500);
+        // Frontends measure their load four times per second. The scheduler runs as often: its
+        // agent follows every report.
+        for part in 0..4 {
+            let now = Nanos::from_millis(second * 1000 + part * 250);
             self.cluster.run_until(now);
             self.turn_events(now);
             self.finish_loads(now);
-            if half == 0 {
-                self.observe(now);
-            }
+            self.observe(now);
             self.decide(now);
+            self.react(now);
         }
         self.report.used.push(self.core.placement().used());
-        self.react(second);
     }
 
-    fn react(&mut self, second: u64) {
+    fn react(&mut self, now: Nanos) {
         let Some(step) = self.scenario.steps.first().filter(|step| step.factor > 1.0) else {
             return;
         };
-        let used = &self.report.used;
-        let before = step.at_s.checked_sub(1).and_then(|at| used.get(at as usize)).copied();
-        if second >= step.at_s
-            && self.report.reaction_s.is_none()
+        let before = step.at_s.checked_sub(1).and_then(|at| self.report.used.get(at as usize));
+        let since = now.0.checked_sub(step.at_s * 1_000_000_000);
+        let used = self.core.placement().used();
+        if let (Some(before), Some(since)) = (before, since)
+            && used > *before
             && self.loading.is_empty()
-            && before.is_some_and(|before| used.last().is_some_and(|now| *now > before))
         {
-            self.report.reaction_s = Some((second - step.at_s) as f64 + 1.0);
+            self.report.reaction_s.get_or_insert(since as f64 / 1e9);
         }
     }
 
@@ -509,17 +519,27 @@ impl ScenarioRun<'_> {
         }
     }
 
+    /// Measures the load, and reports what has changed of it.
     fn observe(&mut self, now: Nanos) {
-        let Some(report) = self.view.loads.get_mut("f") else { return };
+        let mut report = LoadReport::default();
         for (index, count) in self.cluster.arrived().iter().enumerate() {
             let (fast, window, slow) = self.meters[index].tick(now, *count);
-            if now.0 < 2_000_000_000 {
-                continue;
-            }
-            if let Some(load) = report.models.get_mut(&self.names[index]) {
-                *load = ModelLoad { fast, window, slow, ..Default::default() };
-            }
+            let load = ModelLoad { fast, window, slow, arrived: *count, ..Default::default() };
+            report.models.insert(self.names[index].clone(), load);
         }
+        // The first plans are for the rates that the scenario gives.
+        if now.0 < 2_000_000_000 {
+            return;
+        }
+        let writes = self.reporter.next(now, &report);
+        if writes.is_empty() {
+            return;
+        }
+        let keys = Keys::new(CLUSTER);
+        let short = |key: String| key.trim_start_matches(keys.all()).to_string();
+        let writes = writes.into_iter().map(|(key, value)| (short(key), value));
+        Arc::make_mut(&mut self.stored).extend(writes);
+        self.view.loads = ClusterSnapshot::read(&self.stored).loads;
     }
 
     fn decide(&mut self, now: Nanos) {
@@ -668,7 +688,7 @@ pub fn text(report: &ClusterReport) -> String {
         worst,
         used(usize::min),
         used(usize::max),
-        report.reaction_s.map_or("-".to_string(), |s| format!("{s:.0} s")),
+        report.reaction_s.map_or("-".to_string(), |s| format!("{s:.2} s")),
         report.outcomes.good,
         report.outcomes.late,
         report.outcomes.refused,

@@ -36,15 +36,19 @@ enum Outcome {
     Waits(String),
 }
 
-/// Offers `versions` until each is in force or refused, for as long as the sender of `stop` lives
-/// and is not true. `backend` must have joined before others can check.
+/// Offers `versions`, once they are known, until each is in force or refused, for as long as the
+/// sender of `stop` lives and is not true. `backend` must have joined before others can check.
 pub async fn offer_versions(
     store: Arc<dyn Store>,
     keys: Keys,
     backend: String,
-    versions: Vec<FolderVersion>,
+    mut versions: watch::Receiver<Option<Vec<FolderVersion>>>,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), StoreError> {
+    let versions = match versions.wait_for(Option::is_some).await {
+        Ok(known) => known.clone().unwrap_or_default(),
+        Err(_) => return Ok(()),
+    };
     let records = ModelRecords::new(store.clone(), keys.clone());
     let prefix = keys.of(RecordKind::Backend);
     let mut present = mirror::follow_when_reachable(store, &prefix).await?;

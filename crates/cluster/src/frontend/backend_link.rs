@@ -1,7 +1,7 @@
 //! The connections to a backend, kept for as long as routes name it.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use api::proto::grpc_inference_service_client::GrpcInferenceServiceClient;
@@ -9,10 +9,9 @@ use base::Nanos;
 use http::Uri;
 
 use super::http2::Http2Connection;
+use crate::balance::backend_health::{Availability, BackendHealth};
 use crate::tls::ClientTls;
 
-/// How long a backend that failed is avoided.
-const PAUSE: Nanos = Nanos::from_millis(500);
 /// Connections to one backend; each carries many requests.
 const CONNECTIONS: usize = 2;
 
@@ -23,13 +22,15 @@ pub struct BackendLink {
     origin: Uri,
     connections: Vec<Http2Connection>,
     next: AtomicUsize,
-    down_until: AtomicU64,
+    health: Mutex<BackendHealth>,
+    /// Whether it serves with its whole share: then its health need not be read to route.
+    steady: AtomicBool,
     /// Requests in flight, over all models.
     pub outstanding: AtomicUsize,
 }
 
 impl BackendLink {
-    fn new(address: &str, tls: Option<&ClientTls>) -> Result<BackendLink, String> {
+    fn new(address: &str, tls: Option<&ClientTls>, now: Nanos) -> Result<BackendLink, String> {
         let scheme = if tls.is_some() { "https" } else { "http" };
         let origin: Uri = format!("{scheme}://{address}")
             .parse()
@@ -41,7 +42,8 @@ impl BackendLink {
                 .map(|_| Http2Connection::new(address, tls.cloned()))
                 .collect(),
             next: AtomicUsize::new(0),
-            down_until: AtomicU64::new(0),
+            health: Mutex::new(BackendHealth::new(now)),
+            steady: AtomicBool::new(false),
             outstanding: AtomicUsize::new(0),
         })
     }
@@ -54,21 +56,42 @@ impl BackendLink {
             .max_encoding_message_size(usize::MAX)
     }
 
-    /// Whether it failed a moment ago.
-    pub fn is_down(&self, now: Nanos) -> bool {
-        now.0 < self.down_until.load(Relaxed)
+    /// Its health, to read.
+    pub fn health(&self) -> BackendHealth {
+        self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Records a failure.
-    pub fn fail(&self, now: Nanos) {
-        self.down_until.store((now + PAUSE).0, Relaxed);
-    }
-
-    /// Records a reply.
-    pub fn recover(&self) {
-        if self.down_until.load(Relaxed) != 0 {
-            self.down_until.store(0, Relaxed);
+    /// Whether it serves, and the share of its weight that counts.
+    pub fn service(&self, now: Nanos) -> (Availability, f64) {
+        if self.steady.load(Relaxed) {
+            return (Availability::Serving, 1.0);
         }
+        let health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        let (availability, share) = (health.availability(now), health.share(now));
+        // Under the lock, so that an ejection is not overwritten.
+        self.steady.store(availability == Availability::Serving && share >= 1.0, Relaxed);
+        (availability, share)
+    }
+
+    /// Changes its health, and logs what follows from it.
+    pub fn judge<T>(&self, now: Nanos, change: impl FnOnce(&mut BackendHealth) -> T) -> T {
+        let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = (health.ejections(), health.availability(now));
+        let result = change(&mut health);
+        let after = (health.ejections(), health.availability(now));
+        if before == after {
+            return result;
+        }
+        self.steady.store(false, Relaxed);
+        let level = health.level();
+        drop(health);
+        let address = self.address.as_str();
+        if before.0 != after.0 {
+            tracing::warn!(backend = address, level, "backend ejected");
+        } else if after.1 == Availability::Serving {
+            tracing::info!(backend = address, level, "backend returned");
+        }
+        result
     }
 }
 
@@ -85,15 +108,22 @@ impl BackendLinks {
         BackendLinks { tls, links: Mutex::default() }
     }
 
-    /// The backend at `address`; connections are opened on demand.
-    pub fn get(&self, address: &str) -> Result<Arc<BackendLink>, String> {
+    /// The backend at `address`, which is new at `now` if it is not known; connections are opened
+    /// on demand.
+    pub fn get(&self, address: &str, now: Nanos) -> Result<Arc<BackendLink>, String> {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(link) = links.get(address) {
             return Ok(link.clone());
         }
-        let link = Arc::new(BackendLink::new(address, self.tls.as_ref())?);
+        let link = Arc::new(BackendLink::new(address, self.tls.as_ref(), now)?);
         links.insert(address.to_string(), link.clone());
         Ok(link)
+    }
+
+    /// All backends.
+    pub fn all(&self) -> Vec<Arc<BackendLink>> {
+        let links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
+        links.values().cloned().collect()
     }
 
     /// Drops backends that no route names.

@@ -6,10 +6,11 @@ use std::sync::{Mutex, PoisonError};
 
 use base::{Histogram, Nanos};
 
+use crate::balance::patience::TypicalLatency;
 use crate::record::{ModelLoad, QueryLoad, StageLoad};
 
 /// Seconds of the fast average.
-const FAST_SECONDS: f64 = 2.0;
+const FAST_SECONDS: f64 = 1.0;
 /// Time constant of the slow average in seconds.
 const SLOW_SECONDS: f64 = 10.0;
 
@@ -57,6 +58,9 @@ pub struct Meter {
     late: AtomicU64,
     refused: AtomicU64,
     retried: AtomicU64,
+    hedged: AtomicU64,
+    /// Of replies of backends, in nanoseconds.
+    typical: AtomicU64,
     recent: Mutex<RecentLoad>,
 }
 
@@ -122,6 +126,27 @@ impl Meter {
     /// Counts a request that was sent to a second backend.
     pub fn retry(&self) {
         self.retried.fetch_add(1, Relaxed);
+    }
+
+    /// Counts a request that a second backend got before the first one replied.
+    pub fn hedge(&self) {
+        self.hedged.fetch_add(1, Relaxed);
+    }
+
+    /// Requests that a second backend got before the first one replied.
+    pub fn hedged(&self) -> u64 {
+        self.hedged.load(Relaxed)
+    }
+
+    /// Records how long a backend took to reply. An update that another one overtakes is lost,
+    /// which does not matter to an estimate.
+    pub fn replied(&self, latency: Nanos) {
+        self.typical.store(self.typical().after(latency).as_nanos(), Relaxed);
+    }
+
+    /// The typical latency of backends' replies.
+    pub fn typical(&self) -> TypicalLatency {
+        TypicalLatency::from_nanos(self.typical.load(Relaxed))
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, RecentLoad> {

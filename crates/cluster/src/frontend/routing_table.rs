@@ -1,6 +1,6 @@
 //! The routing table of a frontend: models, and the backends that serve them.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,9 +11,10 @@ use base::Nanos;
 use super::backend_link::{BackendLink, BackendLinks};
 use super::meter::{Meter, QueryMeter, RateLimit};
 use super::status;
+use crate::balance::backend_health::ReplyLatency;
 use crate::balance::batch_progress::{BatchPlan, BatchProgress};
 use crate::query::spec::{Checked, QuerySpec};
-use crate::record::{ModelRecord, RouteRecord, ScalingRecord, SplitRecord};
+use crate::record::{BackendRecord, ModelRecord, RouteRecord, ScalingRecord, SplitRecord};
 use crate::snapshot::ClusterSnapshot;
 
 /// A backend that serves a model.
@@ -38,17 +39,35 @@ pub struct RouteTarget {
     pub outstanding: Arc<OutstandingRequests>,
 }
 
-/// Requests in flight of one frontend for one model at one backend.
+/// Requests in flight of one frontend for one model at one backend, and how long they took.
 #[derive(Default)]
 pub struct OutstandingRequests {
     count: AtomicUsize,
     progress: Mutex<BatchProgress>,
+    latency: Mutex<ReplyLatency>,
 }
 
 impl OutstandingRequests {
     /// Number of requests in flight.
     pub fn count(&self) -> usize {
         self.count.load(Relaxed)
+    }
+
+    /// Latency of its replies.
+    pub fn latency(&self) -> ReplyLatency {
+        *self.latency.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records the latency of a reply, and returns the new average.
+    pub fn record_latency(&self, latency: Nanos) -> ReplyLatency {
+        let mut average = self.latency.lock().unwrap_or_else(PoisonError::into_inner);
+        average.record(latency);
+        *average
+    }
+
+    /// Forgets the latency of replies: the backend gets another chance.
+    pub fn forget_latency(&self) {
+        *self.latency.lock().unwrap_or_else(PoisonError::into_inner) = ReplyLatency::default();
     }
 
     /// Progress of the backend's batches.
@@ -122,6 +141,8 @@ pub struct RoutingTable {
     pub models: HashMap<String, Arc<ModelEntry>>,
     /// By name.
     pub queries: HashMap<String, Arc<QueryEntry>>,
+    /// Whether it was built from the cluster's state; a new frontend has not read that yet.
+    pub known: bool,
     /// Frontends that share the load.
     pub frontends: usize,
     /// The scaling record, where backends are scaled.
@@ -175,13 +196,16 @@ impl RoutingTable {
         snapshot: &ClusterSnapshot,
         before: &RoutingTable,
         links: &BackendLinks,
+        now: Nanos,
     ) -> RoutingTable {
         let entry = |(name, record): (&String, &ModelRecord)| {
             let old = before.models.get(name);
             let route = snapshot.routes.get(name);
             let entry = ModelEntry {
                 record: record.clone(),
-                targets: route.map(|route| targets(route, old, links)).unwrap_or_default(),
+                targets: route
+                    .map(|route| targets(route, &snapshot.backends, old, links, now))
+                    .unwrap_or_default(),
                 rate_max: route.and_then(|route| route.rate_max),
                 failure: failure(snapshot, name, record),
                 meter: old.map(|old| old.meter.clone()).unwrap_or_default(),
@@ -196,6 +220,7 @@ impl RoutingTable {
         RoutingTable {
             models: snapshot.models.iter().map(entry).collect(),
             queries: snapshot.queries.iter().filter_map(query).collect(),
+            known: true,
             frontends: snapshot.frontends.len().max(1),
             scaling: snapshot.scaling.clone(),
             summary: status::summary(snapshot),
@@ -205,6 +230,9 @@ impl RoutingTable {
     /// The query.
     pub fn query(&self, name: &str) -> ApiResult<&Arc<QueryEntry>> {
         self.queries.get(name).ok_or_else(|| {
+            if !self.known {
+                return starting();
+            }
             let name: String = name.chars().take(128).collect();
             ApiError::not_found(format!("there is no query '{name}'"))
         })
@@ -214,6 +242,9 @@ impl RoutingTable {
     pub fn known(&self, model: ModelRef<'_>) -> ApiResult<&Arc<ModelEntry>> {
         let name = model.name;
         let entry = self.models.get(name).ok_or_else(|| {
+            if !self.known {
+                return starting();
+            }
             let name: String = name.chars().take(128).collect();
             ApiError::not_found(format!("there is no model '{name}'"))
         })?;
@@ -242,6 +273,11 @@ impl RoutingTable {
             _ => ApiError::unavailable(format!("model '{name}' is not ready: {reason}")),
         })
     }
+}
+
+/// A frontend that has not read the cluster's state cannot say what is missing.
+fn starting() -> ApiError {
+    ApiError::unavailable("the frontend has not read the cluster's state yet").retry_after(1)
 }
 
 /// Why no backend can load this version. A plan for another version says nothing about it.
@@ -273,24 +309,30 @@ fn query_entry(
     }
 }
 
+/// The targets of a route. A backend's own record knows its address first: after a restart it may
+/// be another one, and the next plan may be seconds away.
 fn targets(
     route: &RouteRecord,
+    backends: &BTreeMap<String, BackendRecord>,
     old: Option<&Arc<ModelEntry>>,
     links: &BackendLinks,
+    now: Nanos,
 ) -> Vec<RouteTarget> {
     let target = |record: &crate::record::TargetRecord| {
-        let link = match links.get(&record.grpc) {
+        let current = backends.get(&record.backend);
+        let address = current.map_or(&record.grpc, |backend| &backend.grpc);
+        let link = match links.get(address, now) {
             Ok(link) => link,
             Err(error) => {
                 tracing::warn!(backend = record.backend, error, "route ignored");
                 return None;
             }
         };
-        let same = |target: &&RouteTarget| target.link.address == record.grpc;
+        let same = |target: &&RouteTarget| target.link.address == *address;
         let before = old.and_then(|old| old.targets.iter().find(same));
         Some(RouteTarget {
             link,
-            http: record.http.clone(),
+            http: current.map_or(&record.http, |backend| &backend.http).clone(),
             weight: record.weight,
             batch: record.batch,
             batch_ms: record.batch_ms,
@@ -301,4 +343,47 @@ fn targets(
         })
     };
     route.targets.iter().filter_map(target).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::TargetRecord;
+
+    #[test]
+    fn a_backend_that_restarts_elsewhere_is_found_without_a_new_plan() {
+        let mut snapshot = ClusterSnapshot::default();
+        let record = ModelRecord { version: 1, enabled: true, ..ModelRecord::default() };
+        snapshot.models.insert("m".to_string(), record);
+        let target = |backend: &str, port: u16| TargetRecord {
+            backend: backend.to_string(),
+            grpc: format!("10.0.0.1:{port}"),
+            http: String::new(),
+            weight: 1.0,
+            batch: 1,
+            batch_ms: 1.0,
+            cycle_ms: 1.0,
+            min_batch: 0,
+            version: 1,
+        };
+        let targets = vec![target("a", 1), target("b", 2)];
+        snapshot.routes.insert("m".to_string(), RouteRecord { targets, ..RouteRecord::default() });
+        let moved = BackendRecord { grpc: "10.0.0.1:9".to_string(), ..BackendRecord::default() };
+        snapshot.backends.insert("a".to_string(), moved);
+        let links = BackendLinks::default();
+        let now = Nanos::from_millis(5);
+        let table = RoutingTable::build(&snapshot, &RoutingTable::default(), &links, now);
+        let targets = table.models["m"].targets.iter();
+        let addresses: Vec<&str> = targets.map(|target| target.link.address.as_str()).collect();
+        assert_eq!(addresses, ["10.0.0.1:9", "10.0.0.1:2"]);
+    }
+
+    #[test]
+    fn a_frontend_without_state_does_not_claim_that_a_model_is_unknown() {
+        let model = ModelRef { name: "m", version: None };
+        let kind = |table: &RoutingTable| table.known(model).err().unwrap().kind;
+        assert_eq!(kind(&RoutingTable::default()), api::ErrorKind::Unavailable);
+        let known = RoutingTable { known: true, ..RoutingTable::default() };
+        assert_eq!(kind(&known), api::ErrorKind::NotFound);
+    }
 }

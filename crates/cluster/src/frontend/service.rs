@@ -18,6 +18,7 @@ use model::ModelConfig;
 use super::routing_table::{ModelEntry, RoutingTable};
 use super::status;
 use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
+use crate::balance::backend_health::EjectionReason;
 use crate::candidate::CandidateError;
 use crate::record::{LoadReport, ModelLoad, ScalingRecord, validation};
 use crate::store::{StoreError, health};
@@ -238,7 +239,7 @@ impl Inner {
         let mut last = no_backend(model.name);
         let mut tried: Option<String> = None;
         for _ in 0..2 {
-            let Some(chosen) = self.choose(entry, tried.as_deref()) else { break };
+            let Some(chosen) = self.choose_serving(entry, tried.as_deref()) else { break };
             let target = &entry.targets[chosen];
             let reply = classify::send(&target.http, self.settings.backend_tls.as_ref(), &request);
             match tokio::time::timeout(self.settings.timeout, reply).await {
@@ -322,6 +323,34 @@ fn write_scaling_metrics(text: &mut String, scaling: Option<&ScalingRecord>) {
     for (name, kind, help, value) in values {
         let name = format!("atoll_cluster_{name}");
         let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}");
+    }
+}
+
+/// Hedges of each model, and ejections of each backend.
+fn write_attempt_metrics(text: &mut String, frontend: &Inner) {
+    let name = "atoll_cluster_hedges";
+    let help = "Requests that a second backend got before the first one replied";
+    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter");
+    let table = frontend.table();
+    let models: BTreeMap<_, _> = table.models.iter().collect();
+    for (model, entry) in models {
+        let _ = writeln!(text, "{name}{{model=\"{model}\"}} {}", entry.meter.hedged());
+    }
+    let rows = frontend.ejections();
+    let name = "atoll_cluster_ejections";
+    let help = "Times that requests avoided a backend because of its replies";
+    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter");
+    for (backend, ejections, _) in &rows {
+        for (reason, count) in EjectionReason::ALL.iter().zip(ejections) {
+            let reason = reason.as_str();
+            let labels = format!("backend=\"{backend}\",reason=\"{reason}\"");
+            let _ = writeln!(text, "{name}{{{labels}}} {count}");
+        }
+    }
+    let name = "atoll_cluster_backend_ejected";
+    let _ = writeln!(text, "# HELP {name} Whether a backend is ejected\n# TYPE {name} gauge");
+    for (backend, _, ejected) in &rows {
+        let _ = writeln!(text, "{name}{{backend=\"{backend}\"}} {}", u8::from(*ejected));
     }
 }
 
@@ -582,6 +611,7 @@ impl InferenceService for Frontend {
                 let _ = writeln!(text, "{name}{{model=\"{model}\"}} {}", value(load));
             }
         }
+        write_attempt_metrics(text, &self.inner);
         write_query_metrics(text, &report);
         let table = self.inner.table();
         write_scaling_metrics(text, table.scaling.as_ref());

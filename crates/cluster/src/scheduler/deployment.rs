@@ -23,6 +23,7 @@ pub struct ModelFacts {
 const CURRENT_MIN: usize = 2;
 
 /// Input of a deployment step.
+#[derive(Clone, Copy)]
 pub struct DeploymentState<'a> {
     /// The placement to reach.
     pub placement: &'a Placement,
@@ -143,6 +144,39 @@ pub fn step(state: &DeploymentState<'_>) -> DeploymentStep {
     }
     step.routes = routes(state, &step.assigned);
     step
+}
+
+/// The step that prepares a placement while `before`, the one in force, still serves: backends load
+/// what they will need, and every share and batch stays as it is, so that old and new work do not
+/// compete. `None` when everything is ready, so that the placement can take over at once, or when
+/// memory does not allow both.
+pub fn prepare(state: &DeploymentState<'_>, before: &Placement) -> Option<DeploymentStep> {
+    let mut step = DeploymentStep::default();
+    let mut prepared = true;
+    let in_force = DeploymentState { placement: before, ..*state };
+    for backend in state.memory.keys() {
+        let assigned = step.assigned.entry(backend.clone()).or_default();
+        for part in in_force.planned(backend) {
+            let role =
+                if part.rate > 0.0 { AssignmentRole::Serving } else { AssignmentRole::Standby };
+            assigned.insert(part.model.clone(), (role, part.batch, part.rate));
+        }
+    }
+    step.routes = routes(&in_force, &step.assigned);
+    for (backend, assigned) in &mut step.assigned {
+        for part in state.planned(backend) {
+            prepared &= part.rate <= 0.0 || state.is_done(backend, &part.model);
+            if assigned.contains_key(&part.model) {
+                continue;
+            }
+            let held = state.is_assigned(backend, &part.model);
+            if !held && !fits(state, backend, assigned, &part.model) {
+                return None;
+            }
+            assigned.insert(part.model.clone(), (AssignmentRole::Standby, part.batch, 0.0));
+        }
+    }
+    (!prepared).then_some(step)
 }
 
 /// Keeps models that move away from `backend` while their successors are not ready.
@@ -435,5 +469,55 @@ mod tests {
         let step = step(&state);
         assert_eq!(step.assigned["c"]["m"].0, AssignmentRole::Shadow);
         assert_eq!(step.routes["m"], [("b".to_string(), 10.0), ("c".to_string(), 30.0)]);
+    }
+
+    /// `a` serves `m` and `b` takes it over, beside `n`, which stays.
+    #[test]
+    fn a_prepared_placement_takes_over_at_once() {
+        let part = |model: &str, rate| PlacedPart { model: model.to_string(), batch: 4, rate };
+        let cycle = |parts| DutyCycle { cycle_ms: 10.0, parts };
+        let placement = |a: Vec<PlacedPart>, b: Vec<PlacedPart>| Placement {
+            duty_cycles: [("a".to_string(), cycle(a)), ("b".to_string(), cycle(b))].into(),
+            ..Placement::default()
+        };
+        let before = placement(vec![part("m", 30.0)], vec![part("n", 5.0)]);
+        let after = placement(vec![part("n", 5.0)], vec![part("m", 40.0), part("n", 5.0)]);
+        let load_states = |models: &[(&str, LoadState)]| BackendState {
+            models: models.iter().map(|(model, s)| (model.to_string(), s.clone())).collect(),
+            ..BackendState::default()
+        };
+        let ready = LoadState::Ready { version: 1 };
+        let states: BTreeMap<String, BackendState> = [
+            ("a".to_string(), load_states(&[("m", ready.clone()), ("n", ready.clone())])),
+            ("b".to_string(), load_states(&[("m", LoadState::Loading), ("n", ready.clone())])),
+        ]
+        .into();
+        let facts = ModelFacts { version: 1, memory_bytes: 10 };
+        let models = ["m", "n"].map(|model| (model.to_string(), facts)).into();
+        let assigned =
+            ["a", "b"].map(|name| (name.to_string(), ["m".to_string(), "n".to_string()].into()));
+        let (assigned, small, large) = (assigned.into(), 10, 20);
+        let memory = |bytes: u64| ["a", "b"].map(|name| (name.to_string(), bytes)).into();
+        let (small, large) = (memory(small), memory(large));
+        let state = |states, memory| DeploymentState {
+            placement: &after,
+            assigned: &assigned,
+            states,
+            memory,
+            models: &models,
+        };
+        // While `b` loads, everything is served as before.
+        let step = prepare(&state(&states, &large), &before).unwrap();
+        assert_eq!(step.routes["m"], [("a".to_string(), 30.0)]);
+        assert_eq!(step.routes["n"], [("b".to_string(), 5.0)]);
+        assert_eq!(step.assigned["b"]["m"], (AssignmentRole::Standby, 4, 0.0));
+        assert_eq!(step.assigned["b"]["n"], (AssignmentRole::Serving, 4, 5.0));
+        let nothing = BTreeMap::new();
+        let new = DeploymentState { assigned: &nothing, ..state(&states, &small) };
+        assert_eq!(prepare(&new, &before), None, "no memory for both");
+        let mut loaded = states.clone();
+        loaded.insert("b".to_string(), load_states(&[("m", ready.clone()), ("n", ready)]));
+        assert_eq!(prepare(&state(&loaded, &large), &before), None, "it takes over");
+        assert_eq!(super::step(&state(&loaded, &large)).routes["m"], [("b".to_string(), 40.0)]);
     }
 }

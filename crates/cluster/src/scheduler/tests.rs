@@ -318,6 +318,25 @@ fn plans_for_impossible_rates() {
     }
 }
 
+/// A backend that most frontends avoid keeps its lease, but the plan does without it.
+#[test]
+fn plans_without_a_backend_that_frontends_avoid() {
+    let mut snapshot = cluster(3, &[("a", 100.0), ("b", 10.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
+    settle(&mut core, Nanos::ZERO, &mut snapshot);
+    snapshot.loads.get_mut("f").unwrap().ejected = vec!["h:1".to_string()];
+    settle(&mut core, seconds(10), &mut snapshot);
+    let decision = settle(&mut core, seconds(14), &mut snapshot);
+    assert_eq!(decision.plan.reason, "backend avoided");
+    for (model, route) in &decision.routes {
+        assert!(route.targets.iter().all(|target| target.backend != "b1"), "{model}: {route:?}");
+        assert!(route.targets.len() >= 2, "{model}: {route:?}");
+    }
+    snapshot.loads.get_mut("f").unwrap().ejected.clear();
+    let decision = settle(&mut core, seconds(60), &mut snapshot);
+    assert_eq!(decision.plan.reason, "backend joined");
+}
+
 /// The store is lost: a new leader knows nothing, backends join again one after the other, and the
 /// records of models come back in between. What is loaded stays assigned until the plan holds.
 #[test]

@@ -76,6 +76,16 @@ pub(crate) fn rest(method: &Method, path: &str) -> Need {
     }
 }
 
+/// Whether a response goes on until its client or the server ends it.
+pub(crate) fn is_endless(path: &str) -> bool {
+    matches!(
+        path.rsplit_once('/'),
+        Some((_, "ModelStreamInfer" | "ServerReflectionInfo"))
+            | Some(("/grpc.health.v1.Health", "Watch"))
+            | Some(("/v2/atoll", "live"))
+    )
+}
+
 /// What a gRPC call needs; the model is in its message.
 pub(crate) fn grpc(path: &str) -> Need {
     let (service, call) =

@@ -7,17 +7,23 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
-use super::table::{Connection, RequestInFlight, Undelivered};
+use super::table::{Connection, EndlessResponse, RequestInFlight, Undelivered};
 
 /// A response body; its request is in flight until it is dropped.
 pub(crate) struct TrackedBody<B> {
     inner: B,
+    // Dropped first: a request is in flight for at least as long as its response is endless.
+    _endless: Option<EndlessResponse>,
     request: RequestInFlight,
 }
 
 impl<B> TrackedBody<B> {
-    pub(crate) fn new(inner: B, request: RequestInFlight) -> TrackedBody<B> {
-        TrackedBody { inner, request }
+    pub(crate) fn new(
+        inner: B,
+        request: RequestInFlight,
+        endless: Option<EndlessResponse>,
+    ) -> TrackedBody<B> {
+        TrackedBody { inner, _endless: endless, request }
     }
 }
 

@@ -147,6 +147,7 @@ impl ConnectionTable {
             address,
             opened: now,
             in_flight: AtomicUsize::new(0),
+            endless: AtomicUsize::new(0),
             idle_since: AtomicU64::new(now),
             head_since: AtomicU64::new(0),
             preface: AtomicU8::new(0),
@@ -215,6 +216,8 @@ pub(crate) struct Connection {
     address: IpAddr,
     opened: u64,
     in_flight: AtomicUsize,
+    /// Those whose responses have no end of their own.
+    endless: AtomicUsize,
     idle_since: AtomicU64,
     /// When the first byte of a request head arrived; 0 for none.
     head_since: AtomicU64,
@@ -268,6 +271,12 @@ impl Connection {
         RequestInFlight(self.clone())
     }
 
+    /// Records that a response has no end of its own.
+    pub(crate) fn begin_endless(self: &Arc<Self>) -> EndlessResponse {
+        self.endless.fetch_add(1, Relaxed);
+        EndlessResponse(self.clone())
+    }
+
     /// Records that `bytes` of a response were handed over for sending.
     pub(crate) fn sending(self: &Arc<Self>, bytes: u64) -> Undelivered {
         let deadline = Instant::now() + self.limits().write_timeout + slowest(bytes);
@@ -282,6 +291,11 @@ impl Connection {
     /// Whether no request is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.in_flight.load(Relaxed) == 0
+    }
+
+    /// Whether a server that stops may close it: all that is in flight has no end of its own.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.in_flight.load(Relaxed) <= self.endless.load(Relaxed)
     }
 
     /// Why the connection must be closed now, if so.
@@ -315,6 +329,15 @@ impl Drop for RequestInFlight {
     fn drop(&mut self) {
         self.0.idle_since.store(self.0.table.now(), Relaxed);
         self.0.in_flight.fetch_sub(1, Relaxed);
+    }
+}
+
+/// A response that goes on until its client or the server ends it.
+pub(crate) struct EndlessResponse(Arc<Connection>);
+
+impl Drop for EndlessResponse {
+    fn drop(&mut self) {
+        self.0.endless.fetch_sub(1, Relaxed);
     }
 }
 

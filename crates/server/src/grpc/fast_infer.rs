@@ -146,7 +146,13 @@ async fn next_reply(
     reader: &mut MessageReader,
     context: RequestContext,
 ) -> Result<Option<Bytes>, Status> {
-    let Some((message, memory)) = reader.next(&app.bodies).await? else { return Ok(None) };
+    let next = tokio::select! {
+        // A message that has arrived is still answered.
+        biased;
+        next = reader.next(&app.bodies) => next?,
+        () = app.draining() => return Err(api::ApiError::shutting_down().into()),
+    };
+    let Some((message, memory)) = next else { return Ok(None) };
     let id = message.id.clone();
     let reply = stream_response(id, infer(app, caller, message, context).await);
     drop(memory);

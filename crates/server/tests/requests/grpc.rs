@@ -194,3 +194,58 @@ async fn drain_changes_health_and_refuses_requests() {
     assert!(slow.await.unwrap().is_ok());
     assert!(shutdown.await.unwrap());
 }
+
+async fn start_with_lame_duck(
+    echo: Arc<Echo>,
+    lame_duck: Duration,
+) -> (RunningServer, GrpcInferenceServiceClient<Channel>) {
+    let address = Some(SocketAddr::from(([127, 0, 0, 1], 0)));
+    let (grpc, http) = (address, address);
+    let options = ServerOptions { http, grpc, metrics: None, lame_duck, ..Default::default() };
+    let server = Server::start(options, echo).await.unwrap();
+    let url = format!("http://{}", server.grpc_addr.unwrap());
+    (server, GrpcInferenceServiceClient::connect(url).await.unwrap())
+}
+
+/// A stream of inferences that its client keeps open, and the watch of a balancer.
+#[tokio::test]
+async fn open_streams_end_when_the_server_stops() {
+    use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+    let (server, mut client) =
+        start_with_lame_duck(Arc::default(), Duration::from_millis(20)).await;
+    let url = format!("http://{}", server.grpc_addr.unwrap());
+    let channel = Channel::from_shared(url).unwrap().connect().await.unwrap();
+    let watch = HealthClient::new(channel).watch(HealthCheckRequest::default()).await.unwrap();
+    let mut watch = watch.into_inner();
+    watch.next().await.unwrap().unwrap();
+    let messages = futures_util::stream::iter([request("identity", "1")]);
+    let messages = messages.chain(futures_util::stream::pending());
+    let mut replies = client.model_stream_infer(messages).await.unwrap().into_inner();
+    assert!(replies.next().await.unwrap().is_ok());
+    // Far longer than the test waits: neither stream would end by itself.
+    let shutdown = tokio::spawn(server.shutdown(Duration::from_secs(3600)));
+    let ended = replies.next().await.unwrap().unwrap_err();
+    assert_eq!((ended.code(), ended.message()), (Code::Unavailable, "the server is shutting down"));
+    let stopped = tokio::time::timeout(Duration::from_secs(60), shutdown).await;
+    assert!(stopped.expect("the server waits for streams without an end").unwrap());
+}
+
+#[tokio::test]
+async fn a_lame_duck_is_not_ready_tells_clients_to_go_away_and_serves_them() {
+    let (server, mut client) =
+        start_with_lame_duck(Arc::default(), Duration::from_secs(3600)).await;
+    let (grpc, http) = (server.grpc_addr.unwrap(), server.http_addr.unwrap());
+    let stream = tokio::net::TcpStream::connect(grpc).await.unwrap();
+    let (_sender, connection) = h2::client::handshake(stream).await.unwrap();
+    let mut rest = crate::http::Client::connect(http).await;
+    assert_eq!(rest.get("/v2/health/ready").await.status, 200);
+    let shutdown = tokio::spawn(server.shutdown(Duration::from_secs(7200)));
+    // GOAWAY ends a connection without requests; nothing else would.
+    connection.await.unwrap();
+    let mut rest = crate::http::Client::connect(http).await;
+    assert_eq!(rest.get("/v2/health/ready").await.status, 503);
+    assert_eq!(rest.get("/v2/health/live").await.status, 200);
+    assert!(client.model_infer(request("identity", "")).await.is_ok());
+    assert!(!shutdown.is_finished());
+    shutdown.abort();
+}
