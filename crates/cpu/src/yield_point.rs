@@ -37,6 +37,14 @@ struct Registration {
     worker: usize,
 }
 
+    #[cfg(test)]
+    static CHECKS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// How often the calling thread was at a yield point.
+#[cfg(test)]
+pub(crate) fn checks() -> usize {
+    CHECKS.get()
 /// The panic payload of a thread whose suspended task was dropped.
 pub(crate) struct TaskDropped;
 
@@ -154,6 +162,8 @@ pub(crate) fn check() {
         }
     });
 }
+    #[cfg(test)]
+    CHECKS.set(CHECKS.get() + 1);
 
 /// Reports about `nanoseconds` of work since the last call. A yield point when they add up.
 #[inline]
