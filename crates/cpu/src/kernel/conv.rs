@@ -66,7 +66,9 @@ impl Weights {
         }
         let data = elements(weight);
         if *per_group == 1 && groups > 1 {
-            return Ok(Weights { form: WeightLayout::Depthwise(Buffer::copy_of(data)?), shape });
+            let mut taps = Buffer::copy_of(data)?;
+            gemm::flush_subnormal(&mut taps);
+            return Ok(Weights { form: WeightLayout::Depthwise(taps), shape });
         }
         let rows = outputs / groups;
         let depth = shape[1..].iter().product();

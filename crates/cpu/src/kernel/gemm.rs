@@ -15,7 +15,7 @@ use model::MemoryError;
 use model::op::Activation;
 use rayon::prelude::*;
 
-pub(super) use pack::{IMAGE_GUARD, Image, Matrix, PackedLeft, PackedRight};
+pub(super) use pack::{IMAGE_GUARD, Image, Matrix, PackedLeft, PackedRight, flush_subnormal};
 use tile::{PackedBlock, TileEpilogue};
 
 use super::activation;
