@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
 use rten_simd::ops::BitOps;
 use rten_simd::{Isa, SimdOp};
 
@@ -10,6 +9,7 @@ use super::tile::{self, packed_rows, panel_rows, panel_width};
 use super::{PANEL_VECTORS, Right};
 use crate::buffer::Buffer;
 use crate::kernel::KernelError;
+use crate::kernel::parallel::for_each;
 use crate::yield_point;
 
 /// A matrix in memory.
@@ -154,8 +154,7 @@ pub(super) fn pack_left(target: &mut [f32], matrix: Matrix, parallel: bool) {
     };
     let size = height * matrix.columns;
     if parallel {
-        let panels = target.par_chunks_mut(size).enumerate();
-        panels.for_each_init(yield_point::start_work, |_, panel| pack(panel));
+        for_each(target.chunks_mut(size).enumerate(), &pack);
     } else {
         target.chunks_mut(size).enumerate().for_each(pack);
     }
@@ -231,8 +230,7 @@ pub(super) fn pack_right(target: &mut [f32], source: Right, range: Range<usize>,
         yield_point::did_work(width * depth / 2);
     };
     if parallel {
-        let panels = target.par_chunks_mut(width * depth).enumerate();
-        panels.for_each_init(yield_point::start_work, |_, panel| pack(panel));
+        for_each(target.chunks_mut(width * depth).enumerate(), &pack);
     } else {
         target.chunks_mut(width * depth).enumerate().for_each(pack);
     }
