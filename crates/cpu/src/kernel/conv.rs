@@ -10,6 +10,7 @@ mod plain;
 
 pub(super) use border::Border;
 pub(super) use depthwise::{DepthwisePlane, run as run_depthwise};
+use depthwise::{SmallPlane, SmallPlaneTerms};
 use model::DataType;
 use model::op::Conv;
 pub(super) use plain::{ConvShapes, convolve};
@@ -202,10 +203,22 @@ impl ConvCall<'_> {
         let (in_plane, out_plane) = (shapes.geometry.input_size(), shapes.geometry.output_size());
         let outputs = shapes.groups * shapes.group_outputs;
         let taps = shapes.geometry.taps();
+        let small = SmallPlane::new(&shapes.geometry)?;
         let one = |(index, out): (usize, &mut [f32])| {
             let channel = index % outputs;
             let input =
                 (index / outputs * shapes.groups + channel / shapes.group_outputs) * in_plane;
+            if let Some(small) = &small {
+                let terms = SmallPlaneTerms {
+                    weights: &weights[channel * taps..(channel + 1) * taps],
+                    bias: self.bias.map_or(0.0, |bias| bias[channel]),
+                    residual: self.residual.map(|all| &all[index * out_plane..][..out_plane]),
+                    accumulate: self.accumulate,
+                    activation: self.conv.activation,
+                };
+                small.run(out, &x[input..input + in_plane], terms);
+                return Ok(());
+            }
             gemm::with_scratch(border.length(), |scratch| {
                 border.copy(scratch, &x[input..input + in_plane], 0.0, false);
                 run_depthwise(DepthwisePlane {
