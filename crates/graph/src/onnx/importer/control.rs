@@ -284,6 +284,9 @@ impl Importer<'_> {
         for name in &body.outputs {
             match self.names.get(name) {
                 Some(id) => outputs.push(*id),
+                None if self.members.contains_key(name) => {
+                    return unsupported("a result of its body is a sequence");
+                }
                 None => return invalid(format!("the body has no value '{name}'")),
             }
         }
