@@ -22,8 +22,8 @@ const MULTIPLICATIONS_PER_NS: usize = 16;
 /// Elements that are filled between two checks.
 const FILLED_PER_CHECK: usize = 16 * 1024;
 
-/// How long a thread looks for work after a loop before it sleeps. To wake it takes about as long as
-/// a small convolution.
+/// How long a thread looks for work after a loop before it sleeps. To wake it takes about as long
+/// as a small convolution.
 const AWAKE_FOR: Duration = Duration::from_micros(150);
 
 /// How long a thread waits for others without sleeping.

@@ -486,7 +486,10 @@ impl Importer<'_> {
     fn compare_declared(&mut self, info: &ValueInfoProto, id: ValueId) {
         let shape = info.kind.tensor.as_ref().and_then(|tensor| tensor.shape.as_ref());
         let (Some(declared), Some(known)) = (shape, self.graph.shape(id)) else { return };
-        let differs = |(declared, known): (&DimProto, &SymDim)| matches!((declared.value, known.fixed()), (Some(a), Some(b)) if a > 0 && a != b);
+        let differs = |(declared, known): (&DimProto, &SymDim)| {
+            let sizes = declared.value.filter(|size| *size > 0).zip(known.fixed());
+            sizes.is_some_and(|(declared, known)| declared != known)
+        };
         let same_rank = declared.dims.len() == known.len();
         if !same_rank || declared.dims.iter().zip(known).any(differs) {
             let is = describe(&self.graph, &[Some(id)]);

@@ -24,7 +24,7 @@ const MAX_SMALL: usize = 64;
 const MAX_TOTAL_BYTES: usize = 256 << 20;
 
 /// Weights that a file makes by filling them may take this much in all, beside other results: they
-/// would be made anew in every run.
+/// would be made again in every run.
 const MAX_FILLED_BYTES: usize = 1 << 30;
 
 /// How much more memory than the model's own constants their results may take. Dequantized weights

@@ -127,8 +127,9 @@ impl PackedRight {
     }
 }
 
-/// Makes zeros of weights below the least normal number. Training leaves many of them where a filter
-/// reads nothing but its border, and a processor takes a hundred times as long to multiply by one.
+/// Makes zeros of weights below the least normal number. Training leaves many of them where a
+/// filter reads nothing but its border, and a processor takes a hundred times as long to multiply
+/// by one.
 pub(crate) fn flush_subnormal(weights: &mut [f32]) {
     for weight in weights {
         *weight = if weight.abs() < f32::MIN_POSITIVE { 0.0 } else { *weight };

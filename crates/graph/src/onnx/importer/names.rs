@@ -2,7 +2,8 @@
 //!
 //! Exporters write `height` or `width` for dimensions of inputs that have nothing to do with each
 //! other: a frame and a recurrent state, features and boxes. A name stands for one size only where
-//! that tells a shape: where the model is known as well without it, each input has a size of its own.
+//! that tells a shape: where the model is known as well without it, each input has a size of its
+//! own.
 
 use std::collections::HashMap;
 

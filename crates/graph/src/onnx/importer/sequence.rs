@@ -1,5 +1,5 @@
-//! Sequences, optionals and maps while a file is read: each is a list of values of the graph, or one
-//! value that stacks members of one shape. None is left when the file is read.
+//! Sequences, optionals and maps while a file is read: each is a list of values of the graph, or
+//! one value that stacks members of one shape. None is left when the file is read.
 
 use model::op::Op;
 use model::{DataType, ValueId};
