@@ -509,6 +509,220 @@ def zip_map(cases: Cases) -> None:
     cases.save("zip_map", model, [(given, [np.array(label, dtype=object), values, keys])])
 
 
+ML = "ai.onnx.ml"
+
+
+def map_type(key: int, value: int) -> onnx.TypeProto:
+    return helper.make_map_type_proto(key, helper.make_tensor_type_proto(value, []))
+
+
+def maps(cases: Cases) -> None:
+    """Inputs that are maps: the case has values and keys."""
+    words = np.array(["one", "two", "three", "four", "five"], dtype=object)
+    numbers = np.array([3, 0, 7, 4, 2], np.int64)
+    floats, texts = cases.floats(5), np.array(["a", "bc", "", "d", "7"], dtype=object)
+    spoken = {"string_vocabulary": ["three", "none", "one", "five"]}
+    counted = {"int64_vocabulary": [4, 9, 0, 3]}
+    digits = np.array(["1.5", "-2", "3e2", "4", "0"], dtype=object)
+    table = [
+        ("dict_words", "DictVectorizer", words, floats, spoken),
+        ("dict_words_integers", "DictVectorizer", words, numbers, spoken),
+        ("dict_numbers", "DictVectorizer", numbers, floats, counted),
+        ("dict_texts", "DictVectorizer", numbers, texts, counted),
+        ("cast_map", "CastMap", numbers, floats, {"cast_to": "TO_FLOAT"}),
+        ("cast_map_sparse", "CastMap", numbers, floats, {"map_form": "SPARSE", "max_map": 9}),
+        ("cast_map_texts", "CastMap", numbers, digits, {"cast_to": "TO_FLOAT"}),
+    ]
+    for name, op, keys, values, attributes in table:
+        kinds = [TensorProto.STRING if x.dtype == object else
+                 helper.np_dtype_to_tensor_dtype(x.dtype) for x in (keys, values)]
+        out = TensorProto.FLOAT if op == "CastMap" else kinds[1]
+        node = helper.make_node(op, ["m"], ["y"], domain=ML, **attributes)
+        graph = helper.make_graph(
+            [node], name, [helper.make_value_info("m", map_type(*kinds))],
+            [helper.make_tensor_value_info("y", out, None)],
+        )
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid(ML, 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+        entries = dict(zip(keys.tolist(), values.tolist(), strict=True))
+        wanted = attributes.get("string_vocabulary", attributes.get("int64_vocabulary"))
+        if op == "DictVectorizer" and values.dtype != np.float32:
+            # ONNX Runtime's Python takes no such maps.
+            row = [entries.get(key, "" if values.dtype == object else 0) for key in wanted]
+            expected = [np.array([row], values.dtype)]
+        elif values.dtype == object:
+            expected = [np.array([[float(entries[key]) for key in sorted(entries)]], np.float32)]
+        else:
+            expected = results(model, {"m": entries})
+        cases.save(name, model, [({"values": values, "keys": keys}, expected)])
+
+
+SEQUENCE_BODY = """
+    shifted = SequenceMap <body = each (float[2, k] one, float[k] two) => (float[2, k] sum) {
+        sum = Add (one, two)
+    }> (s, b)
+"""
+
+
+def sequences(cases: Cases) -> None:
+    """Sequences and optionals as inputs and outputs, members of one shape."""
+    f = cases.floats
+    header = '<ir_version: 9, opset_import: ["" : 17]>\n'
+
+    def stacked(name: str, text: str, sets: list[dict[str, np.ndarray]]) -> None:
+        """Input `s` and output `z` are sequences for ONNX Runtime and stacks in the case."""
+        model = onnx.parser.parse_model(header + text)
+        rows = []
+        for given in sets:
+            fed = given | {"s": list(given["s"])} if "s" in given else given
+            out = [np.stack(x) if isinstance(x, list) else x for x in results(model, fed)]
+            rows.append((given, out))
+        cases.save(name, model, rows)
+
+    def long(*values: int) -> np.ndarray:
+        return np.array(values[0] if len(values) == 1 else values, np.int64)
+
+    stacked(
+        "sequence_input",
+        """g (seq(float[2, k]) s, int64 i) => (float[2, k] y, int64 n, float[a, k] r, float[2, c] w,
+                                             float[2, m, k] v) {
+            y = SequenceAt (s, i)
+            n = SequenceLength (s)
+            r = ConcatFromSequence <axis = 0> (s)
+            w = ConcatFromSequence <axis = -1> (s)
+            v = ConcatFromSequence <axis = 1, new_axis = 1> (s)
+        }""",
+        [{"s": f(n, 2, 3), "i": long(i)} for n, i in ((4, 2), (1, 0), (3, -1))],
+    )
+    stacked(
+        "sequence_changed",
+        """g (seq(float[2, k]) s, float[2, k] x, int64 i) => (seq(float[2, k]) z) {
+            zero = Constant <value_int = 0> ()
+            a = SequenceErase (s, i)
+            b = SequenceInsert (a, x)
+            c = SequenceInsert (b, x, zero)
+            z = SequenceErase (c)
+        }""",
+        [{"s": f(n, 2, 3), "x": f(2, 3), "i": long(i)} for n, i in ((4, 1), (1, 0), (3, -3))],
+    )
+    stacked(
+        "sequence_map",
+        f"g (seq(float[2, k]) s, float[k] b) => (seq(float[2, k]) z) {{{SEQUENCE_BODY}"
+        "z = Identity (shifted) }",
+        [{"s": f(n, 2, 3), "b": f(3)} for n in (4, 1)],
+    )
+    stacked(
+        "sequence_of_rows",
+        """g (float[n, k] x) => (float[k, n] y) {
+            s = SplitToSequence <axis = 0, keepdims = 0> (x)
+            y = ConcatFromSequence <axis = 1, new_axis = 1> (s)
+        }""",
+        [{"x": f(n, 3)} for n in (5, 1)],
+    )
+    stacked(
+        "sequence_map_written",
+        """g (float[6, k] x, float[k] b) => (float[6, k] y) {
+            two = Constant <value_int = 2> ()
+            s = SplitToSequence <axis = 0> (x, two)
+        """ + SEQUENCE_BODY + "y = ConcatFromSequence <axis = 0> (shifted) }",
+        [{"x": f(6, 3), "b": f(3)}],
+    )
+    model = onnx.parser.parse_model(
+        header + """g (float[n] x, int64[3] l) => (seq(float[p]) z, int64 n) {
+            z = SplitToSequence <axis = 0> (x, l)
+            n = SequenceLength (z)
+        }"""
+    )
+    given = {"x": f(9), "l": long(2, 3, 4)}
+    parts, length = results(model, given)
+    cases.save("sequence_output", model, [(given, [*parts, length])])
+    model = onnx.parser.parse_model(
+        header + """g (optional(float[n]) o) => (bool h, float[n] y) {
+            h = OptionalHasElement (o)
+            e = OptionalGetElement (o)
+            y = Neg (e)
+        }"""
+    )
+    given = {"o": f(4)}
+    cases.save("optional_input", model, [(given, [np.array(True), -given["o"]])])
+
+
+def functions(cases: Cases) -> None:
+    """Control flow in functions of the model, and functions called by control flow."""
+    header = '<ir_version: 9, opset_import: ["" : 17, "own" : 1]>\n'
+    local = '<domain: "own", opset_import: ["" : 17, "own" : 1]>\n'
+    branch = local + """
+    choose <factor> (x, flag) => (y) {
+        scaled = Constant <value_float : float = @factor> ()
+        y = If (flag) <
+            then_branch = t () => (float[n] a) {
+                k = Constant <value_float : float = @factor> ()
+                b = Mul (x, k)
+                a = own.twice (b)
+            },
+            else_branch = e () => (float[n] a) { c = Abs (x)  a = Sub (c, scaled) }
+        >
+    }
+    """ + local + "twice (x) => (y) { y = Add (x, x) }\n"
+    loop = local + """
+    accumulate (x, rounds) => (y, all) {
+        yes = Constant <value = bool {1}> ()
+        two = Constant <value_float = 2.0> ()
+        start = Mul (x, two)
+        y, all = Loop (rounds, yes, start) <
+            body = b (int64 i, bool c, float[n] s) => (bool go, float[n] t, float[n] u) {
+                go = Identity (c)
+                k = CastLike (i, x)
+                p = Mul (x, k)
+                q = Greater (p, s)
+                r = ReduceMax <keepdims = 0> (x)
+                big = Greater (r, k)
+                w = If (big) <
+                    then_branch = t () => (float[n] v) { v = own.twice (p) },
+                    else_branch = e () => (float[n] v) { v = Where (q, p, x) }
+                >
+                t = Add (s, w)
+                u = Neg (t)
+            }
+        >
+    }
+    """ + local + "twice (x) => (y) { y = Add (x, x) }\n"
+    f = cases.floats
+
+    def add(name: str, text: str, sets: list[dict[str, np.ndarray]]) -> None:
+        model = onnx.parser.parse_model(header + text)
+        cases.save(name, model, [(given, results(model, given)) for given in sets])
+
+    flags = [{"x": f(5), "flag": np.array(flag)} for flag in (True, False)]
+    add(
+        "function_if",
+        """g (float[n] x, bool flag) => (float[n] y) {
+            a = own.choose <factor = 3.0> (x, flag)
+            y = own.choose <factor = -0.5> (a, flag)
+        }
+        """ + branch,
+        flags,
+    )
+    rounds = [{"x": 5 * f(4), "rounds": np.array(n, np.int64)} for n in (0, 1, 6)]
+    add(
+        "function_loop",
+        """g (float[n] x, int64 rounds) => (float[n] y, float[m, n] z) {
+            y, z = own.accumulate (x, rounds)
+        }
+        """ + loop,
+        rounds[1:],
+    )
+    add(
+        "function_loop_written",
+        """g (float[n] x) => (float[n] y, float[m, n] z) {
+            rounds = Constant <value = int64 {3}> ()
+            y, z = own.accumulate (x, rounds)
+        }
+        """ + loop,
+        [{"x": 5 * f(4)}],
+    )
+
+
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
@@ -516,7 +730,8 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     cases = Cases(folder)
     attentions = (attention, multi_head_attention, group_query_attention)
-    for add in (*attentions, rotary_embedding, fused, control, quantized, classical, zip_map):
+    for add in (*attentions, rotary_embedding, fused, control, quantized, classical, zip_map,
+                maps, sequences, functions):
         add(cases)
     print(f"{len(list(folder.iterdir()))} cases in {folder}")
 

@@ -52,6 +52,7 @@ class FileFacts:
     outputs: list[tuple[str, int]]
     operators: set[str]
     quantised: bool
+    half: bool
     draws: bool
     symbolic_batch: bool
     opset: int
@@ -66,13 +67,22 @@ def facts_of(path: Path) -> FileFacts:
     for function in model.functions:
         operators |= {node.op_type for node in function.node}
     quantised = any(re.search(r"Quant|QLinear|Integer|QGemm|NBits", name) for name in operators)
+    half = TensorProto.FLOAT16
+    half = any(tensor.data_type == half for tensor in _tensors(model.graph))
     draws = any(name.startswith("Random") for name in operators)
     draws = draws or bool(operators & {"Bernoulli", "Multinomial", "Dropout_train"})
     first = inputs[0].dims if inputs else None
     symbolic = bool(first) and isinstance(first[0], str)
     versions = [entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")]
     opset = max(versions, default=0)
-    return FileFacts(inputs, outputs, operators, quantised, draws, symbolic, opset)
+    return FileFacts(inputs, outputs, operators, quantised, half, draws, symbolic, opset)
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:
+    """Weights, also those that nodes make."""
+    yield from graph.initializer
+    for node in graph.node:
+        yield from (a.t for a in node.attribute if a.type == onnx.AttributeProto.TENSOR)
 
 
 def _operators(graph: onnx.GraphProto) -> Iterator[str]:

@@ -110,8 +110,11 @@ def file_name(output: str) -> str:
     return re.sub(r"[/\\]", "_", output)
 
 
-def compare(ours: np.ndarray, theirs: np.ndarray, quantised: bool) -> tuple[str | None, float, int]:
+def compare(
+    ours: np.ndarray, theirs: np.ndarray, facts: feeds.FileFacts
+) -> tuple[str | None, float, int]:
     """Why an output is wrong, its relative error, and how many elements differ by rounding."""
+    quantised = facts.quantised
     if ours.shape != theirs.shape:
         return f"shape {list(ours.shape)} instead of {list(theirs.shape)}", np.inf, 0
     if theirs.dtype.kind in "UO":
@@ -129,7 +132,9 @@ def compare(ours: np.ndarray, theirs: np.ndarray, quantised: bool) -> tuple[str 
     error = float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-12)) if a.size else 0.0
     if a.size and np.abs(a - b).max() < 1e-6:
         error = 0.0
-    limit = TOLERANCE["quantised" if quantised else str(theirs.dtype)]
+    # A file of half precision may give its results as floats.
+    kind = "quantised" if quantised else "float16" if facts.half else str(theirs.dtype)
+    limit = TOLERANCE[kind]
     flips = 0
     if quantised and a.size:
         flips = int((np.abs(a - b) > 1e-3 * max(np.abs(b).max(), 1e-12)).sum())
@@ -157,7 +162,7 @@ def compare_all(names, ours: dict, theirs: dict, facts: feeds.FileFacts) -> dict
             same = ours[file_name(name)].dtype == theirs[name].dtype
             verdict["wrong"] = verdict["wrong"] or (None if same else f"type of {name}")
             continue
-        wrong, error, flips = compare(ours[file_name(name)], theirs[name], facts.quantised)
+        wrong, error, flips = compare(ours[file_name(name)], theirs[name], facts)
         if wrong:
             verdict["wrong"] = f"{name}: {wrong}"
         verdict["error"] = max(verdict["error"], error if np.isfinite(error) else 1e9)
@@ -168,7 +173,7 @@ def compare_all(names, ours: dict, theirs: dict, facts: feeds.FileFacts) -> dict
 def own_difference(folder: Path, reply: dict, facts: feeds.FileFacts) -> float:
     """How far ONNX Runtime with optimisation is from itself without it."""
     plain, other = (load(folder / part, reply["outputs"]) for part in ("out", "optimised"))
-    return max((compare(other[n], plain[n], facts.quantised)[1] for n in plain), default=0.0)
+    return max((compare(other[n], plain[n], facts)[1] for n in plain), default=0.0)
 
 
 def rows_alone(

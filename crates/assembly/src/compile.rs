@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use compiler::CompileError;
-use graph::{ImportError, Limits};
+use graph::{ExternalData, Graph, ImportError, Limits};
 use model::op::Op;
 use model::{LaunchPlan, Tensor, ValueId};
 
@@ -30,20 +30,44 @@ impl graph::Evaluator for CpuEvaluator<'_> {
 /// # Errors
 /// When the file cannot be read or is no supported model.
 pub fn compile_file(path: &Path) -> Result<LaunchPlan, CompileError> {
-    compiler::compile_onnx_file(path, &Limits::default(), Some(&CpuEvaluator::default()))
+    compiler::compile_graph(imported(path)?, Some(&CpuEvaluator::default()))
+}
+
+/// The graph in `path`. What a person should know of it is logged.
+fn imported(path: &Path) -> Result<Graph, ImportError> {
+    let graph = graph::import_file(path, &Limits::default())?;
+    log_warnings(&graph);
+    Ok(graph)
+}
+
+fn log_warnings(graph: &Graph) {
+    for warning in &graph.warnings {
+        tracing::warn!(graph = graph.name, "{warning}");
+    }
+}
+
+/// A model as `atoll check` looks at it.
+pub struct CheckedPlans {
+    /// The plan for any sizes.
+    pub plan: LaunchPlan,
+    /// The plan for given sizes, if they fit the model.
+    pub bound: Option<LaunchPlan>,
+    /// What a person should know of the file.
+    pub warnings: Vec<String>,
 }
 
 /// As [`compile_file`], and a second plan for the sizes of symbols that `sizes` gives: shapes are
-/// inferred and constants folded again with them. There is none when they do not fit the model.
+/// inferred and constants folded again with them.
 ///
 /// # Errors
 /// As above.
 pub fn compile_file_with_sizes(
     path: &Path,
     sizes: impl FnOnce(&LaunchPlan) -> Vec<(String, usize)>,
-) -> Result<(LaunchPlan, Option<LaunchPlan>), CompileError> {
+) -> Result<CheckedPlans, CompileError> {
     let evaluator = CpuEvaluator::default();
     let mut graph = graph::import_file(path, &Limits::default())?;
+    let warnings = std::mem::take(&mut graph.warnings);
     graph::optimize(&mut graph, Some(&evaluator));
     let plan = compiler::lower(&graph)?;
     let sizes = sizes(&plan);
@@ -52,7 +76,7 @@ pub fn compile_file_with_sizes(
         graph::optimize(&mut bound, Some(&evaluator));
         compiler::lower(&bound).ok()
     });
-    Ok((plan, bound))
+    Ok(CheckedPlans { plan, bound, warnings })
 }
 
 /// As [`compile_file`], with the values called `names` as further outputs, in that order.
@@ -63,7 +87,7 @@ pub fn compile_file_with_outputs(
     path: &Path,
     names: &[String],
 ) -> Result<LaunchPlan, CompileError> {
-    let mut graph = graph::import_file(path, &Limits::default())?;
+    let mut graph = imported(path)?;
     let ids: HashMap<&str, ValueId> = graph
         .values
         .iter()
@@ -94,7 +118,7 @@ pub(crate) fn compile_file_until(
     cancelled: &AtomicBool,
 ) -> Result<LaunchPlan, CompileError> {
     let evaluator = CpuEvaluator { cancelled: Some(cancelled) };
-    compiler::compile_onnx_file(path, &Limits::default(), Some(&evaluator))
+    compiler::compile_graph(imported(path)?, Some(&evaluator))
 }
 
 /// Like [`compile_bytes`]; folds no further constants once `cancelled` is set.
@@ -103,5 +127,7 @@ pub(crate) fn compile_bytes_until(
     cancelled: &AtomicBool,
 ) -> Result<LaunchPlan, CompileError> {
     let evaluator = CpuEvaluator { cancelled: Some(cancelled) };
-    compiler::compile_onnx_shared(bytes.into(), Some(&evaluator))
+    let graph = graph::import_shared(bytes.into(), &ExternalData::none(), &Limits::default())?;
+    log_warnings(&graph);
+    compiler::compile_graph(graph, Some(&evaluator))
 }

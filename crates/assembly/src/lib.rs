@@ -24,7 +24,7 @@ mod task_runner;
 pub mod value_parsers;
 
 pub use compile::{
-    compile_bytes, compile_file, compile_file_with_outputs, compile_file_with_sizes,
+    CheckedPlans, compile_bytes, compile_file, compile_file_with_outputs, compile_file_with_sizes,
 };
 pub use device_args::{DeviceArgs, DeviceSettings, PrecisionArg};
 pub use devices::{open_device, open_gpu, open_gpu_with, with_host};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use assembly::{Failure, sample_inputs};
+use assembly::{CheckedPlans, Failure, sample_inputs};
 use base::Bytes;
 use compiler::CompileError;
 use compiler::memory::peak_activation_bytes;
@@ -33,6 +33,8 @@ struct CheckReport {
     steps: Vec<StepReport>,
     /// What runs on the host because the device has no kernel for it, in order.
     host_sections: Vec<HostSectionReport>,
+    /// What a person should know of the file.
+    warnings: Vec<String>,
     unsupported: Vec<String>,
 }
 
@@ -82,7 +84,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<(), Failure> {
     let device = assembly::open_device(&args.device)?;
     let bindings = sample_inputs::parse_bindings(&args.bind)?;
     let compiled = assembly::compile_file_with_sizes(&args.model, |plan| sizes(plan, &bindings));
-    let (plan, bound) = match compiled {
+    let CheckedPlans { plan, bound, warnings } = match compiled {
         Ok(plans) => plans,
         Err(CompileError::Import(ImportError::Unsupported(nodes))) => {
             let message = format!("{} nodes are not supported", nodes.len());
@@ -95,6 +97,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<(), Failure> {
     sample_inputs::check_known(&plan, &bindings)?;
     let unsupported = device.unsupported_steps(&plan);
     let mut report = report(args, &device.info().description, &plan, &bindings, &unsupported);
+    report.warnings = warnings;
     report.activation_bytes =
         peak_activation_bytes(bound.as_ref().unwrap_or(&plan), &bound_names(&report.bindings));
     let sizes: Vec<(String, usize)> = report.bindings.clone().into_iter().collect();
@@ -180,6 +183,7 @@ fn report(
         operators,
         steps: steps.collect(),
         host_sections: Vec::new(),
+        warnings: Vec::new(),
         unsupported: unsupported.iter().map(ToString::to_string).collect(),
     }
 }
@@ -217,6 +221,7 @@ fn print(report: &CheckReport, steps: bool) {
     println!("{} on {}", report.model, report.device);
     report.inputs.iter().for_each(|input| println!("  input   {}", input.describe()));
     report.outputs.iter().for_each(|output| println!("  output  {}", output.describe()));
+    report.warnings.iter().for_each(|warning| println!("  warning: {warning}"));
     println!("  weights {}", Bytes(report.weight_bytes));
     let sizes: Vec<String> =
         report.bindings.iter().map(|(symbol, size)| format!("{symbol}={size}")).collect();

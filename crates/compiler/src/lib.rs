@@ -31,7 +31,7 @@ pub fn compile_onnx(
     bytes: &[u8],
     evaluator: Option<&dyn Evaluator>,
 ) -> Result<LaunchPlan, CompileError> {
-    finish(graph::import(bytes, &ExternalData::none())?, evaluator)
+    compile_graph(graph::import(bytes, &ExternalData::none())?, evaluator)
 }
 
 /// The same for a model whose weights share the memory of `bytes`.
@@ -40,7 +40,7 @@ pub fn compile_onnx_shared(
     evaluator: Option<&dyn Evaluator>,
 ) -> Result<LaunchPlan, CompileError> {
     let graph = graph::import_shared(bytes, &ExternalData::none(), &Limits::default())?;
-    finish(graph, evaluator)
+    compile_graph(graph, evaluator)
 }
 
 /// Imports, optimises and lowers a model file. External weights must lie in its folder or below.
@@ -49,10 +49,14 @@ pub fn compile_onnx_file(
     limits: &Limits,
     evaluator: Option<&dyn Evaluator>,
 ) -> Result<LaunchPlan, CompileError> {
-    finish(graph::import_file(path, limits)?, evaluator)
+    compile_graph(graph::import_file(path, limits)?, evaluator)
 }
 
-fn finish(mut graph: Graph, evaluator: Option<&dyn Evaluator>) -> Result<LaunchPlan, CompileError> {
+/// Optimises and lowers a graph.
+pub fn compile_graph(
+    mut graph: Graph,
+    evaluator: Option<&dyn Evaluator>,
+) -> Result<LaunchPlan, CompileError> {
     graph::optimize(&mut graph, evaluator);
     lower(&graph)
 }

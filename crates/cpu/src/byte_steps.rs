@@ -221,8 +221,8 @@ fn scaled_sums(scope: &Scope, index: usize) -> Option<Found> {
         None => Some(0),
         Some(id) => match scope.constant(id) {
             Some(tensor) => Some(*scope::integers(tensor)?.first().filter(|_| tensor.len() == 1)?),
-            // What surrounds an image must be known, and rows may have zero points of their own.
-            None if matches!(layout, ByteLayout::Matrix { .. }) && scope.is_single(id) => None,
+            // Rows may have zero points of their own.
+            None if scope.is_single(id) => None,
             None => return None,
         },
     };

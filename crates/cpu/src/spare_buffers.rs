@@ -8,8 +8,8 @@ use model::MemoryError;
 use crate::buffer::Buffer;
 use crate::buffer_pool::BufferPool;
 
-/// Buffers kept per pool.
-const MAX_BUFFERS: usize = 24;
+/// Buffers kept per pool: a network has more steps, and what was dropped is filled again.
+const MAX_BUFFERS: usize = 64;
 
 /// Elements of the smallest buffer worth keeping.
 const MIN_LENGTH: usize = 1024;

@@ -36,7 +36,8 @@ fn follows_operands(plan: &LaunchPlan, step: &Step) -> bool {
         // Bodies have types of their own.
         Op::Control(_) => false,
         // These name the type of their result, or read bits.
-        Op::Draw(_) | Op::Signal(_) | Op::ConstantOfShape { .. } | Op::EyeLike { .. } => !writes,
+        Op::Draw(_) | Op::Signal(_) | Op::EyeLike { .. } => !writes,
+        Op::ConstantOfShape { .. } => true,
         Op::BitCast { .. } => !reads && !writes,
         _ => reads || !writes,
     }
@@ -59,10 +60,18 @@ fn rewritten(plan: &LaunchPlan) -> Option<LaunchPlan> {
         }
     }
     for step in &mut wide.steps {
-        if let Op::Cast(to) = &mut step.op
-            && is_half(to.to)
-        {
-            to.to = DataType::F32;
+        match &mut step.op {
+            Op::Cast(to) if is_half(to.to) => to.to = DataType::F32,
+            Op::ConstantOfShape { dtype, value } if is_half(*dtype) => {
+                let bits = u16::from_le_bytes([value[0], value[1]]);
+                let number = match dtype {
+                    DataType::F16 => half::f16::from_bits(bits).to_f32(),
+                    _ => half::bf16::from_bits(bits).to_f32(),
+                };
+                *dtype = DataType::F32;
+                value[..4].copy_from_slice(&number.to_le_bytes());
+            }
+            _ => {}
         }
     }
     Some(wide)
@@ -134,10 +143,32 @@ mod tests {
         let shape = Tensor::from_vec(vec![1], vec![2i64]).unwrap();
         plan.values[1].dtype = DataType::I64;
         plan.constants = vec![(ValueId(1), shape)];
-        plan.steps[0].op = Op::ConstantOfShape { dtype: DataType::F16, value: [0; 8] };
+        plan.steps[0].op = Op::EyeLike { dtype: Some(DataType::F16), k: 0 };
         plan.steps[0].inputs = vec![Some(ValueId(1))];
         plan.plan_lifetimes();
         let plan = Arc::new(plan);
         assert!(Arc::ptr_eq(&in_single_precision(plan.clone()), &plan));
+    }
+
+    #[test]
+    fn what_is_filled_with_a_half_is_filled_with_the_same_number() {
+        for (dtype, bits) in [
+            (DataType::F16, f16::from_f32(-1.5).to_bits()),
+            (DataType::BF16, half::bf16::from_f32(-1.5).to_bits()),
+        ] {
+            let mut plan = draft();
+            let shape = Tensor::from_vec(vec![1], vec![2i64]).unwrap();
+            plan.values[1].dtype = DataType::I64;
+            plan.constants = vec![(ValueId(1), shape)];
+            let mut value = [0; 8];
+            value[..2].copy_from_slice(&bits.to_le_bytes());
+            plan.steps[0].op = Op::ConstantOfShape { dtype, value };
+            plan.steps[0].inputs = vec![Some(ValueId(1))];
+            plan.plan_lifetimes();
+            let wide = in_single_precision(Arc::new(plan));
+            let mut value = [0; 8];
+            value[..4].copy_from_slice(&(-1.5f32).to_le_bytes());
+            assert_eq!(wide.steps[0].op, Op::ConstantOfShape { dtype: DataType::F32, value });
+        }
     }
 }

@@ -14,7 +14,7 @@ use crate::device_state::{self, DeviceState};
 use crate::program::{CpuTask, TaskStart, TaskValues};
 use crate::run_queue::RunQueue;
 use crate::suspended_task::SuspendedTask;
-use crate::yield_point::YieldControl;
+use crate::yield_point::{self, YieldControl};
 
 /// A segment in flight.
 pub(crate) struct RunningSegment {
@@ -161,6 +161,7 @@ impl WorkerPool {
     }
 
     fn serve(self: Arc<WorkerPool>) {
+        yield_point::starts_loops();
         let buffers = BufferPool::new();
         while let Some((segment, values)) = self.wait_for_segment() {
             let mut next = Some((segment, values));

@@ -10,6 +10,7 @@ use std::cell::{Cell, OnceCell};
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Work between two checks, in nanoseconds of one core as kernels estimate them. An estimate may be
 /// off by several times before real-time latency shows it.
@@ -21,6 +22,13 @@ const MULTIPLICATIONS_PER_NS: usize = 16;
 /// Elements that are filled between two checks.
 const FILLED_PER_CHECK: usize = 16 * 1024;
 
+/// How long a thread looks for work after a loop before it sleeps. To wake it takes about as long
+/// as a small convolution.
+const AWAKE_FOR: Duration = Duration::from_micros(150);
+
+/// How long a thread waits for others without sleeping.
+const MAX_WAIT: Duration = Duration::from_millis(1);
+
 /// States of a thread.
 const IDLE: u8 = 0;
 const WORKING: u8 = 1;
@@ -29,6 +37,16 @@ const PARKED: u8 = 2;
 thread_local! {
     static WORK_NS: Cell<usize> = const { Cell::new(0) };
     static REGISTRATION: OnceCell<Registration> = const { OnceCell::new() };
+    /// Whether this thread looks for work instead of sleeping, or never sleeps between loops.
+    static AWAKE: Cell<bool> = const { Cell::new(false) };
+    #[cfg(test)]
+    static CHECKS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// How often the calling thread was at a yield point.
+#[cfg(test)]
+pub(crate) fn checks() -> usize {
+    CHECKS.get()
 }
 
 /// The worker pool that a thread belongs to.
@@ -146,6 +164,8 @@ impl YieldControl {
 
 /// A yield point: parks the calling thread if its task is preempted.
 pub(crate) fn check() {
+    #[cfg(test)]
+    CHECKS.set(CHECKS.get() + 1);
     REGISTRATION.with(|registration| {
         if let Some(registration) = registration.get()
             && registration.control.suspend.load(Ordering::SeqCst)
@@ -204,10 +224,51 @@ pub(crate) fn start_work() -> WorkGuard {
     WorkGuard { before }
 }
 
+/// Waits until other threads have ended their parts of a loop. They began together, so that it is
+/// soon: to sleep, or to leave the core to another process, would take longer.
+pub(crate) fn wait_for(is_done: impl Fn() -> bool) {
+    let began = Instant::now();
+    while !is_done() && began.elapsed() < MAX_WAIT {
+        check();
+        // A part that no thread has begun is run here; what others left for themselves is not.
+        if rayon::yield_local() != Some(rayon::Yield::Executed) {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// Makes the calling thread one that starts loops: it has no reason to look for their parts.
+pub(crate) fn starts_loops() {
+    AWAKE.set(true);
+}
+
+/// Looks for work of the next loop for a while, unless the task is preempted.
+fn stay_awake() {
+    if AWAKE.replace(true) {
+        return;
+    }
+    let is_preempted = || {
+        let suspends = |own: &Registration| own.control.suspend.load(Ordering::Relaxed);
+        REGISTRATION.with(|registration| registration.get().is_none_or(suspends))
+    };
+    let mut worked = Instant::now();
+    while !is_preempted() && worked.elapsed() < AWAKE_FOR {
+        match rayon::yield_now() {
+            Some(rayon::Yield::Executed) => worked = Instant::now(),
+            _ => std::hint::spin_loop(),
+        }
+    }
+    AWAKE.set(false);
+}
+
 impl Drop for WorkGuard {
     fn drop(&mut self) {
         REGISTRATION.with(|registration| {
             let Some(Registration { control, worker }) = registration.get() else { return };
+            // The thread runs this when it has reported the end of its part.
+            if !AWAKE.get() && rayon::current_thread_index().is_some() {
+                rayon::spawn(stay_awake);
+            }
             control.workers[*worker].0.store(self.before, Ordering::SeqCst);
             if control.suspend.load(Ordering::SeqCst) {
                 // Parked threads may have waited for this one only.

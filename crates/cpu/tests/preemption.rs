@@ -10,8 +10,8 @@ use device::{
     Completion, CompletionSink, Device, Outcome, Program, Queue, QueueOptions, Segment, Task,
 };
 use model::op::{
-    Activation, Binary, Conv, GlobalPool, MatMul, Op, Padding, Pool, PoolKind, Reduce, ReduceKind,
-    Softmax, SoftmaxKind, Unary, Window,
+    Activation, Binary, Body, Control, ControlKind, Conv, GlobalPool, MatMul, Op, Padding, Pool,
+    PoolKind, Reduce, ReduceKind, Scan, Softmax, SoftmaxKind, Unary, Window,
 };
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
@@ -231,6 +231,38 @@ fn others(random: &mut Random) -> Vec<Case> {
     ]
 }
 
+/// A thousand rounds of a body with two short steps.
+fn rounds(random: &mut Random) -> Vec<Case> {
+    let id = |at: u32| Some(ValueId(at));
+    let step = |op: Op, inputs: Vec<Option<ValueId>>, output: u32| Step {
+        name: op.name(),
+        op,
+        inputs,
+        outputs: vec![id(output)],
+        last_uses: Vec::new(),
+    };
+    let value = |_| ValueInfo { name: String::new(), dtype: DataType::F32, shape: None };
+    let mut plan = LaunchPlan {
+        values: (0..4).map(value).collect(),
+        inputs: vec![ValueId(0), ValueId(1)],
+        outputs: vec![ValueId(3)],
+        steps: vec![
+            step(Op::Binary(Binary::Add), vec![id(0), id(1)], 2),
+            step(Op::Unary(Unary::Tanh), vec![id(2)], 3),
+        ],
+        constants: Vec::new(),
+    };
+    plan.plan_lifetimes();
+    let bodies = vec![Body { plan: Arc::new(plan), operands: Vec::new() }];
+    let scan = Scan { carried: 1, inputs: vec![(0, false)], outputs: Vec::new() };
+    vec![Case {
+        name: "a thousand rounds",
+        shape: vec![64],
+        op: Op::Control(Control { kind: ControlKind::Scan(scan), id: 0, bodies }),
+        constants: vec![noise(random, &[1000])],
+    }]
+}
+
 /// Preempts runs of each case until that happened inside a step, and compares every result.
 fn check(device: &CpuDevice, queue: &TestQueue, cases: Vec<Case>, random: &mut Random) {
     for case in cases {
@@ -269,7 +301,7 @@ fn all(threads: usize, seed: u64) {
     let mut random = Random::new(seed);
     let device = CpuDevice::new(CpuOptions { threads, queues: 1, ..CpuOptions::default() });
     let queue = TestQueue::open(&device, 0, false);
-    let cases = [convolutions, products, others];
+    let cases = [convolutions, products, others, rounds];
     for cases in cases {
         let cases = cases(&mut random);
         check(&device, &queue, cases, &mut random);

@@ -58,6 +58,9 @@ pub struct Graph {
     /// What control flow runs, by the number in its operator. A body's inputs are its arguments,
     /// then what it captures: the last operands of its node.
     pub bodies: BTreeMap<u32, Vec<Graph>>,
+    /// What a person should know of the file: how inputs and outputs are carried that are no
+    /// tensors, and which names of dimensions are not taken at their word.
+    pub warnings: Vec<String>,
 }
 
 impl Graph {

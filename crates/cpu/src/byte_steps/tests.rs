@@ -261,6 +261,38 @@ fn scaled_sums_are_one_step() {
     numbers_agree(&got, &wanted);
 }
 
+/// The zero point of an image, and with it what surrounds the image, is known when the step runs.
+#[test]
+fn convolutions_of_images_that_are_quantized_when_they_arrive_are_one_step() {
+    let mut random = Random::new(20);
+    for (kernel, groups, channels) in [(3, 1, 6), (1, 1, 6), (3, 6, 6), (3, 2, 8)] {
+        let mut draft = Draft::default();
+        let image = numbers(&mut random, &[2, channels, 9, 7]).to_vec::<f32>().unwrap();
+        let image = image.into_iter().map(|x| x + 1.0).collect();
+        let x = draft.input(Tensor::from_vec(vec![2, channels, 9, 7], image).unwrap());
+        let types = [DataType::U8, DataType::F32, DataType::U8];
+        let parts = draft.steps(Op::DynamicQuantizeLinear, &[x], &types);
+        let shape = vec![24, channels / groups, kernel, kernel];
+        let count = shape.iter().product();
+        let bytes: Vec<u8> = (0..count).map(|_| random.below(256) as u8).collect();
+        let weight = draft.constant(Tensor::from_vec(shape, bytes).unwrap());
+        let zero = draft.constant(Tensor::from_vec(vec![], vec![117u8]).unwrap());
+        let operands = [parts[0], weight, parts[2], zero];
+        let op = Op::ConvInteger(conv_of(kernel, groups, Activation::None));
+        let sums = draft.step(op, &operands, DataType::I32);
+        let sums = draft.step(Op::Cast(Cast { to: DataType::F32 }), &[sums], DataType::F32);
+        let own = draft.scalar(0.01);
+        let scale = draft.steps(Op::Binary(Binary::Mul), &[parts[1], own], &[DataType::F32])[0];
+        draft.plan.values[scale.index()].shape = Some(vec![]);
+        let y = draft.step(Op::Binary(Binary::Mul), &[sums, scale], DataType::F32);
+        let bias = draft.floats(&mut random, &[24, 1, 1]);
+        let y = draft.step(Op::Binary(Binary::Add), &[y, bias], DataType::F32);
+        let (got, wanted, count) = draft.run(y);
+        assert_eq!(count, 1);
+        numbers_agree(&got, &wanted);
+    }
+}
+
 #[test]
 fn functions_between_quantizers_are_steps_of_bytes() {
     let mut random = Random::new(20);

@@ -1,11 +1,11 @@
 //! Scaled dot-product attention, a block of queries at a time so that all scores stay in the cache.
 
 use model::DataType;
-use rayon::prelude::*;
 
 use super::dense::{self, Real, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, Right};
 use super::matmul::PlainNumber;
+use super::parallel::try_for_each;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::buffer::Buffer;
 use crate::kernel::{KernelError, invalid};
@@ -224,8 +224,7 @@ where
         parts.extend(blocks.map(|(block, out)| (index, block, out)));
     }
     debug_assert_eq!(parts.len() % blocks, 0);
-    let parts = parts.par_iter_mut().with_max_len(1);
-    parts.try_for_each_init(yield_point::start_work, |_, (index, block, out)| {
+    try_for_each(parts.iter_mut(), &|(index, block, out)| {
         let index = *index;
         let first = *block * QUERY_BLOCK;
         let count = out.len() / extents.value_width;

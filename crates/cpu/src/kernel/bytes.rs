@@ -9,7 +9,6 @@ mod product;
 
 use int8::{Unsigned, WORD_DEPTH};
 use model::op::{Activation, Conv};
-use rayon::prelude::*;
 
 use self::finish::{Channels, Finish, Target};
 pub(super) use self::finish::{clamped, rounded};
@@ -18,12 +17,12 @@ use self::product::{ByteProduct, Right};
 use super::conv::{Border, ConvShapes};
 use super::dense::{self, elements};
 use super::gemm::{IMAGE_GUARD, with_scratch};
+use super::parallel::try_for_each;
 use super::{Context, Inputs, Kernel, KernelResult};
 use crate::buffer::{Buffer, Data};
 use crate::buffer_pool::Pooled;
 use crate::kernel::{KernelError, invalid};
 use crate::value::{TypedTensor, Value};
-use crate::yield_point;
 
 /// Where the channels of a product are in its weight.
 #[derive(Clone, Debug)]
@@ -462,8 +461,8 @@ impl Call<'_> {
         if out.len() / out_size < 2 * rayon::current_num_threads() {
             out.chunks_exact_mut(out_size).enumerate().try_for_each(|item| one(item, true))
         } else {
-            let items = out.par_chunks_exact_mut(out_size).enumerate();
-            items.try_for_each_init(yield_point::start_work, |_, item| one(item, false))
+            let items = out.chunks_exact_mut(out_size).enumerate();
+            try_for_each(items, &|item| one(item, false))
         }
     }
 

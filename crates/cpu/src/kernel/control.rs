@@ -1,7 +1,7 @@
 //! Branches and loops: kernels that run plans of their own.
 //!
-//! The steps of a body are kernels with yield points like all others, so a task inside a loop is
-//! preempted as soon as one outside.
+//! The steps of a body are kernels with yield points like all others, and there is one before each
+//! of them, so a task inside a loop is preempted as soon as one outside.
 
 mod body;
 #[cfg(test)]

@@ -8,23 +8,22 @@ mod border;
 mod depthwise;
 mod plain;
 
-use model::DataType;
-use model::op::Conv;
-use rayon::prelude::*;
-
 pub(super) use border::Border;
 pub(super) use depthwise::{DepthwisePlane, run as run_depthwise};
+use depthwise::{SmallPlane, SmallPlaneTerms};
+use model::DataType;
+use model::op::Conv;
 pub(super) use plain::{ConvShapes, convolve};
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Image, Left, Matrix, PackedLeft, Right};
 use super::matmul::PlainNumber;
+use super::parallel::try_for_each;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::buffer::{Buffer, Data};
 use crate::kernel::{KernelError, invalid};
 use crate::spare_buffers;
 use crate::value::{TypedTensor, Value, into_elements};
-use crate::yield_point;
 
 pub(crate) fn build(facts: &StepFacts, conv: &Conv) -> Result<Kernel, KernelError> {
     match facts.input_dtype(0) {
@@ -66,7 +65,9 @@ impl Weights {
         }
         let data = elements(weight);
         if *per_group == 1 && groups > 1 {
-            return Ok(Weights { form: WeightLayout::Depthwise(Buffer::copy_of(data)?), shape });
+            let mut taps = Buffer::copy_of(data)?;
+            gemm::flush_subnormal(&mut taps);
+            return Ok(Weights { form: WeightLayout::Depthwise(taps), shape });
         }
         let rows = outputs / groups;
         let depth = shape[1..].iter().product();
@@ -190,8 +191,8 @@ impl ConvCall<'_> {
         if count < 2 * rayon::current_num_threads() {
             out.chunks_exact_mut(out_size).enumerate().try_for_each(|item| one(item, true))
         } else {
-            let items = out.par_chunks_exact_mut(out_size).enumerate();
-            items.try_for_each_init(yield_point::start_work, |_, item| one(item, false))
+            let items = out.chunks_exact_mut(out_size).enumerate();
+            try_for_each(items, &|item| one(item, false))
         }
     }
 
@@ -202,11 +203,22 @@ impl ConvCall<'_> {
         let (in_plane, out_plane) = (shapes.geometry.input_size(), shapes.geometry.output_size());
         let outputs = shapes.groups * shapes.group_outputs;
         let taps = shapes.geometry.taps();
-        let planes = out.par_chunks_exact_mut(out_plane).enumerate();
-        planes.try_for_each_init(yield_point::start_work, |_, (index, out)| {
+        let small = SmallPlane::new(&shapes.geometry)?;
+        let one = |(index, out): (usize, &mut [f32])| {
             let channel = index % outputs;
             let input =
                 (index / outputs * shapes.groups + channel / shapes.group_outputs) * in_plane;
+            if let Some(small) = &small {
+                let terms = SmallPlaneTerms {
+                    weights: &weights[channel * taps..(channel + 1) * taps],
+                    bias: self.bias.map_or(0.0, |bias| bias[channel]),
+                    residual: self.residual.map(|all| &all[index * out_plane..][..out_plane]),
+                    accumulate: self.accumulate,
+                    activation: self.conv.activation,
+                };
+                small.run(out, &x[input..input + in_plane], terms);
+                return Ok(());
+            }
             gemm::with_scratch(border.length(), |scratch| {
                 border.copy(scratch, &x[input..input + in_plane], 0.0, false);
                 run_depthwise(DepthwisePlane {
@@ -222,7 +234,14 @@ impl ConvCall<'_> {
                     activation: self.conv.activation,
                 })
             })?
-        })
+        };
+        let work = out.len().saturating_mul(taps);
+        let mut planes = out.chunks_exact_mut(out_plane).enumerate();
+        if work < gemm::MIN_PARALLEL_WORK {
+            planes.try_for_each(one)
+        } else {
+            try_for_each(planes, &one)
+        }
     }
 }
 

@@ -3,12 +3,12 @@
 
 use model::DataType;
 use model::op::{ConvTranspose, Op, Padding};
-use rayon::prelude::*;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedLeft, Right};
 use super::geometry::{Geometry, covered, steps, three};
 use super::matmul::{PlainNumber, row_major};
+use super::parallel::for_each;
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, no_kernel};
 use crate::buffer::Buffer;
 use crate::kernel::{KernelError, invalid};
@@ -165,9 +165,8 @@ fn add_contributions<T: PlainNumber>(
         }
     };
     if parallel {
-        let planes =
-            out.par_chunks_exact_mut(plane).zip(contributions.par_chunks_exact(taps * windows));
-        planes.for_each_init(yield_point::start_work, |_, plane| add(plane));
+        let planes = out.chunks_exact_mut(plane).zip(contributions.chunks_exact(taps * windows));
+        for_each(planes, &add);
     } else {
         out.chunks_exact_mut(plane).zip(contributions.chunks_exact(taps * windows)).for_each(add);
     }

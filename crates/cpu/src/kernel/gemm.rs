@@ -13,15 +13,14 @@ use std::ops::Range;
 
 use model::MemoryError;
 use model::op::Activation;
-use rayon::prelude::*;
 
-pub(super) use pack::{IMAGE_GUARD, Image, Matrix, PackedLeft, PackedRight};
+pub(super) use pack::{IMAGE_GUARD, Image, Matrix, PackedLeft, PackedRight, flush_subnormal};
 use tile::{PackedBlock, TileEpilogue};
 
 use super::activation;
+use super::parallel::try_for_each;
 use crate::buffer::Buffer;
 use crate::kernel::{KernelError, invalid};
-use crate::yield_point;
 
 /// Vectors across a panel of the right operand.
 pub(super) const PANEL_VECTORS: usize = 3;
@@ -39,7 +38,7 @@ const FEW_ELEMENTS: usize = 32 * 1024;
 const MAX_DEPTH: usize = 1024;
 
 /// Products smaller than this many multiplications stay on one thread.
-const MIN_PARALLEL_WORK: usize = 64 * 1024;
+pub(super) const MIN_PARALLEL_WORK: usize = 256 * 1024;
 
 /// The left operand, `rows x depth`.
 #[derive(Clone, Copy)]
@@ -264,8 +263,7 @@ impl ProductCall<'_> {
             self.block(&mut rows, 0..self.rows, bounds[task]..bounds[task + 1], left, None)
         };
         if self.threads > 1 {
-            let tasks = segments.into_par_iter().enumerate().with_max_len(1);
-            tasks.try_for_each_init(yield_point::start_work, |_, task| run(task))
+            try_for_each(segments.into_iter().enumerate(), &run)
         } else {
             segments.into_iter().enumerate().try_for_each(run)
         }
@@ -309,8 +307,7 @@ impl ProductCall<'_> {
             }
         };
         if self.threads > 1 {
-            let tasks = out.par_chunks_mut(per_task * self.columns).enumerate().with_max_len(1);
-            tasks.try_for_each_init(yield_point::start_work, |_, task| run(task))
+            try_for_each(out.chunks_mut(per_task * self.columns).enumerate(), &run)
         } else {
             out.chunks_mut(per_task * self.columns).enumerate().try_for_each(run)
         }

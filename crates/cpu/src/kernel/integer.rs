@@ -76,14 +76,13 @@ fn spec_of(facts: &StepFacts) -> Option<(ByteSpec, usize)> {
     };
     let (weight, zero, weight_zero) = if quantised { (3, 2, 5) } else { (1, 2, 3) };
     let signed = facts.input_dtype(0)? == DataType::I8;
-    let is_matrix = matches!(layout, ByteLayout::Matrix { .. });
     let activations_zero = match constant_integers(facts, zero) {
         Some(zeros) => {
             let [zero] = zeros[..] else { return None };
             Some(zero)
         }
-        // What surrounds an image must be known, and rows may have zero points of their own.
-        None if is_matrix && !quantised && is_scalar(facts, zero) => None,
+        // Rows may have zero points of their own.
+        None if !quantised && is_scalar(facts, zero) => None,
         None => return None,
     };
     let mut spec = ByteSpec {

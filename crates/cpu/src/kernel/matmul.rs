@@ -2,17 +2,15 @@
 
 use model::DataType;
 use model::op::{Activation, Gemm, MatMul, Op};
-use rayon::prelude::*;
 
 use super::dense::{self, elements};
 use super::gemm::{self, Epilogue, Left, Matrix, PackedRight, Right};
-use super::parallel::{Failure, in_chunks};
+use super::parallel::{Failure, in_chunks, try_for_each};
 use super::{Context, Inputs, Kernel, KernelResult, StepFacts, activation, no_kernel};
 use crate::buffer::{Buffer, Data};
 use crate::kernel::{KernelError, invalid};
 use crate::spare_buffers;
 use crate::value::{Typed, TypedTensor, Value};
-use crate::yield_point;
 
 /// The two operators as one: `activation(alpha * a @ b + beta * bias + residual)`.
 #[derive(Clone, Copy)]
@@ -273,11 +271,11 @@ fn batched<'b>(
         let run = if parallel { gemm::product } else { gemm::product_here };
         run(out, Left::Plain(left), right(b_index[index]), epilogue)
     };
-    if out.len() / size < rayon::current_num_threads() {
+    let work = out.len().saturating_mul(extents.k);
+    if work < gemm::MIN_PARALLEL_WORK || out.len() / size < rayon::current_num_threads() {
         out.chunks_exact_mut(size).enumerate().try_for_each(|item| one(item, true))
     } else {
-        let items = out.par_chunks_exact_mut(size).enumerate();
-        items.try_for_each_init(yield_point::start_work, |_, item| one(item, false))
+        try_for_each(out.chunks_exact_mut(size).enumerate(), &|item| one(item, false))
     }
 }
 

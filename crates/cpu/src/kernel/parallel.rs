@@ -4,9 +4,10 @@
 //! machinery is compiled once per element type and not once per loop. The traits here exist beside
 //! `Fn` because a vtable of `Fn` also holds the code for calls by value.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use rayon::prelude::*;
+use smallvec::SmallVec;
 
 use crate::kernel::KernelError;
 use crate::yield_point;
@@ -33,6 +34,10 @@ impl Failure {
         result.map_err(|error| self.0.set(error.into())).ok()
     }
 
+    fn is_set(&self) -> bool {
+        self.0.get().is_some()
+    }
+
     /// The error that was kept.
     pub(crate) fn result(self) -> Result<(), KernelError> {
         self.0.into_inner().map_or(Ok(()), Err)
@@ -50,11 +55,27 @@ impl<T, F: Fn(usize, &mut [T]) + Sync> ChunkBody<T> for F {
     }
 }
 
-/// Runs `work` on `count` threads of the pool.
+/// Runs `work` on `count` threads of the pool, the calling one among them.
 fn on_threads(count: usize, work: &(dyn Fn() + Sync)) {
-    let threads = (0..count).into_par_iter().with_max_len(1);
-    threads.for_each_init(yield_point::start_work, |_, _| work());
+    let ended = AtomicUsize::new(0);
+    let run = || {
+        let _working = yield_point::start_work();
+        work();
+    };
+    rayon::in_place_scope(|scope| {
+        for _ in 1..count {
+            scope.spawn(|_| {
+                run();
+                ended.fetch_add(1, Ordering::Release);
+            });
+        }
+        run();
+        yield_point::wait_for(|| ended.load(Ordering::Acquire) + 1 >= count);
+    });
 }
+
+/// The most items that a thread takes at once.
+const MAX_ITEMS: usize = 16;
 
 /// Calls `body` with each item, on all threads.
 pub(crate) fn for_each<I>(items: I, body: &(dyn Fn(I::Item) + Sync))
@@ -66,15 +87,39 @@ where
         items.for_each(body);
         return;
     }
+    // Few at a time, so that threads end together; several if there are many.
+    let several = (items.len() / (threads * 8)).clamp(1, MAX_ITEMS);
     let items = Mutex::new(items);
     on_threads(threads, &|| {
         loop {
             // The lock is released before the body runs, which may park the thread.
-            let next = items.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some(item) = next else { return };
-            body(item);
+            let taken: SmallVec<[I::Item; MAX_ITEMS]> = {
+                let mut items = items.lock().unwrap_or_else(PoisonError::into_inner);
+                items.by_ref().take(several).collect()
+            };
+            if taken.is_empty() {
+                return;
+            }
+            taken.into_iter().for_each(body);
         }
     });
+}
+
+/// Like [`for_each`], for bodies that may fail: the first error is returned.
+pub(crate) fn try_for_each<I>(
+    items: I,
+    body: &(dyn Fn(I::Item) -> Result<(), KernelError> + Sync),
+) -> Result<(), KernelError>
+where
+    I: ExactSizeIterator + Send,
+{
+    let failure = Failure::default();
+    for_each(items, &|item| {
+        if !failure.is_set() {
+            failure.check(body(item));
+        }
+    });
+    failure.result()
 }
 
 /// Calls `body` with the number of each chunk of `size` elements and the chunk, on all threads.

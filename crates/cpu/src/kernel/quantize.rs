@@ -1,15 +1,16 @@
 //! Conversion between real and quantized numbers.
 
+use std::sync::{Mutex, PoisonError};
+
 use model::DataType;
 use model::op::Op;
-use rayon::prelude::*;
 use rten_simd::{Isa, SimdOp};
 
 use super::bytes::{clamped, rounded};
 use super::cast::convert;
 use super::elementwise;
 use super::operand::{Element, around, dtype_of, elements, narrowed, one, resolve_axis, widened};
-use super::parallel::in_pieces;
+use super::parallel::{for_each, in_pieces};
 use super::{Context, Inputs, Kernel, KernelResult, Outputs, StepFacts, no_kernel};
 use crate::buffer::Buffer;
 use crate::kernel::{KernelError, invalid};
@@ -260,13 +261,14 @@ fn range_with_zero(data: &[f32]) -> (f32, f32) {
     if data.len() <= RANGE_PART {
         return RangeOf(data).dispatch();
     }
-    let parts = data.par_chunks(RANGE_PART);
-    let ranges = parts.map_init(yield_point::start_work, |_, part| {
+    let all = Mutex::new((0.0, 0.0));
+    for_each(data.chunks(RANGE_PART), &|part: &[f32]| {
         let range = RangeOf(part).dispatch();
         yield_point::did_work(part.len() / 8);
-        range
+        let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+        *all = wider(*all, range);
     });
-    ranges.reduce(|| (0.0, 0.0), wider)
+    all.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 struct RangeOf<'a>(&'a [f32]);

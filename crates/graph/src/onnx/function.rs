@@ -22,37 +22,73 @@ fn key_of(node: &NodeProto) -> Key {
     (node.domain.clone(), node.op_type.clone(), node.overload.clone())
 }
 
-/// Inlines calls until none remains. `limit` bounds the number of resulting nodes and of calls.
-pub(crate) fn expand(
-    nodes: Vec<NodeProto>,
-    functions: Vec<FunctionProto>,
-    opsets: Arc<Opsets>,
-    limit: usize,
-) -> Result<Vec<SourceNode>, ImportError> {
-    let table = functions
-        .into_iter()
-        .map(|f| ((f.domain.clone(), f.name.clone(), f.overload.clone()), Arc::new(f)))
-        .collect();
-    let out = Vec::with_capacity(nodes.len());
-    let mut expansion = Expansion { table, limit, calls: 0, bytes: 0, out };
-    for (index, proto) in nodes.into_iter().enumerate() {
-        expansion.add(SourceNode::new(proto, opsets.clone(), index), 0)?;
-    }
-    Ok(expansion.out)
+/// One call of a function: how the graphs inside of its nodes name values and attributes.
+#[derive(Debug)]
+pub(crate) struct Call {
+    /// The caller's names of the function's inputs and outputs.
+    names: HashMap<String, String>,
+    label: String,
+    /// What attributes of the function are, given or by default.
+    attributes: Vec<AttributeProto>,
 }
 
-/// Nodes with functions expanded, and what that has cost so far.
-struct Expansion {
+impl Call {
+    /// The name outside of the function for `name` in it.
+    pub fn rename(&self, name: &mut String) {
+        if !name.is_empty() {
+            *name = match self.names.get(name) {
+                Some(outer) => outer.clone(),
+                None => format!("{}/{name}", self.label),
+            };
+        }
+    }
+
+    /// Attributes of a node in a graph inside of the function.
+    pub fn resolve(&self, attributes: &mut Vec<AttributeProto>) {
+        if attributes.iter().any(|attribute| !attribute.reference.is_empty()) {
+            *attributes = resolve(attributes, &self.attributes);
+        }
+    }
+
+    /// Bytes that a copied name may take beside its own.
+    pub fn name_bytes(&self) -> usize {
+        let longest = self.names.values().map(String::len).max().unwrap_or(0);
+        longest.max(self.label.len() + 1)
+    }
+}
+
+/// The model's own functions, and what expanding their calls has cost so far.
+#[derive(Default)]
+pub(crate) struct Functions {
     table: HashMap<Key, Arc<FunctionProto>>,
+    /// The maximum number of nodes of one expansion, and of calls in all.
     limit: usize,
     /// Calls expanded: functions without nodes cost time too.
     calls: usize,
     /// Bytes of the copied bodies and their names.
     bytes: usize,
-    out: Vec<SourceNode>,
 }
 
-impl Expansion {
+impl Functions {
+    pub fn new(functions: Vec<FunctionProto>, limit: usize) -> Functions {
+        let key = |f: &FunctionProto| (f.domain.clone(), f.name.clone(), f.overload.clone());
+        let table = functions.into_iter().map(|f| (key(&f), Arc::new(f))).collect();
+        Functions { table, limit, calls: 0, bytes: 0 }
+    }
+
+    /// Inlines calls until none remains.
+    pub fn expand(&mut self, nodes: Vec<SourceNode>) -> Result<Vec<SourceNode>, ImportError> {
+        if self.table.is_empty() {
+            self.check_limit("nodes", nodes.len().saturating_sub(1))?;
+            return Ok(nodes);
+        }
+        let mut out = Vec::with_capacity(nodes.len());
+        for node in nodes {
+            self.add(node, 0, &mut out)?;
+        }
+        Ok(out)
+    }
+
     fn check_limit(&self, what: &'static str, actual: usize) -> Result<(), ImportError> {
         match actual >= self.limit {
             false => Ok(()),
@@ -77,12 +113,15 @@ impl Expansion {
     }
 
     /// Adds `node`, or the body of the function that it calls.
-    fn add(&mut self, node: SourceNode, depth: usize) -> Result<(), ImportError> {
-        self.check_limit("nodes", self.out.len())?;
-        let function =
-            if self.table.is_empty() { None } else { self.table.get(&key_of(&node.proto)) };
-        let Some(function) = function.cloned() else {
-            self.out.push(node);
+    fn add(
+        &mut self,
+        node: SourceNode,
+        depth: usize,
+        out: &mut Vec<SourceNode>,
+    ) -> Result<(), ImportError> {
+        self.check_limit("nodes", out.len())?;
+        let Some(function) = self.table.get(&key_of(&node.proto)).cloned() else {
+            out.push(node);
             return Ok(());
         };
         if depth >= MAX_DEPTH {
@@ -94,29 +133,27 @@ impl Expansion {
         self.calls += 1;
         self.check_limit("calls of functions", self.calls)?;
         let opsets = Arc::new(Opsets::new(&function.opsets));
-        let names = call_names(&node, &function);
+        let given = node.proto.attributes.iter().chain(&function.defaults);
+        let call = Arc::new(Call {
+            names: call_names(&node, &function),
+            label: node.label.clone(),
+            attributes: given.cloned().collect(),
+        });
+        let given: usize = call.attributes.iter().map(attribute_bytes).sum();
+        self.count_bytes(given)?;
         for (index, body) in function.nodes.iter().enumerate() {
             self.count_bytes(copied_bytes(body, &node, &function))?;
             let mut proto = body.clone();
-            let rename = |name: &mut String| {
-                if !name.is_empty() {
-                    *name = names
-                        .get(name.as_str())
-                        .cloned()
-                        .unwrap_or_else(|| format!("{}/{name}", node.label));
-                }
-            };
-            proto.inputs.iter_mut().for_each(rename);
-            proto.outputs.iter_mut().for_each(rename);
+            proto.inputs.iter_mut().for_each(|name| call.rename(name));
+            proto.outputs.iter_mut().for_each(|name| call.rename(name));
             proto.name = if body.name.is_empty() {
                 format!("{}/{}_{index}", node.label, body.op_type)
             } else {
                 format!("{}/{}", node.label, body.name)
             };
-            proto.attributes = resolve(&body.attributes, &node.proto.attributes, &function);
-            let mut inner = SourceNode::new(proto, opsets.clone(), index);
-            (inner.in_function, inner.captures) = (true, Vec::new());
-            self.add(inner, depth + 1)?;
+            proto.attributes = resolve(&body.attributes, &call.attributes);
+            let inner = SourceNode::new(proto, opsets.clone(), index).inside(call.clone());
+            self.add(inner, depth + 1, out)?;
         }
         Ok(())
     }
@@ -157,29 +194,23 @@ pub(crate) fn attribute_bytes(attribute: &AttributeProto) -> usize {
 }
 
 /// The caller's name for each of the function's inputs and outputs; absent ones are empty.
-fn call_names<'a>(node: &SourceNode, function: &'a FunctionProto) -> HashMap<&'a str, String> {
+fn call_names(node: &SourceNode, function: &FunctionProto) -> HashMap<String, String> {
     let actual = |list: &[String], index: usize| list.get(index).cloned().unwrap_or_default();
     let inputs = function.inputs.iter().enumerate();
-    let mut names: HashMap<&str, String> =
-        inputs.map(|(i, name)| (name.as_str(), actual(&node.proto.inputs, i))).collect();
+    let mut names: HashMap<String, String> =
+        inputs.map(|(i, name)| (name.clone(), actual(&node.proto.inputs, i))).collect();
     for (index, name) in function.outputs.iter().enumerate() {
         let outer = actual(&node.proto.outputs, index);
         if !outer.is_empty() {
-            names.insert(name, outer);
+            names.insert(name.clone(), outer);
         }
     }
     names
 }
 
-/// Attributes of a body's node: references replaced by the caller's values or the defaults.
-fn resolve(
-    body: &[AttributeProto],
-    caller: &[AttributeProto],
-    function: &FunctionProto,
-) -> Vec<AttributeProto> {
-    let given = |name: &str| {
-        caller.iter().chain(&function.defaults).find(|attribute| attribute.name == name)
-    };
+/// Attributes of a body's node: references replaced by what is given, the caller's first.
+fn resolve(body: &[AttributeProto], given: &[AttributeProto]) -> Vec<AttributeProto> {
+    let given = |name: &str| given.iter().find(|attribute| attribute.name == name);
     body.iter()
         .filter_map(|attribute| match attribute.reference.as_str() {
             "" => Some(attribute.clone()),
@@ -218,8 +249,8 @@ mod tests {
     }
 
     fn expanded(functions: Vec<FunctionProto>, label: &str) -> Result<usize, String> {
-        let nodes = vec![call("f0", label)];
-        let result = expand(nodes, functions, Arc::new(Opsets::default()), 100_000);
+        let node = SourceNode::new(call("f0", label), Arc::new(Opsets::default()), 0);
+        let result = Functions::new(functions, 100_000).expand(vec![node]);
         result.map(|nodes| nodes.len()).map_err(|error| error.to_string())
     }
 

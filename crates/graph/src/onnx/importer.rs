@@ -8,20 +8,26 @@ use model::{DataType, ValueId};
 use super::attributes::Attributes;
 use super::context::{Context, MapError, Mapped};
 use super::external::ExternalData;
-use super::proto::{GraphProto, ModelProto, NodeProto, OperatorSet, TypeProto, ValueInfoProto};
+use super::function::{Call, Functions};
+use super::proto::{
+    DimProto, GraphProto, ModelProto, NodeProto, OperatorSet, TypeProto, ValueInfoProto,
+};
 use super::tensor::{data_type, data_type_name, held_type, narrow_type, to_tensor};
 use super::{ImportError, Limits, MAX_OPSET, UnsupportedNode};
 use super::{
-    brevitas, elementwise, function, index, layout, loss, matrix, microsoft, ml, nchwc, nn, norm,
-    order, quant, random, recurrent, reduce, signal, spatial, text, training, window,
+    brevitas, elementwise, index, layout, loss, matrix, microsoft, ml, nchwc, nn, norm, order,
+    quant, random, recurrent, reduce, signal, spatial, text, training, window,
 };
 use crate::infer::{Fact, describe};
 use crate::ir::Graph;
 use model::dim::SymDim;
 
+mod container;
 mod control;
+mod entries;
 mod names;
 mod sequence;
+mod stack;
 mod structure;
 
 use control::ControlError;
@@ -54,8 +60,8 @@ pub(crate) struct SourceNode {
     pub label: String,
     /// What the bodies of control flow read from outside.
     pub captures: Vec<String>,
-    /// Whether it is part of a function, whose names differ from those in bodies.
-    pub in_function: bool,
+    /// The call of a function that it is part of: bodies use the function's names.
+    pub call: Option<Arc<Call>>,
 }
 
 impl SourceNode {
@@ -67,7 +73,14 @@ impl SourceNode {
             (name, _) => name.to_string(),
         };
         let captures = control::captures(&proto);
-        SourceNode { proto, opsets, label, captures, in_function: false }
+        SourceNode { proto, opsets, label, captures, call: None }
+    }
+
+    /// As a part of a function. Its own names are the caller's already, those in its bodies not.
+    pub fn inside(mut self, call: Arc<Call>) -> SourceNode {
+        self.captures.iter_mut().for_each(|name| call.rename(name));
+        self.call = Some(call);
+        self
     }
 }
 
@@ -80,11 +93,13 @@ fn is_name(param: &str) -> bool {
 struct Importer<'a> {
     graph: Graph,
     names: HashMap<String, ValueId>,
-    /// Names that stand for sequences and optionals.
+    /// Names that stand for sequences, optionals and maps.
     members: HashMap<String, sequence::Members>,
     /// Values that depend on a node that could not be mapped: their errors are not reported again.
     poisoned: HashSet<ValueId>,
     unsupported: Vec<UnsupportedNode>,
+    /// What a person should know of the model, see [`Graph::warnings`].
+    warnings: Vec<String>,
     declared: HashMap<String, TypeProto>,
     symbols: HashMap<String, String>,
     separate: names::SeparateNames,
@@ -95,6 +110,7 @@ struct Importer<'a> {
     block: usize,
     /// The maximum number of nodes.
     limit: usize,
+    functions: Functions,
     /// Bodies around the node that is mapped.
     depth: usize,
     written: control::Written,
@@ -120,6 +136,7 @@ pub(crate) fn run(
             (best, separate) = (other, trial);
         }
     }
+    best.warnings.extend(separate.warnings());
     Ok(best)
 }
 
@@ -143,13 +160,17 @@ fn run_with(
     }
     let block = nchwc::block_size(&source);
     let protos = std::mem::take(&mut source.nodes);
-    let nodes = function::expand(protos, model.functions, opsets, limits.nodes)?;
+    let source_node = |(index, proto)| SourceNode::new(proto, opsets.clone(), index);
+    let nodes = protos.into_iter().enumerate().map(source_node).collect();
+    let mut functions = Functions::new(model.functions, limits.nodes);
+    let nodes = functions.expand(nodes)?;
     let mut importer = Importer {
         graph: Graph { name: source.name.clone(), ..Graph::default() },
         names: HashMap::new(),
         members: HashMap::new(),
         poisoned: HashSet::new(),
         unsupported: Vec::new(),
+        warnings: Vec::new(),
         declared: HashMap::new(),
         symbols: HashMap::new(),
         separate,
@@ -158,11 +179,12 @@ fn run_with(
         external,
         block,
         limit: limits.nodes,
+        functions,
         depth: 0,
         written: control::Written::default(),
     };
     importer.define(&mut source)?;
-    let defined = importer.names.keys().cloned().collect();
+    let defined = importer.names.keys().chain(importer.members.keys()).cloned().collect();
     let nodes = order::sort(nodes, &defined)?;
     importer.map_all(&nodes, &source.outputs)?;
     importer.finish(&source.outputs)
@@ -188,13 +210,11 @@ impl Importer<'_> {
                 }
                 continue;
             }
-            let (fact, poisoned) = self.input_fact(info)?;
-            let id = self.graph.add_value(info.name.clone(), fact);
-            if poisoned {
-                self.poisoned.insert(id);
+            if info.kind.other.is_some() && self.define_container(info)? {
+                continue;
             }
-            self.name(&info.name, id)?;
-            self.graph.inputs.push(id);
+            let (fact, poisoned) = self.input_fact(info)?;
+            self.add_input(&info.name, fact, poisoned)?;
         }
         let infos = source.value_infos.iter().chain(&source.outputs);
         self.declared = infos.map(|info| (info.name.clone(), info.kind.clone())).collect();
@@ -323,7 +343,7 @@ impl Importer<'_> {
             return self.map_sequence(node, &inputs);
         }
         if self.reads_members(node) {
-            self.refuse(node, &inputs, Some("an operand is a sequence".to_string()));
+            self.refuse(node, &inputs, Some("an operand is a sequence or a map".to_string()));
             self.poison_outputs(node);
             return Ok(());
         }
@@ -462,6 +482,22 @@ impl Importer<'_> {
         Ok(())
     }
 
+    /// Notes a size of an output that the file declares and the model does not compute.
+    fn compare_declared(&mut self, info: &ValueInfoProto, id: ValueId) {
+        let shape = info.kind.tensor.as_ref().and_then(|tensor| tensor.shape.as_ref());
+        let (Some(declared), Some(known)) = (shape, self.graph.shape(id)) else { return };
+        let differs = |(declared, known): (&DimProto, &SymDim)| {
+            let sizes = declared.value.filter(|size| *size > 0).zip(known.fixed());
+            sizes.is_some_and(|(declared, known)| declared != known)
+        };
+        let same_rank = declared.dims.len() == known.len();
+        if !same_rank || declared.dims.iter().zip(known).any(differs) {
+            let is = describe(&self.graph, &[Some(id)]);
+            let text = "is declared with other dimensions, which are not taken at their word";
+            self.warn(format!("output {is} {text}"));
+        }
+    }
+
     fn finish(mut self, outputs: &[ValueInfoProto]) -> Result<Graph, ImportError> {
         if !self.unsupported.is_empty() {
             // Inputs are reported only when no node gives a better reason.
@@ -470,9 +506,9 @@ impl Importer<'_> {
             return Err(ImportError::Unsupported(self.unsupported));
         }
         for info in outputs {
-            if self.members.contains_key(&info.name) {
-                let reason = "an output that is a sequence of other values than maps";
-                return Err(ImportError::Model(format!("'{}': {reason}", info.name)));
+            if let Some(members) = self.members.get(&info.name).cloned() {
+                self.give_members(&info.name, members)?;
+                continue;
             }
             let Some(id) = self.names.get(&info.name) else {
                 let node = "outputs".to_string();
@@ -481,14 +517,17 @@ impl Importer<'_> {
             if self.graph.outputs.contains(id) {
                 return Err(ImportError::Duplicate { name: info.name.clone() });
             }
-            self.graph.outputs.push(*id);
+            let id = *id;
+            self.graph.outputs.push(id);
             if info.kind.other == Some("sequence") {
                 self.add_keys(&info.name)?;
             }
+            self.compare_declared(info, id);
         }
         if self.graph.outputs.is_empty() {
             return Err(ImportError::Model("the model has no outputs".to_string()));
         }
+        self.graph.warnings = self.warnings;
         Ok(self.graph)
     }
 }

@@ -333,11 +333,53 @@ impl Message for ValueInfoProto {
     }
 }
 
-/// A type: a tensor's, or only the name of another kind.
+/// A type: a tensor's, or the name of another kind and what it contains.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TypeProto {
     pub tensor: Option<TensorType>,
     pub other: Option<&'static str>,
+    /// A [`ContainerType`], decoded on demand: types may be nested deeply.
+    contents: Option<Bytes>,
+}
+
+impl TypeProto {
+    /// The type of what a sequence or an optional contains.
+    pub fn element(&self) -> Option<TypeProto> {
+        let contents = ContainerType::decode(self.contents.clone()?).ok()?;
+        TypeProto::decode(contents.first.filter(|_| self.other != Some("map"))?).ok()
+    }
+
+    /// The data types of a map's keys and values, if these are tensors or numbers.
+    pub fn entries(&self) -> Option<(i64, TensorType)> {
+        let contents = ContainerType::decode(self.contents.clone()?).ok()?;
+        let values = TypeProto::decode(contents.second.filter(|_| self.other == Some("map"))?);
+        Some((contents.key_type, values.ok()?.tensor?))
+    }
+}
+
+/// `TypeProto.Sequence`, `TypeProto.Optional` or `TypeProto.Map`.
+#[derive(Clone, Debug, Default)]
+struct ContainerType {
+    first: Option<Bytes>,
+    key_type: i64,
+    second: Option<Bytes>,
+}
+
+impl Message for ContainerType {
+    const NAME: &'static str = "TypeProto.Sequence";
+
+    fn field(&mut self, field: Field) -> Result<(), WireError> {
+        match field.number {
+            // A map has the type of its keys here, the others that of their elements.
+            1 => match field.int() {
+                Ok(key_type) => self.key_type = key_type,
+                Err(_) => self.first = Some(field.bytes()?),
+            },
+            2 => self.second = Some(field.bytes()?),
+            _ => {}
+        }
+        Ok(())
+    }
 }
 
 impl Message for TypeProto {
@@ -346,11 +388,11 @@ impl Message for TypeProto {
     fn field(&mut self, field: Field) -> Result<(), WireError> {
         match field.number {
             1 => self.tensor = Some(TensorType::decode(field.bytes()?)?),
-            4 => self.other = Some("sequence"),
-            5 => self.other = Some("map"),
+            4 => (self.other, self.contents) = (Some("sequence"), Some(field.bytes()?)),
+            5 => (self.other, self.contents) = (Some("map"), Some(field.bytes()?)),
             7 => self.other = Some("opaque"),
             8 => self.other = Some("sparse tensor"),
-            9 => self.other = Some("optional"),
+            9 => (self.other, self.contents) = (Some("optional"), Some(field.bytes()?)),
             _ => {}
         }
         Ok(())

@@ -23,6 +23,10 @@ const MAX_SMALL: usize = 64;
 /// All results of one model may take this much, beside a multiple of its own constants.
 const MAX_TOTAL_BYTES: usize = 256 << 20;
 
+/// Weights that a file makes by filling them may take this much in all, beside other results: they
+/// would be made again in every run.
+const MAX_FILLED_BYTES: usize = 1 << 30;
+
 /// How much more memory than the model's own constants their results may take. Dequantized weights
 /// take four times as much.
 const MAX_GROWTH: usize = 4;
@@ -33,6 +37,7 @@ const MAX_TIME: Duration = Duration::from_secs(30);
 /// What may still be computed ahead for one model.
 pub struct FoldBudget {
     bytes: usize,
+    filled: usize,
     largest: usize,
     until: Instant,
 }
@@ -42,7 +47,8 @@ impl FoldBudget {
     pub fn new(graph: &Graph) -> FoldBudget {
         let own: usize = graph.constants.values().map(Tensor::size_bytes).sum();
         let bytes = own.saturating_mul(MAX_GROWTH).saturating_add(MAX_TOTAL_BYTES);
-        FoldBudget { bytes, largest: own.max(MAX_BYTES), until: Instant::now() + MAX_TIME }
+        let until = Instant::now() + MAX_TIME;
+        FoldBudget { bytes, filled: MAX_FILLED_BYTES, largest: own.max(MAX_BYTES), until }
     }
 
     /// Takes `bytes`, if they and some time are left.
@@ -51,6 +57,12 @@ impl FoldBudget {
             self.bytes = 0;
         }
         self.bytes = self.bytes.checked_sub(bytes)?;
+        Some(())
+    }
+
+    /// Takes `bytes` of a weight that is filled.
+    fn take_filled(&mut self, bytes: usize) -> Option<()> {
+        self.filled = self.filled.checked_sub(bytes)?;
         Some(())
     }
 }
@@ -155,14 +167,18 @@ fn value_of(
         return None;
     }
     let expected = largest_result(graph, node)?;
-    if expected > budget.largest {
+    let filled = matches!(node.op, Op::ConstantOfShape { .. });
+    if expected > budget.largest && !filled {
         return None;
     }
     if let Some(rows) = shared_rows(graph, node) {
         return checked(graph, node, vec![rows]);
     }
     // Reshaped constants share their memory.
-    budget.take(if node.op.is_reshape() { 0 } else { expected })?;
+    match filled && expected > budget.largest {
+        true => budget.take_filled(expected)?,
+        false => budget.take(if node.op.is_reshape() { 0 } else { expected })?,
+    }
     let computed = match layout(graph, node).or_else(|| small(graph, node)) {
         Some(tensor) => vec![tensor],
         None => {

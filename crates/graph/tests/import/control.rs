@@ -101,6 +101,14 @@ fn what_depends_on_data_is_a_step() {
 }
 
 #[test]
+fn a_branch_that_gives_a_sequence_is_refused_by_name() {
+    let side = || branch(vec![node("SequenceConstruct", &["x", "x"], &["a"])]);
+    let branches = vec![body("then_branch", side()), body("else_branch", side())];
+    let error = imported(&file(2, vec![with("If", &["flag"], &["y"], branches)])).unwrap_err();
+    assert!(error.contains("'If'") && error.contains("is a sequence"), "{error}");
+}
+
+#[test]
 fn a_branch_that_depends_on_data_is_selected() {
     let branches = |op: &str| {
         vec![

@@ -194,6 +194,57 @@ fn a_name_that_inputs_share_without_need_stands_for_several_sizes() {
     assert_eq!(shape(&joined, "y"), "FP32[batch,3,height,width]");
 }
 
+/// Features and the boxes they belong to, which are integers: one width for both would be wrong.
+#[test]
+fn names_shared_by_inputs_of_different_types_are_taken_apart_and_warned_of() {
+    let dims = [D::S("batch"), D::S("height"), D::S("width")];
+    let features = info("x", DataType::FLOAT, &dims);
+    let boxes = info("dets", DataType::INT64, &dims);
+    let last = with("Gather", &["dets", "zero"], &["left"], vec![int("axis", 2)]);
+    let file = |nodes: Vec<NodeProto>| {
+        let graph = GraphProto {
+            node: nodes,
+            initializer: vec![longs("zero", &[0]), floats("table", &[9, 4], &[0.5; 36])],
+            input: vec![features.clone(), boxes.clone()],
+            output: vec![output("y")],
+            ..GraphProto::default()
+        };
+        imported(&model(17, graph))
+    };
+    let embedded = node("Gather", &["table", "left"], &["e"]);
+    let narrow = with("ReduceMean", &["x"], &["m"], vec![ints("axes", &[2])]);
+    let axes = vec![ints("axes", &[2, 3]), int("keepdims", 0)];
+    let squeezed = with("ReduceMean", &["e"], &["n"], axes);
+    let three = node("Unsqueeze", &["n", "two"], &["u"]);
+    let mut nodes = vec![last, embedded, narrow, squeezed, three];
+    nodes.push(node("Add", &["m", "u"], &["y"]));
+    nodes.insert(0, with("Constant", &[], &["two"], vec![ints("value_ints", &[2])]));
+    let graph = file(nodes);
+    assert_eq!(shape(&graph, "dets"), "INT64[batch,height,width_dets]");
+    assert_eq!(shape(&graph, "y"), "FP32[batch,height,1]");
+    let [warning] = &graph.warnings[..] else { panic!("{:?}", graph.warnings) };
+    assert!(warning.contains("'width' of input 'dets'"), "{warning}");
+}
+
+/// What a file says of its outputs is not what it computes.
+#[test]
+fn outputs_declared_with_other_sizes_are_warned_of() {
+    let file = |dims: &[D]| {
+        let graph = GraphProto {
+            node: vec![node("Relu", &["x"], &["y"])],
+            input: vec![info("x", DataType::FLOAT, &[D::S("n"), D::N(3)])],
+            output: vec![info("y", DataType::FLOAT, dims)],
+            ..GraphProto::default()
+        };
+        imported(&model(17, graph)).warnings
+    };
+    assert!(file(&[D::S("m"), D::N(3)]).is_empty());
+    assert!(file(&[D::N(7), D::S("")]).is_empty());
+    let warnings = file(&[D::S("n"), D::N(4)]);
+    assert!(warnings[0].contains("output y: FP32[n,3] is declared"), "{warnings:?}");
+    assert_eq!(file(&[D::N(3)]).len(), 1);
+}
+
 #[test]
 fn placeholders_are_not_dimension_names() {
     let bytes = model(

@@ -1,7 +1,6 @@
 //! Convolutions with one filter for each channel: too little to multiply for products, so that the
 //! bytes of a plane become numbers in the cache.
 
-use rayon::prelude::*;
 use rten_simd::{Isa, SimdOp};
 
 use super::finish::{Target, clamped};
@@ -9,7 +8,7 @@ use super::{Call, FLIP};
 use crate::kernel::KernelError;
 use crate::kernel::conv::{Border, ConvShapes, DepthwisePlane, run_depthwise};
 use crate::kernel::gemm::with_scratch;
-use crate::yield_point;
+use crate::kernel::parallel::try_for_each;
 use model::op::Activation;
 
 /// Bytes as numbers, less the zero point.
@@ -77,8 +76,7 @@ impl Call<'_> {
         let clamp = self.kernel.clamp();
         let zero = self.kernel.output_zero();
         let sum_bias = self.kernel.spec.sum_bias.as_deref();
-        let planes = out.par_chunks_exact_mut(out_plane).enumerate();
-        planes.try_for_each_init(yield_point::start_work, |_, (index, out)| {
+        try_for_each(out.chunks_exact_mut(out_plane).enumerate(), &|(index, out)| {
             let channel = index % outputs;
             let input = index / outputs * shapes.groups + channel / shapes.group_outputs;
             let source = &x[input * in_plane..][..in_plane];

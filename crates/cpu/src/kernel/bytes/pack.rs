@@ -230,20 +230,41 @@ fn load(data: &[u8], at: usize) -> [u8; LANES] {
 
 /// The sum of the first `depth` bytes of each packed column, as unsigned numbers.
 pub(super) fn column_sums(packed: &[u32], depth: usize, columns: usize, sums: &mut [i32]) {
-    let words = depth.div_ceil(WORD_DEPTH);
-    let surplus = words * WORD_DEPTH - depth;
-    for start in (0..columns).step_by(PANEL_COLUMNS) {
-        let width = (columns - start).min(PANEL_COLUMNS).next_multiple_of(LANES);
-        let used = (columns - start).min(PANEL_COLUMNS);
-        let sums = &mut sums[start..start + used];
-        sums.fill(0);
-        let lines = packed[start * words..][..width * words].chunks_exact(width);
-        for (index, line) in lines.enumerate() {
-            let kept = if index + 1 == words { u32::MAX >> (8 * surplus) } else { u32::MAX };
-            for (sum, word) in sums.iter_mut().zip(line) {
-                let bytes = (word & kept).to_le_bytes();
-                *sum += bytes.iter().map(|byte| i32::from(*byte)).sum::<i32>();
+    ColumnSums { packed, depth, columns, sums }.dispatch();
+}
+
+struct ColumnSums<'a> {
+    packed: &'a [u32],
+    depth: usize,
+    columns: usize,
+    sums: &'a mut [i32],
+}
+
+impl SimdOp for ColumnSums<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn eval<I: Isa>(self, _: I) {
+        let words = self.depth.div_ceil(WORD_DEPTH);
+        let surplus = words * WORD_DEPTH - self.depth;
+        for start in (0..self.columns).step_by(PANEL_COLUMNS) {
+            let used = (self.columns - start).min(PANEL_COLUMNS);
+            let width = used.next_multiple_of(LANES);
+            let mut totals = [0u32; PANEL_COLUMNS];
+            let lines = self.packed[start * words..][..width * words].chunks_exact(width);
+            for (index, line) in lines.enumerate() {
+                let kept = if index + 1 == words { u32::MAX >> (8 * surplus) } else { u32::MAX };
+                for (total, word) in totals.iter_mut().zip(line) {
+                    let word = word & kept;
+                    // Two sums of 16 bits side by side, then both together.
+                    let pairs = (word & 0x00ff_00ff) + (word >> 8 & 0x00ff_00ff);
+                    *total += (pairs & 0xffff) + (pairs >> 16);
+                }
             }
+            for (sum, total) in self.sums[start..start + used].iter_mut().zip(totals) {
+                *sum = total as i32;
+            }
+            yield_point::did_work(words * width / 8);
         }
     }
 }

@@ -9,9 +9,6 @@ use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, StepFac
 use crate::value::Value;
 use crate::yield_point;
 
-/// About how long a step takes beside its kernel.
-const STEP_NS: usize = 200;
-
 /// A plan of a step, bound to kernels.
 pub(super) struct BodyKernels {
     plan: Arc<LaunchPlan>,
@@ -86,7 +83,8 @@ impl BodyKernels {
             shared[id.index()] = Some(outer.get(*operand)?);
         }
         for (step, kernel) in self.plan.steps.iter().zip(&self.kernels) {
-            yield_point::did_work(STEP_NS);
+            // Estimates of small kernels would add up too slowly: a check is cheap beside a step.
+            yield_point::check();
             let outputs = {
                 let inputs = self.operands(step, &mut own, &shared);
                 kernel.run.run(context, inputs).map_err(|error| named(step, error))?

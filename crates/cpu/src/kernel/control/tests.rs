@@ -4,6 +4,7 @@ use model::op::{Binary, Body, Compare, Control, ControlKind, Op, Scan};
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
 use super::super::testing::*;
+use crate::yield_point;
 
 fn step(op: Op, inputs: &[u32], output: u32) -> Step {
     let id = |at: &u32| Some(ValueId(*at));
@@ -72,6 +73,15 @@ fn loops_without_an_end_are_stopped() {
         let error = try_run(op.clone(), &[rounds, Some(bools(&[], &[true]))], 0).unwrap_err();
         assert!(error.contains("more than 1000000 rounds"), "{error}");
     }
+}
+
+/// Each step of a body is short, so a task is preempted within one of them.
+#[test]
+fn every_step_of_a_body_begins_with_a_yield_point() {
+    let before = yield_point::checks();
+    let outputs = counted(Some(1000), true, i64::MAX).unwrap();
+    assert_eq!(values::<i64>(&outputs[0]), [3001]);
+    assert!(yield_point::checks() - before >= 3 * 1000);
 }
 
 /// A loop of 2,000 rounds around one of 2,000: neither is too long by itself.

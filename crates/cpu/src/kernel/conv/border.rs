@@ -1,11 +1,12 @@
 //! Images with a border, laid out so that adjacent windows read adjacent elements.
 
-use rayon::prelude::*;
+use rten_simd::{Isa, SimdOp};
 
 use super::super::gemm::IMAGE_GUARD;
 use super::super::geometry::Geometry;
 use crate::buffer::Buffer;
 use crate::kernel::KernelError;
+use crate::kernel::parallel::for_each;
 use crate::yield_point;
 
 /// Elements of rows that are added up before their work is reported.
@@ -24,6 +25,23 @@ pub(crate) struct Border<'a> {
     phase: usize,
     taps: Buffer<usize>,
     rows: Buffer<usize>,
+}
+
+/// One channel on its way into a bordered image.
+struct CopyChannel<'a, 'b, T> {
+    border: &'a Border<'b>,
+    target: &'a mut [T],
+    input: &'a [T],
+    fill: T,
+}
+
+impl<T: Copy> SimdOp for CopyChannel<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn eval<I: Isa>(self, _: I) {
+        self.border.copy_channel(self.target, self.input, self.fill);
+    }
 }
 
 impl<'a> Border<'a> {
@@ -99,21 +117,20 @@ impl<'a> Border<'a> {
         if plane == 0 {
             channels.fill(fill);
         } else if parallel && channels.len() > 32 * 1024 {
-            channels
-                .par_chunks_exact_mut(size)
-                .zip(input.par_chunks_exact(plane))
-                .with_min_len(4)
-                .for_each_init(yield_point::start_work, |_, (target, input)| {
-                    self.copy_channel(target, input, fill)
-                });
+            let pairs = channels.chunks_exact_mut(size).zip(input.chunks_exact(plane));
+            for_each(pairs, &|(target, input)| {
+                CopyChannel { border: self, target, input, fill }.dispatch();
+            });
         } else {
-            channels
-                .chunks_exact_mut(size)
-                .zip(input.chunks_exact(plane))
-                .for_each(|(target, input)| self.copy_channel(target, input, fill));
+            channels.chunks_exact_mut(size).zip(input.chunks_exact(plane)).for_each(
+                |(target, input)| {
+                    CopyChannel { border: self, target, input, fill }.dispatch();
+                },
+            );
         }
     }
 
+    #[inline(always)]
     fn copy_channel<T: Copy>(&self, target: &mut [T], input: &[T], fill: T) {
         let g = self.geometry;
         let [_, height, width] = g.input;
@@ -140,6 +157,7 @@ impl<'a> Border<'a> {
         }
     }
 
+    #[inline(always)]
     fn copy_row<T: Copy>(&self, row: &mut [T], source: &[T], fill: T) {
         let g = self.geometry;
         let (stride, begin) = (g.strides[2], g.begin[2]);
@@ -170,6 +188,7 @@ impl<'a> Border<'a> {
 
     /// Copies a row for stride 2 and separates even and odd columns. With a border of one, the
     /// input's even columns are the bordered row's odd ones.
+    #[inline(always)]
     fn copy_halves<T: Copy>(&self, row: &mut [T], source: &[T], shifted: bool, fill: T) {
         let (even, odd) = row.split_at_mut(self.phase);
         let (first, second) = if shifted { (odd, &mut even[1..]) } else { (even, odd) };

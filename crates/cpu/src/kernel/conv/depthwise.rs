@@ -6,11 +6,17 @@ use rten_simd::{Isa, Simd, SimdOp};
 
 use super::super::activation;
 use super::super::gemm::{IMAGE_GUARD, with_scratch};
+use super::super::geometry::Geometry;
+use crate::buffer::Buffer;
 use crate::kernel::KernelError;
 use crate::yield_point;
 
 /// Vectors of the result that are summed at the same time, to hide the latency of additions.
 const SIDE_BY_SIDE: usize = 8;
+
+/// The most windows and products of a small plane.
+const MAX_SMALL: usize = 32;
+const MAX_PAIRS: usize = 256;
 
 /// Multiplications that are added up before they are reported.
 const LOOK_AFTER: usize = 64 * 1024;
@@ -80,6 +86,71 @@ impl<'a> DepthwisePlane<'a> {
         })?;
         Ok(self.out)
     }
+}
+
+/// What the windows of a small plane read. Vectors along its rows would be nearly empty.
+pub(super) struct SmallPlane {
+    /// An element of the input and the tap that it is multiplied by, window after window.
+    pairs: Buffer<(usize, usize)>,
+    /// Where the pairs of each window end.
+    ends: Buffer<usize>,
+}
+
+impl SmallPlane {
+    /// The windows of `g`, if they read so few elements that this is the fastest way.
+    pub(super) fn new(g: &Geometry) -> Result<Option<SmallPlane>, KernelError> {
+        if g.output_size() > MAX_SMALL {
+            return Ok(None);
+        }
+        let mut pairs = Buffer::with_capacity(MAX_PAIRS)?;
+        let mut ends = Buffer::with_capacity(g.output_size())?;
+        let [_, height, width] = g.input;
+        for window in 0..g.output_size() {
+            let [_, rows, columns] = g.output;
+            let at = [window / (rows * columns), window / columns % rows, window % columns];
+            let [z, y, x] = [0, 1, 2].map(|axis| g.inside(axis, at[axis]));
+            if z.0.len() * y.0.len() * x.0.len() > MAX_PAIRS - pairs.len() {
+                return Ok(None);
+            }
+            for (a, tap_z) in z.0.clone().enumerate() {
+                for (b, tap_y) in y.0.clone().enumerate() {
+                    for (c, tap_x) in x.0.clone().enumerate() {
+                        let row = (z.1 + a * g.dilations[0]) * height + y.1 + b * g.dilations[1];
+                        let tap = (tap_z * g.kernel[1] + tap_y) * g.kernel[2] + tap_x;
+                        pairs.extend([(row * width + x.1 + c * g.dilations[2], tap)]);
+                    }
+                }
+            }
+            ends.extend([pairs.len()]);
+        }
+        Ok(Some(SmallPlane { pairs, ends }))
+    }
+
+    /// Computes one plane from its input and its taps.
+    pub(super) fn run(&self, out: &mut [f32], input: &[f32], plane: SmallPlaneTerms) {
+        let mut start = 0;
+        for (y, end) in out.iter_mut().zip(&self.ends) {
+            let before = if plane.accumulate { *y } else { 0.0 };
+            let pairs = self.pairs[start..*end].iter();
+            let sum: f32 = pairs.map(|(at, tap)| input[*at] * plane.weights[*tap]).sum();
+            *y = before + plane.bias + sum;
+            start = *end;
+        }
+        if let Some(residual) = plane.residual {
+            activation::add(out, residual);
+        }
+        activation::apply(plane.activation, out);
+        yield_point::did_multiplications(16 * self.pairs.len());
+    }
+}
+
+/// The operands of a small plane beside its input.
+pub(super) struct SmallPlaneTerms<'a> {
+    pub(super) weights: &'a [f32],
+    pub(super) bias: f32,
+    pub(super) residual: Option<&'a [f32]>,
+    pub(super) accumulate: bool,
+    pub(super) activation: Activation,
 }
 
 /// Windows that follow each other without a gap.

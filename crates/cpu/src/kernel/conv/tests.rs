@@ -150,6 +150,30 @@ fn random_geometries_match_the_reference() {
     }
 }
 
+/// Weights below the least normal number count as zeros, also where they would add up.
+#[test]
+fn weights_that_are_no_normal_numbers_are_zeros() {
+    let window = Window {
+        kernel: Vec::new(),
+        strides: Vec::new(),
+        dilations: Vec::new(),
+        padding: Padding::Explicit(vec![1; 4]),
+    };
+    for (groups, per_group) in [(1, 8), (8, 1)] {
+        let conv = Conv { window: window.clone(), groups, activation: Activation::None };
+        let x = Tensor::from_vec(vec![1, 8, 5, 5], vec![1e38f32; 200]).unwrap();
+        let mut weights = vec![1e-39f32; 8 * per_group * 9];
+        weights.iter_mut().step_by(9).for_each(|weight| *weight = 1e-30);
+        let filters = |weights: &[f32]| {
+            let tensor = Tensor::from_vec(vec![8, per_group, 3, 3], weights.to_vec()).unwrap();
+            [TestOperand::Input(x.clone()), TestOperand::Constant(tensor)]
+        };
+        let got = run_f32(Op::Conv(conv.clone()), &filters(&weights)).unwrap();
+        weights.iter_mut().filter(|weight| **weight < 1e-35).for_each(|weight| *weight = 0.0);
+        assert_eq!(got, run_f32(Op::Conv(conv), &filters(&weights)).unwrap());
+    }
+}
+
 #[test]
 fn double_and_half_precision_match_the_reference() {
     let mut source = Random::new(22);

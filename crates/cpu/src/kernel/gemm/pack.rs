@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
 use rten_simd::ops::BitOps;
 use rten_simd::{Isa, SimdOp};
 
@@ -10,6 +9,7 @@ use super::tile::{self, packed_rows, panel_rows, panel_width};
 use super::{PANEL_VECTORS, Right};
 use crate::buffer::Buffer;
 use crate::kernel::KernelError;
+use crate::kernel::parallel::for_each;
 use crate::yield_point;
 
 /// A matrix in memory.
@@ -62,6 +62,7 @@ impl PackedLeft {
     pub(crate) fn new(matrix: Matrix) -> Result<PackedLeft, KernelError> {
         let mut data = Buffer::filled(PackedLeft::length(matrix.rows, matrix.columns), 0.0)?;
         pack_left(&mut data, matrix, true);
+        flush_subnormal(&mut data);
         Ok(PackedLeft { data, rows: matrix.rows, depth: matrix.columns })
     }
 
@@ -100,6 +101,7 @@ impl PackedRight {
     pub(crate) fn new(matrix: Matrix) -> Result<PackedRight, KernelError> {
         let mut data = Buffer::filled(PackedRight::length(matrix.rows, matrix.columns), 0.0)?;
         pack_right(&mut data, Right::Plain(matrix), 0..matrix.columns, true);
+        flush_subnormal(&mut data);
         Ok(PackedRight { data, columns: matrix.columns, depth: matrix.rows })
     }
 
@@ -125,6 +127,15 @@ impl PackedRight {
     }
 }
 
+/// Makes zeros of weights below the least normal number. Training leaves many of them where a
+/// filter reads nothing but its border, and a processor takes a hundred times as long to multiply
+/// by one.
+pub(crate) fn flush_subnormal(weights: &mut [f32]) {
+    for weight in weights {
+        *weight = if weight.abs() < f32::MIN_POSITIVE { 0.0 } else { *weight };
+    }
+}
+
 /// Packs `matrix` into `target`, which is exactly as long as that takes.
 pub(super) fn pack_left(target: &mut [f32], matrix: Matrix, parallel: bool) {
     let height = panel_rows();
@@ -144,8 +155,7 @@ pub(super) fn pack_left(target: &mut [f32], matrix: Matrix, parallel: bool) {
     };
     let size = height * matrix.columns;
     if parallel {
-        let panels = target.par_chunks_mut(size).enumerate();
-        panels.for_each_init(yield_point::start_work, |_, panel| pack(panel));
+        for_each(target.chunks_mut(size).enumerate(), &pack);
     } else {
         target.chunks_mut(size).enumerate().for_each(pack);
     }
@@ -221,8 +231,7 @@ pub(super) fn pack_right(target: &mut [f32], source: Right, range: Range<usize>,
         yield_point::did_work(width * depth / 2);
     };
     if parallel {
-        let panels = target.par_chunks_mut(width * depth).enumerate();
-        panels.for_each_init(yield_point::start_work, |_, panel| pack(panel));
+        for_each(target.chunks_mut(width * depth).enumerate(), &pack);
     } else {
         target.chunks_mut(width * depth).enumerate().for_each(pack);
     }

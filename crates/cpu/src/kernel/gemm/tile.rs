@@ -138,6 +138,9 @@ impl Tile<'_, '_, '_> {
         add: bool,
         last: bool,
     ) {
+        if packed == MAX_ROWS && self.rows[0].len() == 1 {
+            return self.compute_column(isa, left, right, add, last);
+        }
         match (packed, vectors) {
             (8, 3) => self.compute_sized::<I, 8, 3>(isa, left, right, add, last),
             (8, 2) => self.compute_sized::<I, 8, 2>(isa, left, right, add, last),
@@ -151,6 +154,43 @@ impl Tile<'_, '_, '_> {
             (_, 3) => self.compute_sized::<I, 1, 3>(isa, left, right, add, last),
             (_, 2) => self.compute_sized::<I, 1, 2>(isa, left, right, add, last),
             (_, _) => self.compute_sized::<I, 1, 1>(isa, left, right, add, last),
+        }
+    }
+
+    /// A result of one column: vectors hold rows of the left operand, because those of columns
+    /// would be nearly empty.
+    #[inline(always)]
+    fn compute_column<I: Isa>(
+        &mut self,
+        isa: I,
+        left: &[f32],
+        right: &[f32],
+        add: bool,
+        last: bool,
+    ) {
+        const SIDE_BY_SIDE: usize = 4;
+        let ops = isa.f32();
+        let lanes = ops.len();
+        let (rows, _) = left.as_chunks::<MAX_ROWS>();
+        let (several, rest) = rows.as_chunks::<SIDE_BY_SIDE>();
+        let mut sums = [[0f32; MAX_ROWS]; SIDE_BY_SIDE];
+        for (rows, right) in several.iter().zip(right.chunks_exact(SIDE_BY_SIDE * lanes)) {
+            for side in 0..SIDE_BY_SIDE {
+                let factor = right[side * lanes];
+                for row in 0..MAX_ROWS {
+                    sums[side][row] += rows[side][row] * factor;
+                }
+            }
+        }
+        let right = &right[several.len() * SIDE_BY_SIDE * lanes..];
+        for (rows, right) in rest.iter().zip(right.chunks_exact(lanes)) {
+            for row in 0..MAX_ROWS {
+                sums[0][row] += rows[row] * right[0];
+            }
+        }
+        for row in 0..self.rows.len() {
+            let sum: f32 = sums.iter().map(|sums| sums[row]).sum();
+            self.write(isa, row, 0, ops.splat(self.finish.alpha * sum), add, last);
         }
     }
 
@@ -176,12 +216,58 @@ impl Tile<'_, '_, '_> {
                 }
             }
         }
+        if self.is_plain(VECTORS * lanes, last) {
+            return self.write_plain(isa, &sums, add);
+        }
         let alpha = ops.splat(self.finish.alpha);
         let scaled = self.finish.alpha != 1.0;
         for (row, sums) in sums.iter().enumerate().take(self.rows.len()) {
             for (vector, &sum) in sums.iter().enumerate() {
                 let sum = if scaled { ops.mul(sum, alpha) } else { sum };
                 self.write(isa, row, vector * lanes, sum, add, last);
+            }
+        }
+    }
+
+    /// Whether whole vectors are written for the last time with at most a bias and a clamp, as in
+    /// nearly all tiles of convolutions.
+    #[inline(always)]
+    fn is_plain(&self, width: usize, last: bool) -> bool {
+        let finish = self.finish;
+        let whole = self.rows.first().is_some_and(|row| row.len() >= self.column + width);
+        let no_operands = finish.column_bias.is_none() && finish.residual.is_none();
+        last && whole && no_operands && finish.alpha == 1.0
+    }
+
+    /// Writes a tile without looking at each vector's conditions.
+    #[inline(always)]
+    fn write_plain<I: Isa, const ROWS: usize, const VECTORS: usize>(
+        &mut self,
+        isa: I,
+        sums: &[[I::F32; VECTORS]; ROWS],
+        add: bool,
+    ) {
+        let ops = isa.f32();
+        let lanes = ops.len();
+        let (low, high) = self.finish.clamp.unwrap_or_default();
+        let (low, high) = (ops.splat(low), ops.splat(high));
+        let columns = self.column..self.column + VECTORS * lanes;
+        for (row, (out, sums)) in self.rows.iter_mut().zip(sums).enumerate() {
+            let mut values = *sums;
+            let out = &mut out[columns.clone()];
+            if add {
+                let before: [I::F32; VECTORS] = ops.load_many(out);
+                values = std::array::from_fn(|at| ops.add(values[at], before[at]));
+            }
+            if let Some(bias) = self.finish.row_bias {
+                let bias = ops.splat(bias[self.first_row + row]);
+                values = values.map(|value| ops.add(value, bias));
+            }
+            if self.finish.clamp.is_some() {
+                values = values.map(|value| ops.min(high, ops.max(low, value)));
+            }
+            for (out, value) in out.chunks_exact_mut(lanes).zip(values) {
+                ops.store(value, out);
             }
         }
     }

@@ -1,16 +1,21 @@
 //! Pooling of planes a row at a time: each tap of the window is one pass over whole rows.
 
-use rayon::prelude::*;
+use std::ops::Range;
+
+use rten_simd::{Isa, SimdOp};
 
 use super::super::geometry::Geometry;
 use super::MaxPoolElement;
 use crate::buffer::Buffer;
 use crate::kernel::KernelError;
-use crate::kernel::parallel::Failure;
+use crate::kernel::parallel::try_for_each;
 use crate::yield_point;
 
 /// Elements of rows that are added up before their work is reported.
 const REPORT_AFTER: usize = 4096;
+
+/// Inputs with fewer elements are pooled by one thread.
+const PARALLEL: usize = 1 << 15;
 
 /// Whether this module supports the window.
 pub(super) fn handles(g: &Geometry) -> bool {
@@ -57,60 +62,127 @@ fn each_row<T: Copy + Send + Sync>(
     finish: impl Fn(usize, &mut [T]) + Sync,
     fold: impl Fn(T, T) -> T + Sync,
 ) -> Result<(), KernelError> {
-    let (plane, out_plane, width) = (g.input_size(), g.output_size(), g.input[2]);
+    let (plane, out_plane) = (g.input_size(), g.output_size());
     let columns = column_ranges(g);
-    let failure = Failure::default();
-    let planes = out.par_chunks_mut(out_plane).zip(data.par_chunks(plane)).with_min_len(4);
-    planes.for_each_init(
-        || (yield_point::start_work(), failure.check(Buffer::filled(width, initial))),
-        |(_, folded), (out, input)| {
-            let Some(folded) = folded else { return };
-            let mut unreported = 0;
-            for (row, out_row) in out.chunks_exact_mut(g.output[2]).enumerate() {
-                let (taps, first) = g.inside(1, row);
-                fold_rows(folded, input, width, first, g.dilations[1], taps.len(), initial, &fold);
-                out_row.fill(initial);
-                for (range, start) in &columns {
-                    let stride = g.strides[2];
-                    let target = &mut out_row[range.clone()];
-                    if stride == 1 {
-                        let source = &folded[*start..*start + target.len()];
-                        target.iter_mut().zip(source).for_each(|(y, &x)| *y = fold(*y, x));
-                    } else {
-                        let source = folded[*start..].iter().step_by(stride);
-                        target.iter_mut().zip(source).for_each(|(y, &x)| *y = fold(*y, x));
-                    }
-                }
-                finish(row, out_row);
-                unreported += width * taps.len();
-                if unreported >= REPORT_AFTER {
-                    yield_point::did_work(unreported / 2);
-                    unreported = 0;
-                }
-            }
-            yield_point::did_work(unreported / 2);
-        },
-    );
-    failure.result()
+    let phase = g.input[2].div_ceil(g.strides[2]);
+    let scratch = || Buffer::filled(g.input[2] + phase * g.strides[2], initial);
+    let pool = |scratch: &mut [T], out: &mut [T], input: &[T]| {
+        let (folded, phases) = scratch.split_at_mut(g.input[2]);
+        let (finish, fold, columns) = (&finish, &fold, columns.as_slice());
+        Plane { out, input, g, initial, columns, folded, phases, finish, fold }.dispatch();
+    };
+    if data.len() < PARALLEL {
+        let mut scratch = scratch()?;
+        let planes = out.chunks_mut(out_plane).zip(data.chunks(plane));
+        planes.for_each(|(out, input)| pool(&mut scratch, out, input));
+        return Ok(());
+    }
+    // Several planes share the memory of a thread.
+    let several = (PARALLEL / 4 / plane).max(1);
+    let groups = out.chunks_mut(out_plane * several).zip(data.chunks(plane * several));
+    try_for_each(groups, &|(out, data)| {
+        let mut scratch = scratch()?;
+        let planes = out.chunks_mut(out_plane).zip(data.chunks(plane));
+        planes.for_each(|(out, input)| pool(&mut scratch, out, input));
+        Ok(())
+    })
 }
 
-/// Folds the rows a window covers into one.
+/// One plane of the result and its operands.
+struct Plane<'a, T, Finish, Fold> {
+    out: &'a mut [T],
+    input: &'a [T],
+    g: &'a Geometry,
+    initial: T,
+    columns: &'a [(Range<usize>, usize)],
+    /// A row's worth of memory, and one with columns grouped by their remainder modulo the stride.
+    folded: &'a mut [T],
+    phases: &'a mut [T],
+    finish: &'a Finish,
+    fold: &'a Fold,
+}
+
+impl<T, Finish, Fold> SimdOp for Plane<'_, T, Finish, Fold>
+where
+    T: Copy,
+    Finish: Fn(usize, &mut [T]),
+    Fold: Fn(T, T) -> T,
+{
+    type Output = ();
+
+    #[inline(always)]
+    fn eval<I: Isa>(self, _: I) {
+        let Plane { g, initial, folded, phases, fold, .. } = self;
+        let (width, stride) = (g.input[2], g.strides[2]);
+        let phase = width.div_ceil(stride);
+        let mut unreported = 0;
+        for (row, out_row) in self.out.chunks_exact_mut(g.output[2]).enumerate() {
+            let (taps, first) = g.inside(1, row);
+            let taps = (first, g.dilations[1], taps.len());
+            fold_rows(folded, self.input, width, taps, initial, fold);
+            let source: &[T] = match stride {
+                1 => folded,
+                _ => {
+                    separate(phases, folded, stride);
+                    phases
+                }
+            };
+            out_row.fill(initial);
+            for (range, start) in self.columns {
+                let target = &mut out_row[range.clone()];
+                let from = start % stride * phase + start / stride;
+                let source = &source[from..from + target.len()];
+                target.iter_mut().zip(source).for_each(|(y, &x)| *y = fold(*y, x));
+            }
+            (self.finish)(row, out_row);
+            unreported += width * taps.2;
+            if unreported >= REPORT_AFTER {
+                yield_point::did_work(unreported / 4);
+                unreported = 0;
+            }
+        }
+        yield_point::did_work(unreported / 4);
+    }
+}
+
+/// Groups the columns of a row by their remainder modulo the stride.
+#[inline(always)]
+fn separate<T: Copy>(phases: &mut [T], row: &[T], stride: usize) {
+    let phase = row.len().div_ceil(stride);
+    if stride == 2 {
+        let (even, odd) = phases.split_at_mut(phase);
+        let (pairs, rest) = row.as_chunks::<2>();
+        for ((even, odd), pair) in even.iter_mut().zip(odd.iter_mut()).zip(pairs) {
+            (*even, *odd) = (pair[0], pair[1]);
+        }
+        if let ([last], Some(slot)) = (rest, even.last_mut()) {
+            *slot = *last;
+        }
+        return;
+    }
+    for (number, phase) in phases.chunks_exact_mut(phase).enumerate() {
+        let source = row.iter().skip(number).step_by(stride);
+        phase.iter_mut().zip(source).for_each(|(y, &x)| *y = x);
+    }
+}
+
+/// Folds the rows a window covers into one: `taps` are the first, their distance and their number.
+#[inline(always)]
 fn fold_rows<T: Copy>(
     folded: &mut [T],
     input: &[T],
     width: usize,
-    first: usize,
-    dilation: usize,
-    taps: usize,
+    taps: (usize, usize, usize),
     initial: T,
     fold: &impl Fn(T, T) -> T,
 ) {
-    if taps == 0 {
+    let (first, dilation, count) = taps;
+    if count == 0 {
         folded.fill(initial);
         return;
     }
     folded.copy_from_slice(&input[first * width..(first + 1) * width]);
-    for tap in 1..taps {
+    for tap in 1..count {
         let start = (first + tap * dilation) * width;
         let row = &input[start..start + width];
         folded.iter_mut().zip(row).for_each(|(y, &x)| *y = fold(*y, x));
@@ -119,7 +191,7 @@ fn fold_rows<T: Copy>(
 
 /// For each tap along a row, the outputs for which it lies in the input, and the first one's input
 /// position.
-fn column_ranges(g: &Geometry) -> Vec<(std::ops::Range<usize>, usize)> {
+fn column_ranges(g: &Geometry) -> Vec<(Range<usize>, usize)> {
     let (stride, begin, width) = (g.strides[2], g.begin[2], g.input[2]);
     (0..g.kernel[2])
         .filter_map(|tap| {

@@ -12,15 +12,16 @@ use model::{DataType, Tensor, ValueId};
 
 use super::super::attributes::Attributes;
 use super::super::context::MapError;
+use super::super::function::{self, Call};
 use super::super::proto::{AttributeProto, GraphProto, Message, NodeProto};
 use super::super::tensor::to_tensor;
-use super::super::{ImportError, function, order};
-use super::{Importer, SourceNode};
+use super::super::{ImportError, order};
+use super::{Importer, SourceNode, sequence};
 use crate::content;
 use crate::ir::GraphNode;
 
 /// The maximum nesting of bodies.
-const MAX_DEPTH: usize = 8;
+pub(super) const MAX_DEPTH: usize = 8;
 
 /// The maximum number of rounds of a loop that is written out.
 const MAX_ROUNDS: i64 = 4096;
@@ -68,17 +69,22 @@ pub(super) fn invalid<T>(reason: impl Into<String>) -> Controlled<T> {
     Err(MapError::Invalid(reason.into()).into())
 }
 
-/// Whether a node has a body.
+/// Whether a node is control flow.
 pub(super) fn is_control(node: &NodeProto) -> bool {
     matches!(node.domain.as_str(), "" | "ai.onnx")
         && matches!(node.op_type.as_str(), "If" | "Loop" | "Scan")
+}
+
+/// Whether a node has a body.
+fn has_body(node: &NodeProto) -> bool {
+    is_control(node) || sequence::is_map(node)
 }
 
 /// The names that the bodies of `node` read from outside. A body that cannot be decoded has none
 /// here, and is refused when it is mapped.
 pub(super) fn captures(node: &NodeProto) -> Vec<String> {
     let mut names = Vec::new();
-    if is_control(node) {
+    if has_body(node) {
         for attribute in &node.attributes {
             collect(attribute, 0, &mut names);
         }
@@ -97,7 +103,7 @@ fn collect(attribute: &AttributeProto, depth: usize, names: &mut Vec<String>) {
     own.extend(body.nodes.iter().flat_map(|node| &node.outputs).map(String::as_str));
     let mut read: Vec<String> = body.nodes.iter().flat_map(|node| &node.inputs).cloned().collect();
     read.extend(body.outputs.iter().map(|info| info.name.clone()));
-    for inner in body.nodes.iter().filter(|node| is_control(node)).flat_map(|n| &n.attributes) {
+    for inner in body.nodes.iter().filter(|node| has_body(node)).flat_map(|n| &n.attributes) {
         collect(inner, depth + 1, &mut read);
     }
     names.extend(read.into_iter().filter(|name| !name.is_empty() && !own.contains(name.as_str())));
@@ -116,13 +122,27 @@ pub(super) struct Body {
 
 fn bytes_of(node: &SourceNode) -> usize {
     let names = node.proto.inputs.iter().chain(&node.proto.outputs).chain([&node.label]);
-    let names: usize = names.map(|name| size_of::<String>() + name.len()).sum();
+    let prefix = node.call.as_ref().map_or(0, |call| call.name_bytes());
+    let names: usize = names.map(|name| size_of::<String>() + name.len() + prefix).sum();
     // Bodies inside are decoded again.
     let body = |attribute: &AttributeProto| attribute.graph.as_ref().map_or(0, |bytes| bytes.len());
     let attribute =
         |attribute: &AttributeProto| function::attribute_bytes(attribute) + 4 * body(attribute);
     let attributes: usize = node.proto.attributes.iter().map(attribute).sum();
     size_of::<SourceNode>() + size_of::<GraphNode>() + 2 * names + attributes
+}
+
+/// Gives all names of a graph inside of a function their prefix, and references to attributes of
+/// the function their values. One rule for all names keeps those together that are the same.
+fn rename(graph: &mut GraphProto, call: &Call) {
+    for info in graph.inputs.iter_mut().chain(&mut graph.outputs) {
+        call.rename(&mut info.name);
+    }
+    graph.initializers.iter_mut().for_each(|tensor| call.rename(&mut tensor.name));
+    for node in &mut graph.nodes {
+        node.inputs.iter_mut().chain(&mut node.outputs).for_each(|name| call.rename(name));
+        call.resolve(&mut node.attributes);
+    }
 }
 
 impl Importer<'_> {
@@ -134,9 +154,6 @@ impl Importer<'_> {
     ) -> Controlled<Vec<ValueId>> {
         if self.depth >= MAX_DEPTH {
             return unsupported(format!("bodies are nested more than {MAX_DEPTH} deep"));
-        }
-        if node.in_function {
-            return unsupported("control flow in a function of the model");
         }
         self.depth += 1;
         let results = self.written_or_run(node, inputs);
@@ -172,9 +189,12 @@ impl Importer<'_> {
         let Some(bytes) = attribute.and_then(|attribute| attribute.graph.clone()) else {
             return invalid(format!("attribute '{name}' is no graph"));
         };
-        let Ok(graph) = GraphProto::decode(bytes) else {
+        let Ok(mut graph) = GraphProto::decode(bytes) else {
             return invalid(format!("the graph in '{name}' cannot be read"));
         };
+        if let Some(call) = &node.call {
+            rename(&mut graph, call);
+        }
         if graph.sparse_initializers > 0 {
             return unsupported("sparse initializers");
         }
@@ -189,8 +209,18 @@ impl Importer<'_> {
             infos.iter().map(|info| info.name.clone()).collect()
         };
         let (inputs, outputs) = (names(&graph.inputs), names(&graph.outputs));
-        let source = |(index, proto)| SourceNode::new(proto, node.opsets.clone(), index);
+        let source = |(index, proto)| {
+            let inner = SourceNode::new(proto, node.opsets.clone(), index);
+            match &node.call {
+                Some(call) => inner.inside(call.clone()),
+                None => inner,
+            }
+        };
         let nodes: Vec<SourceNode> = graph.nodes.into_iter().enumerate().map(source).collect();
+        let nodes = match self.functions.expand(nodes) {
+            Err(error @ ImportError::TooLarge { .. }) => return unsupported(error.to_string()),
+            other => other?,
+        };
         let own = inputs.iter().chain(constants.iter().map(|(name, _)| name));
         let mut defined: HashSet<String> = own.cloned().collect();
         // What the body writes itself may be written outside too, by another body.
@@ -200,7 +230,8 @@ impl Importer<'_> {
             .chain(&outputs)
             .cloned()
             .collect();
-        let outside = |name: &&String| !written.contains(name) && self.names.contains_key(*name);
+        let known = |name: &str| self.names.contains_key(name) || self.members.contains_key(name);
+        let outside = |name: &&String| !written.contains(name) && known(name);
         defined.extend(read.iter().filter(outside).cloned());
         let nodes = order::sort(nodes, &defined)?;
         let bytes = nodes.iter().map(bytes_of).sum();
@@ -253,6 +284,9 @@ impl Importer<'_> {
         for name in &body.outputs {
             match self.names.get(name) {
                 Some(id) => outputs.push(*id),
+                None if self.members.contains_key(name) => {
+                    return unsupported("a result of its body is a sequence");
+                }
                 None => return invalid(format!("the body has no value '{name}'")),
             }
         }

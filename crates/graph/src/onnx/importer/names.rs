@@ -1,8 +1,9 @@
 //! Names of dimensions that several inputs share.
 //!
 //! Exporters write `height` or `width` for dimensions of inputs that have nothing to do with each
-//! other, a frame and a recurrent state. A name stands for one size only where that tells a shape:
-//! where the model is known as well without it, each input has a size of its own.
+//! other: a frame and a recurrent state, features and boxes. A name stands for one size only where
+//! that tells a shape: where the model is known as well without it, each input has a size of its
+//! own.
 
 use std::collections::HashMap;
 
@@ -26,12 +27,25 @@ impl SeparateNames {
         own.map_or(param, String::as_str)
     }
 
-    /// With the dimensions `param` of inputs of different shapes apart from each other.
+    /// What is said of the names.
+    pub fn warnings(&self) -> Vec<String> {
+        let warning = |((input, param), own): (&(String, String), &String)| {
+            format!(
+                "dimension '{param}' of input '{input}' may differ from dimensions of that name \
+                 in other inputs, and is called '{own}'"
+            )
+        };
+        let mut warnings: Vec<String> = self.0.iter().map(warning).collect();
+        warnings.sort();
+        warnings
+    }
+
+    /// With the dimensions `param` of inputs of different kinds apart from each other.
     pub fn with(&self, source: &GraphProto, param: &str) -> SeparateNames {
         let mut separate = self.clone();
         let mut groups: Vec<&ValueInfoProto> = Vec::new();
         for info in inputs(source).filter(|info| params(info).skip(1).any(|name| name == param)) {
-            match groups.iter().position(|first| same_shape(first, info)) {
+            match groups.iter().position(|first| same_kind(first, info)) {
                 Some(0) => {}
                 None if groups.is_empty() => groups.push(info),
                 found => {
@@ -48,7 +62,7 @@ impl SeparateNames {
     }
 }
 
-/// Names that inputs of different shapes share behind their first dimension, and that are the first
+/// Names that inputs of different kinds share behind their first dimension, and that are the first
 /// dimension of none.
 pub(super) fn shared(source: &GraphProto) -> Vec<String> {
     let mut first_of: HashMap<&str, &ValueInfoProto> = HashMap::new();
@@ -56,7 +70,7 @@ pub(super) fn shared(source: &GraphProto) -> Vec<String> {
     for info in inputs(source) {
         for name in params(info).skip(1).filter(|name| is_name(name)) {
             let first = *first_of.entry(name).or_insert(info);
-            if !same_shape(first, info) && !found.iter().any(|known| known == name) {
+            if !same_kind(first, info) && !found.iter().any(|known| known == name) {
                 found.push(name.to_string());
             }
         }
@@ -89,12 +103,13 @@ fn params(info: &ValueInfoProto) -> impl Iterator<Item = &str> {
     })
 }
 
-fn same_shape(a: &ValueInfoProto, b: &ValueInfoProto) -> bool {
-    let dims = |info: &ValueInfoProto| {
-        let shape = info.kind.tensor.as_ref().and_then(|tensor| tensor.shape.clone());
-        shape.map(|shape| {
-            shape.dims.into_iter().map(|dim| (dim.value, dim.param)).collect::<Vec<_>>()
-        })
+/// Whether two inputs have one shape and one element type. Tokens and their mask do; features and
+/// the boxes they belong to do not.
+fn same_kind(a: &ValueInfoProto, b: &ValueInfoProto) -> bool {
+    let kind = |info: &ValueInfoProto| {
+        let tensor = info.kind.tensor.clone()?;
+        let dims = tensor.shape?.dims.into_iter().map(|dim| (dim.value, dim.param));
+        Some((tensor.data_type, dims.collect::<Vec<_>>()))
     };
-    dims(a) == dims(b)
+    kind(a) == kind(b)
 }

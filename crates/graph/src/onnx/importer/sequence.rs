@@ -1,5 +1,5 @@
-//! Sequences and optionals whose members are known while a file is read: each is a list of values
-//! of the graph, and none is left when the file is read.
+//! Sequences, optionals and maps while a file is read: each is a list of values of the graph, or
+//! one value that stacks members of one shape. None is left when the file is read.
 
 use model::op::Op;
 use model::{DataType, ValueId};
@@ -21,18 +21,31 @@ const MAX_MEMBERS: usize = 4096;
 pub(super) enum Members {
     /// The tensors of a sequence, in order.
     Sequence(Vec<ValueId>),
+    /// The tensors of a sequence, all of one shape, along a new first dimension. How many there are
+    /// is known only when the model runs.
+    Stack(ValueId),
     /// An optional without a value.
     Nothing,
+    /// Two vectors of one length.
+    Map { keys: ValueId, values: ValueId },
 }
 
 /// What a node of this module gives.
-enum Given {
+pub(super) enum Given {
     Tensor(ValueId),
     Members(Members),
 }
 
-/// Whether a node makes or reads sequences or optionals.
+/// Whether a node applies a body to every member of a sequence.
+pub(super) fn is_map(node: &NodeProto) -> bool {
+    matches!(node.domain.as_str(), "" | "ai.onnx") && node.op_type == "SequenceMap"
+}
+
+/// Whether a node makes or reads sequences, optionals or maps.
 pub(super) fn is_sequence(node: &NodeProto) -> bool {
+    if node.domain == "ai.onnx.ml" {
+        return matches!(node.op_type.as_str(), "DictVectorizer" | "CastMap");
+    }
     matches!(node.domain.as_str(), "" | "ai.onnx")
         && matches!(
             node.op_type.as_str(),
@@ -44,6 +57,7 @@ pub(super) fn is_sequence(node: &NodeProto) -> bool {
                 | "SequenceLength"
                 | "ConcatFromSequence"
                 | "SplitToSequence"
+                | "SequenceMap"
                 | "Optional"
                 | "OptionalHasElement"
                 | "OptionalGetElement"
@@ -63,29 +77,88 @@ impl Importer<'_> {
         node: &SourceNode,
         inputs: &[Option<ValueId>],
     ) -> Controlled<()> {
+        if is_map(&node.proto) {
+            let results = self.sequence_map(node, inputs)?;
+            for (name, members) in node.proto.outputs.iter().zip(results) {
+                self.give(name, Given::Members(members))?;
+            }
+            return Ok(());
+        }
         let Some(name) = node.proto.outputs.first().filter(|name| !name.is_empty()) else {
             return invalid("a node without an output");
         };
-        match self.given(node, inputs)? {
+        let given = match self.given_by_stack(node, inputs)? {
+            Some(given) => given,
+            None => self.given(node, inputs)?,
+        };
+        self.give(name, given)
+    }
+
+    /// Makes `name` stand for `given`.
+    fn give(&mut self, name: &str, given: Given) -> Controlled<()> {
+        match given {
             Given::Tensor(id) => {
                 let id = self.rename(name, id)?;
                 self.members.remove(name);
-                self.names.insert(name.clone(), id);
+                self.names.insert(name.to_string(), id);
             }
             Given::Members(Members::Sequence(list)) if list.len() > MAX_MEMBERS => {
                 return unsupported(format!("a sequence of {} tensors", list.len()));
             }
             Given::Members(members) => {
-                self.members.insert(name.clone(), members);
+                self.names.remove(name);
+                self.members.insert(name.to_string(), members);
             }
         }
         Ok(())
+    }
+
+    /// Applies the body of `node` to every member: written out for each, or as a `Scan` of a stack.
+    fn sequence_map(
+        &mut self,
+        node: &SourceNode,
+        inputs: &[Option<ValueId>],
+    ) -> Controlled<Vec<Members>> {
+        let of = |name: &String| self.members.get(name);
+        if node.proto.inputs.iter().any(|name| matches!(of(name), Some(Members::Stack(_)))) {
+            return self.stack_map(node, inputs);
+        }
+        let lists: Vec<Option<Vec<ValueId>>> = (0..node.proto.inputs.len())
+            .map(|index| match of(&node.proto.inputs[index]) {
+                Some(_) => self.list(node, index).map(Some),
+                None => Ok(None),
+            })
+            .collect::<Controlled<_>>()?;
+        let Some(Some(first)) = lists.first() else { return invalid("input 0 is no sequence") };
+        let length = first.len();
+        if lists.iter().flatten().any(|list| list.len() != length) {
+            return invalid("sequences of different lengths");
+        }
+        let body = self.body(node, "body")?;
+        let mut results = vec![Vec::with_capacity(length); node.proto.outputs.len()];
+        for at in 0..length {
+            let mut arguments = Vec::with_capacity(lists.len());
+            for (index, list) in lists.iter().enumerate() {
+                arguments.push(match list {
+                    Some(list) => list[at],
+                    None => tensor(inputs, index)?,
+                });
+            }
+            let values = self.write(&body, &format!("{}/{at}", node.label), &arguments)?;
+            if values.len() < results.len() {
+                return invalid("a body with too few outputs");
+            }
+            results.iter_mut().zip(values).for_each(|(list, value)| list.push(value));
+        }
+        Ok(results.into_iter().map(Members::Sequence).collect())
     }
 
     fn given(&mut self, node: &SourceNode, inputs: &[Option<ValueId>]) -> Controlled<Given> {
         let attributes = Attributes::new(&node.proto.attributes);
         let list = |list: Vec<ValueId>| Ok(Given::Members(Members::Sequence(list)));
         match node.proto.op_type.as_str() {
+            "DictVectorizer" => self.dict_vectorizer(node).map(Given::Tensor),
+            "CastMap" => self.cast_map(node).map(Given::Tensor),
             "SequenceEmpty" => list(Vec::new()),
             "SequenceConstruct" => match inputs.iter().copied().collect() {
                 Some(values) => list(values),
@@ -157,7 +230,8 @@ impl Importer<'_> {
         match node.proto.inputs.get(index).and_then(|name| self.members.get(name)) {
             Some(Members::Sequence(list)) => Ok(list.clone()),
             Some(Members::Nothing) => invalid("the optional has no value"),
-            None => invalid("input 0 is no sequence"),
+            Some(Members::Stack(_)) => unsupported("a sequence whose length is not known"),
+            Some(Members::Map { .. }) | None => invalid(format!("input {index} is no sequence")),
         }
     }
 
@@ -210,6 +284,9 @@ impl Importer<'_> {
         keep: bool,
     ) -> Controlled<Vec<ValueId>> {
         let x = tensor(inputs, 0)?;
+        if let Some((lengths, count)) = self.unknown_lengths(inputs) {
+            return self.split(label, x, lengths, count, axis);
+        }
         let sizes = self.part_sizes(inputs, x, axis)?;
         if sizes.len() > MAX_MEMBERS {
             return unsupported(format!("a sequence of {} tensors", sizes.len()));
@@ -218,19 +295,40 @@ impl Importer<'_> {
             return Ok(Vec::new());
         }
         let lengths = self.constant(label, content::int_vector(&sizes))?;
+        let values = self.split(label, x, lengths, sizes.len(), axis)?;
+        if keep {
+            return Ok(values);
+        }
+        let axes = self.constant(label, content::int_vector(&[axis]))?;
+        values.iter().map(|id| self.add(label, Op::Squeeze, &[*id, axes])).collect()
+    }
+
+    /// The operand with the lengths of parts whose number alone is known, and that number.
+    fn unknown_lengths(&self, inputs: &[Option<ValueId>]) -> Option<(ValueId, usize)> {
+        let lengths = operand(inputs, 1).filter(|id| self.numbers(*id).is_none())?;
+        let [count] = self.graph.shape(lengths)? else { return None };
+        let count = usize::try_from(count.fixed()?).ok()?;
+        Some((lengths, count)).filter(|_| (1..=MAX_MEMBERS).contains(&count))
+    }
+
+    /// `count` parts of `x` with these lengths along `axis`.
+    fn split(
+        &mut self,
+        label: &str,
+        x: ValueId,
+        lengths: ValueId,
+        count: usize,
+        axis: i64,
+    ) -> Controlled<Vec<ValueId>> {
         let (op, operands) = (Op::Split { axis }, vec![Some(x), Some(lengths)]);
-        let facts = self.graph.infer(&op, &operands, sizes.len()).map_err(MapError::from)?;
+        let facts = self.graph.infer(&op, &operands, count).map_err(MapError::from)?;
         let mut values = Vec::with_capacity(facts.len());
         for (index, fact) in facts.into_iter().enumerate() {
             values.push(self.graph.add_value(format!("{label}/{index}"), fact));
         }
         let outputs = values.iter().map(|id| Some(*id)).collect();
         self.graph.nodes.push(GraphNode { name: label.to_string(), op, inputs: operands, outputs });
-        if keep {
-            return Ok(values);
-        }
-        let axes = self.constant(label, content::int_vector(&[axis]))?;
-        values.iter().map(|id| self.add(label, Op::Squeeze, &[*id, axes])).collect()
+        Ok(values)
     }
 
     /// The sizes of the parts of `x`.
@@ -319,11 +417,11 @@ impl Importer<'_> {
     }
 }
 
-fn operand(inputs: &[Option<ValueId>], index: usize) -> Option<ValueId> {
+pub(super) fn operand(inputs: &[Option<ValueId>], index: usize) -> Option<ValueId> {
     inputs.get(index).copied().flatten()
 }
 
-fn tensor(inputs: &[Option<ValueId>], index: usize) -> Controlled<ValueId> {
+pub(super) fn tensor(inputs: &[Option<ValueId>], index: usize) -> Controlled<ValueId> {
     match operand(inputs, index) {
         Some(id) => Ok(id),
         None => invalid(format!("input {index} is missing or no tensor")),
