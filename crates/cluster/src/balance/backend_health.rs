@@ -321,15 +321,15 @@ mod tests {
         for _ in 0..8 {
             let sent = now;
             assert!(health.overdue(now + at(50), sent));
-            now = now + at(50);
+            now += at(50);
             let ejected = now;
             while health.availability(now) == Availability::Ejected {
-                now = now + at(10);
+                now += at(10);
             }
             pauses.push((now - ejected).0 / MS);
             assert!(health.begin_probe(now));
             health.replied(now + at(1), now);
-            now = now + at(2);
+            now += at(2);
         }
         assert_eq!(pauses, [1000, 2000, 4000, 8000, 16_000, 30_000, 30_000, 30_000]);
         for second in 0..400 {

@@ -82,7 +82,7 @@ fn counts_through(linear: &Linear, sizes: &[SymDim], dims: &[SymDim]) -> bool {
 fn enumerated_nd(editor: &Editor, data: ValueId, indices: ValueId) -> Option<ValueId> {
     let last = editor.graph.shape(indices)?.len().checked_sub(1)?;
     let parts: Vec<ValueId> = match editor.op(indices) {
-        Some((Op::Concat { axis }, inputs)) if [-1, last as i64].contains(&(*axis as i64)) => {
+        Some((Op::Concat { axis }, inputs)) if [-1, last as i64].contains(axis) => {
             inputs.iter().copied().collect::<Option<_>>()?
         }
         _ => vec![indices],
