@@ -19,6 +19,8 @@ Writes these files of evidence/, each if RUN_DIR has the results it is made from
     soak_swap, soak_real      atoll bench swap --soak, atoll bench disb --soak
     new_sizes                 scripts/gpu/new_sizes.py
     strangers                 atoll bench strangers (strangers*.json, one per seed)
+    faults                    atoll bench faults
+    mixed_lengths             scripts/gpu/mixed_lengths.py
 
 `cargo xtask evidence` reports which of them are stale.
 """
@@ -82,8 +84,26 @@ OF_NEW_SIZES = (
 )
 
 
+# How a server gets over a fault.
+OF_FAULTS = (
+    "crates/cli/src/process_replacement.rs",
+    "crates/cuda/src/fault_injection.rs",
+    "crates/runtime/src/device_group/recovery.rs",
+)
+
+# How requests of different lengths share a batch.
+OF_MIXED_LENGTHS = (
+    "crates/model/src/length_padding.rs",
+    "crates/runtime/src/node/lengths.rs",
+)
+
+
+def of_sources(head: dict, names: tuple[str, ...]) -> dict:
+    return {**head, "sha256": {name: source_hash(ROOT / name) for name in names}}
+
+
 def of_new_sizes(head: dict) -> dict:
-    return {**head, "sha256": {name: source_hash(ROOT / name) for name in OF_NEW_SIZES}}
+    return of_sources(head, OF_NEW_SIZES)
 
 
 def steps(plan: dict) -> list[dict]:
@@ -251,6 +271,11 @@ def main() -> None:
             for name in ("device", "driver", "date", "command"):
                 found.pop(name)
         write("strangers.json", {**of_new_sizes(head), "seeds": seeds})
+    for name, sources in (("faults", OF_FAULTS), ("mixed_lengths", OF_MIXED_LENGTHS)):
+        if (args.run / f"{name}.json").is_file():
+            found = json.loads((args.run / f"{name}.json").read_text())
+            kept = {key: found[key] for key in found if key not in ("device", "driver")}
+            write(f"{name}.json", {**of_sources(head, sources), **kept})
     for name in (
         "batching.json",
         "swap.json",

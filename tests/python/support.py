@@ -145,7 +145,8 @@ class Server:
     def assert_alive(self) -> None:
         """Asserts that the server runs, replies, and never panicked."""
         if self.process is not None:
-            assert self.process.poll() is None, f"the server exited with {self.process.returncode}:\n{self.log_tail()}"
+            code = self.process.poll()
+            assert code is None, f"the server exited with {code}:\n{self.log_tail()}"
             assert "panicked" not in self.log_text(), self.log_tail()
         reply = requests.get(f"{self.url}/v2/health/live", timeout=PATIENCE_SECONDS)
         assert reply.status_code == 200

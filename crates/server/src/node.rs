@@ -103,8 +103,7 @@ impl LocalNode {
         }
     }
 
-    /// Requests for these models get 503 with `Retry-After` until they are loaded, or have failed to
-    /// load.
+    /// Requests for these models get 503 with `Retry-After` until they are loaded, or could not be.
     pub fn announce(&self, names: &[String]) {
         self.inner.models.announce(names);
     }

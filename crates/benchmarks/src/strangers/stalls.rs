@@ -164,11 +164,15 @@ mod tests {
             json!({"ph": "b", "pid": 1, "id2": {"local": id}, "name": "m", "ts": ts,
                    "args": {"class": class, "why": why}})
         };
-        let ends = |id: &str, name: &str, ts: f64| json!({"ph": "e", "pid": 1, "id2": {"local": id}, "name": name, "ts": ts});
+        let ends = |id: &str, name: &str, ts: f64| {
+            let number = json!({"local": id});
+            json!({"ph": "e", "pid": 1, "id2": number, "name": name, "ts": ts})
+        };
         let end = |id: &str, ts: f64| ends(id, "m", ts);
         let trace = json!({"traceEvents": [
             begin("0x1", 0.0, "be", "long"), begin("0x2", 10.0, "rt", "slow"),
-            begin("0x3", 20.0, "rt", "fast"), ends("0x2", "stage", 21.0), end("0x3", 30.0), end("0x2", 3_010.0),
+            begin("0x3", 20.0, "rt", "fast"), ends("0x2", "stage", 21.0),
+            end("0x3", 30.0), end("0x2", 3_010.0),
             end("0x1", 9_000.0), begin("0x4", 1.0, "rt", "not ended"),
         ]});
         assert_eq!(slowest(&trace), Some((3.0, "slow".to_string())));
