@@ -22,8 +22,9 @@ use server::InheritedSockets;
 
 /// The variable that holds the handover.
 const HANDOVER: &str = "ATOLL_HANDOVER";
-/// The first descriptor that is handed on, by systemd's convention.
-const FIRST_DESCRIPTOR: i32 = 3;
+/// Descriptors between those in use and the first that is handed on. Threads of this process run
+/// until it is replaced, so no descriptor of theirs may change its meaning.
+const UNUSED_DESCRIPTORS: i32 = 16;
 /// Names of the sockets.
 const SOCKET_NAMES: [&str; 3] = ["http", "grpc", "metrics"];
 /// A handover up to this size fits into a variable of the environment.
@@ -210,6 +211,13 @@ fn program(upgrade: bool) -> PathBuf {
     if path.is_file() { path } else { own }
 }
 
+/// A descriptor above all that are in use.
+fn first_descriptor() -> i32 {
+    let open = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+    let last = open.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok()).max();
+    last.unwrap_or(UNUSED_DESCRIPTORS) + UNUSED_DESCRIPTORS
+}
+
 /// Replaces this process; returns only when that fails. With `upgrade` by the program that has its
 /// name now.
 pub(crate) fn replace(sockets: &InheritedSockets, handover: &Handover, upgrade: bool) -> Failure {
@@ -221,11 +229,12 @@ pub(crate) fn replace(sockets: &InheritedSockets, handover: &Handover, upgrade: 
     command.args(arguments);
     let all = [&sockets.http, &sockets.grpc, &sockets.metrics];
     let (mut names, mut mappings) = (Vec::new(), Vec::new());
+    let first = first_descriptor();
     for (name, socket) in SOCKET_NAMES.into_iter().zip(all) {
         let Some(socket) = socket else { continue };
         match socket.as_fd().try_clone_to_owned() {
             Ok(parent_fd) => {
-                let child_fd = FIRST_DESCRIPTOR + mappings.len() as i32;
+                let child_fd = first + mappings.len() as i32;
                 mappings.push(FdMapping { parent_fd, child_fd });
                 names.push(name);
             }
@@ -233,6 +242,8 @@ pub(crate) fn replace(sockets: &InheritedSockets, handover: &Handover, upgrade: 
         }
     }
     command.env("LISTEN_FDS", mappings.len().to_string());
+    // By systemd's convention it is 3 where nothing else is said.
+    command.env("LISTEN_FDS_FIRST_FD", first.to_string());
     command.env("LISTEN_FDNAMES", names.join(":"));
     command.env("LISTEN_PID", std::process::id().to_string());
     command.env(HANDOVER, text(handover));
