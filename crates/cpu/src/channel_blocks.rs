@@ -12,8 +12,8 @@ use model::{DataType, LaunchPlan, Step, Tensor, ValueId};
 
 use crate::byte_steps::ByteSteps;
 use crate::kernel::blocks::{self, DenseConv, DepthwiseConv};
-use crate::kernel::{self, Context, Inputs, Kernel, KernelError, KernelResult, Operand, StepFacts};
 use crate::kernel::invalid;
+use crate::kernel::{self, Context, Inputs, Kernel, KernelError, KernelResult, Operand, StepFacts};
 use crate::value::{Typed, Value};
 
 /// How a step over blocks is computed.

@@ -181,7 +181,7 @@ impl Draft {
         let other = match self.random.below(5) {
             0 => Some(self.constant(&[])),
             1 => Some(self.constant(&per_channel)),
-            2 => Some(self.constant(&shape[2..].to_vec())),
+            2 => Some(self.constant(&shape[2..])),
             3 => self.like(&gate),
             _ => self.like(&shape),
         };
@@ -241,8 +241,7 @@ impl Draft {
 
     /// A network of some steps, and its input.
     fn network(mut self) -> (LaunchPlan, Tensor) {
-        let mut shape =
-            vec![between(&mut self.random, 1, 3), self.channels()];
+        let mut shape = vec![between(&mut self.random, 1, 3), self.channels()];
         let most = if self.rank == 5 { 6 } else { 21 };
         shape.extend((2..self.rank).map(|_| between(&mut self.random, 1, most)));
         let given = numbers(&mut self.random, &shape);

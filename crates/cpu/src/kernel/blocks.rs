@@ -74,4 +74,3 @@ fn blocked(shape: &[usize], lanes: usize) -> Result<Vec<usize>, KernelError> {
     all.push(lanes);
     Ok(all)
 }
-

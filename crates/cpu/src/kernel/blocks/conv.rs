@@ -4,6 +4,8 @@
 //! adjacent positions, one factor each, by vectors of weights. Nothing is gathered into panels;
 //! only where windows reach beyond the image it is surrounded with zeros first.
 
+use std::ops::Range;
+
 use model::op::{Activation, Conv};
 use rten_simd::{Isa, SimdOp};
 use smallvec::SmallVec;
@@ -13,8 +15,8 @@ use super::super::geometry::Geometry;
 use super::super::parallel::{for_each, try_for_each};
 use super::super::{Context, Inputs, Kernel, KernelResult, activation, dense, gemm};
 use super::layout::output;
-use super::tile::{FEW_POSITIONS, Finish, MAX_BLOCKS, MAX_POSITIONS, Tile};
-use super::{BlockedShape, MAX_LANES, blocked, channels_per_block, fills_blocks};
+use super::tile::{self, Finish, MAX_BLOCKS, Tile};
+use super::{BlockedShape, blocked, channels_per_block, fills_blocks};
 use crate::buffer::{Buffer, Data};
 use crate::kernel::{KernelError, invalid};
 use crate::spare_buffers;
@@ -23,6 +25,9 @@ use crate::yield_point;
 
 /// Multiplications of one task, where there is enough for all threads.
 const TASK_WORK: usize = 2 << 20;
+
+/// Elements of the image that a task reads for one group of blocks after the other.
+const CACHED_ELEMENTS: usize = 64 * 1024;
 
 /// Whether a convolution with weights of this shape is computed in blocks.
 pub(crate) fn supports(conv: &Conv, weight: &[usize]) -> bool {
@@ -106,6 +111,11 @@ impl DenseConv {
         Kernel { run: Box::new(run), resident_bytes, packed_inputs: vec![1] }
     }
 
+    /// How many blocks of the result `groups` have.
+    fn blocks_of(&self, groups: &Range<usize>) -> usize {
+        self.groups[groups.clone()].iter().map(|group| group.count).sum()
+    }
+
     fn run(&self, context: &Context, mut inputs: Inputs) -> KernelResult {
         let lanes = self.lanes;
         let (shapes, images) = {
@@ -153,9 +163,7 @@ impl DenseConv {
             }
         } else {
             let all = out.chunks_exact_mut(out_size).enumerate();
-            try_for_each(all, &|(index, out): (usize, &mut [f32])| {
-                one(index, out, false)
-            })?;
+            try_for_each(all, &|(index, out): (usize, &mut [f32])| one(index, out, false))?;
         }
         output(&out_shape, out)
     }
@@ -247,12 +255,9 @@ impl<'a> Positions<'a> {
         for index in 0..blocks {
             for z in 0..g.kernel[0] {
                 for y in 0..g.kernel[1] {
-                    let start = index * block
-                        + z * g.dilations[0] * plane
-                        + y * g.dilations[1] * row;
-                    offsets.extend(
-                        (0..g.kernel[2]).map(|x| start + x * g.dilations[2] * lanes),
-                    );
+                    let start =
+                        index * block + z * g.dilations[0] * plane + y * g.dilations[1] * row;
+                    offsets.extend((0..g.kernel[2]).map(|x| start + x * g.dilations[2] * lanes));
                 }
             }
         }
@@ -315,37 +320,51 @@ struct ImageCall<'a> {
     clamp: Option<(f32, f32)>,
 }
 
-/// Some positions of one group of blocks.
+/// Some positions of some groups of blocks.
 struct Task<'a> {
-    group: usize,
+    groups: Range<usize>,
     first: usize,
-    out: SmallVec<[&'a mut [f32]; MAX_BLOCKS]>,
+    /// One slice for each block of the groups.
+    out: Buffer<&'a mut [f32]>,
 }
 
 impl ImageCall<'_> {
     fn run(&self, out: &mut [f32], image: &[f32], parallel: bool) -> Result<(), KernelError> {
+        let g = self.positions.geometry;
         let lanes = self.conv.lanes;
-        let count = self.positions.geometry.output_size();
+        let count = g.output_size();
         let depth = self.positions.offsets.len() * lanes;
         let threads = if parallel { rayon::current_num_threads() } else { 1 };
-        let work = count.saturating_mul(depth).saturating_mul(out.len() / count.max(1));
-        let groups = self.conv.groups.len();
-        let wanted = (work / TASK_WORK).min(threads * 8).max(1);
-        let parts = if threads == 1 { 1 } else { wanted.div_ceil(groups) };
-        // Whole rows, or positions that fill tiles.
-        let unit = match self.positions.geometry.is_pointwise() {
-            true => MAX_POSITIONS,
-            false => self.positions.width,
+        let work = depth.saturating_mul(out.len());
+        let wanted = match threads {
+            1 => 1,
+            _ => (work / TASK_WORK).min(threads * 8).max(1),
         };
-        let size = count.div_ceil(parts).next_multiple_of(unit);
-        let mut tasks = Buffer::with_capacity(groups * count.div_ceil(size))?;
+        // What the tasks of a chunk read of the image stays in the cache of their core.
+        let taken = self.conv.inputs * lanes * g.strides.iter().product::<usize>();
+        let chunk = (CACHED_ELEMENTS / taken).min(count.div_ceil(wanted.min(threads)));
+        // Whole rows, or positions that fill tiles.
+        let unit = if g.is_pointwise() { tile::UNIT } else { self.positions.width };
+        let chunk = chunk.max(1).next_multiple_of(unit);
+        let chunks = count.div_ceil(chunk);
+        let groups = self.conv.groups.len();
+        let parts = wanted.div_ceil(chunks).min(groups);
+        let mut tasks = Buffer::with_capacity(chunks * parts)?;
+        for part in 0..parts {
+            for index in 0..chunks {
+                let groups = groups * part / parts..groups * (part + 1) / parts;
+                let blocks = self.conv.blocks_of(&groups);
+                let out = Buffer::with_capacity(blocks)?;
+                tasks.extend([Task { groups, first: index * chunk, out }]);
+            }
+        }
         let mut planes = out.chunks_exact_mut(count * lanes);
-        for (index, group) in self.conv.groups.iter().enumerate() {
-            let mut rest: SmallVec<[_; MAX_BLOCKS]> =
-                planes.by_ref().take(group.count).map(|plane| plane.chunks_mut(size * lanes)).collect();
-            for part in 0..count.div_ceil(size) {
-                let out = rest.iter_mut().filter_map(Iterator::next).collect();
-                tasks.extend([Task { group: index, first: part * size, out }]);
+        for tasks in tasks.chunks_mut(chunks) {
+            let blocks = tasks.first().map_or(0, |task| self.conv.blocks_of(&task.groups));
+            for plane in planes.by_ref().take(blocks) {
+                for (task, piece) in tasks.iter_mut().zip(plane.chunks_mut(chunk * lanes)) {
+                    task.out.extend([piece]);
+                }
             }
         }
         let compute = |task: &mut Task| TaskRun { call: self, task, image }.dispatch();
@@ -371,11 +390,37 @@ impl SimdOp for TaskRun<'_, '_, '_> {
     #[inline(always)]
     fn eval<I: Isa>(self, isa: I) {
         let TaskRun { call, task, image } = self;
+        let conv = call.conv;
+        let mut blocks = &mut *task.out;
+        for group in &conv.groups[task.groups.clone()] {
+            let (out, rest) = blocks.split_at_mut(group.count);
+            GroupRun { call, group, first: task.first, image }.compute(isa, out);
+            blocks = rest;
+        }
+        if call.clamp.is_none() && conv.conv.activation != Activation::None {
+            for out in task.out.iter_mut() {
+                activation::apply(conv.conv.activation, out);
+            }
+        }
+    }
+}
+
+/// Some positions of one group of blocks.
+struct GroupRun<'a> {
+    call: &'a ImageCall<'a>,
+    group: &'a Group,
+    first: usize,
+    image: &'a [f32],
+}
+
+impl GroupRun<'_> {
+    #[inline(always)]
+    fn compute<I: Isa>(&self, isa: I, blocks: &mut [&mut [f32]]) {
+        let GroupRun { call, group, first, image } = *self;
         let (conv, positions) = (call.conv, call.positions);
         let lanes = conv.lanes;
-        let group = &conv.groups[task.group];
-        let most = if lanes == MAX_LANES { MAX_POSITIONS } else { FEW_POSITIONS };
-        let end = task.first + task.out.first().map_or(0, |out| out.len() / lanes);
+        let most = tile::most_positions(lanes, group.count);
+        let end = first + blocks.first().map_or(0, |out| out.len() / lanes);
         let bias = call.bias.map(|bias| &bias[group.first * lanes..][..group.count * lanes]);
         let plane = positions.geometry.output_size() * lanes;
         let step = (gemm::MAX_DEPTH / lanes).max(1);
@@ -390,14 +435,14 @@ impl SimdOp for TaskRun<'_, '_, '_> {
                 bias,
                 clamp: call.clamp,
             };
-            let mut at = task.first;
+            let mut at = first;
             while at < end {
                 // Tiles of one row are of about the same size.
                 let row_end = (at - at % positions.width + positions.width).min(end);
                 let count = (row_end - at).div_ceil((row_end - at).div_ceil(most));
-                let from = (at - task.first) * lanes;
+                let from = (at - first) * lanes;
                 let mut out: SmallVec<[&mut [f32]; MAX_BLOCKS]> =
-                    task.out.iter_mut().map(|out| &mut out[from..]).collect();
+                    blocks.iter_mut().map(|out| &mut out[from..]).collect();
                 let residual = call.residual.filter(|_| finish.last).map(|residual| {
                     std::array::from_fn(|block| {
                         let block = (group.first + block.min(group.count - 1)) * plane;
@@ -415,13 +460,9 @@ impl SimdOp for TaskRun<'_, '_, '_> {
                     finish,
                 };
                 tile.compute(isa);
-                yield_point::did_multiplications(count * group.count * offsets.len() * lanes * lanes);
+                let depth = offsets.len() * lanes;
+                yield_point::did_multiplications(count * group.count * lanes * depth);
                 at += count;
-            }
-        }
-        if call.clamp.is_none() && conv.conv.activation != Activation::None {
-            for out in &mut task.out {
-                activation::apply(conv.conv.activation, out);
             }
         }
     }

@@ -160,7 +160,13 @@ impl SimdOp for Rows<'_> {
             }
             let mut x = begin;
             while x < end {
-                let count = if end - x >= 8 { 8 } else if end - x >= 4 { 4 } else { 1 };
+                let count = if end - x >= 8 {
+                    8
+                } else if end - x >= 4 {
+                    4
+                } else {
+                    1
+                };
                 let from = x * g.strides[2] - g.begin[2];
                 let window = Window { line: &line, taps: 0..g.kernel[2], from, x, row };
                 match (count, g.strides[2]) {

@@ -30,8 +30,8 @@ pub(crate) fn to_blocks(
     let missing = rank
         .checked_sub(tensor.shape().len())
         .ok_or_else(|| invalid!("shape {:?} has more than {rank} dimensions", tensor.shape()))?;
-    let mut shape = vec![1; missing];
-    shape.extend(tensor.shape());
+    let ones = std::iter::repeat_n(1, missing);
+    let mut shape: Vec<usize> = ones.chain(tensor.shape().iter().copied()).collect();
     let data = elements(tensor);
     match shape.get(1) {
         Some(own) if *own == channels => {}

@@ -41,8 +41,7 @@ fn window(context: &Context, inputs: &Inputs, pool: &Pool) -> KernelResult {
     let x = inputs.typed::<f32>(0)?;
     let shape = BlockedShape::new(x.shape())?;
     let lanes = shape.lanes;
-    let geometry =
-        Geometry::new(&pool.window, shape.spatial, &pool.window.kernel, pool.ceil_mode)?;
+    let geometry = Geometry::new(&pool.window, shape.spatial, &pool.window.kernel, pool.ceil_mode)?;
     let mut out_shape = geometry.output_shape(&[shape.images, shape.blocks]);
     out_shape.push(lanes);
     let mut out = spare_buffers::take(context.pool, dense::count(&out_shape)?)?;
@@ -95,9 +94,8 @@ impl SimdOp for PoolPiece<'_> {
             let mut value = if is_max { ops.splat(f32::NEG_INFINITY) } else { ops.zero() };
             for depth in 0..z.0.len() {
                 for line in 0..y.0.len() {
-                    let row = (z.1 + depth * g.dilations[0]) * g.input[1]
-                        + y.1
-                        + line * g.dilations[1];
+                    let row =
+                        (z.1 + depth * g.dilations[0]) * g.input[1] + y.1 + line * g.dilations[1];
                     let start = (row * g.input[2] + x.1) * lanes;
                     for column in 0..x.0.len() {
                         let x = &self.image[start + column * g.dilations[2] * lanes..];

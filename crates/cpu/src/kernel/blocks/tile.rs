@@ -7,11 +7,18 @@ use rten_simd::ops::{BitOps, NumOps};
 /// Blocks of the result that one pass computes.
 pub(super) const MAX_BLOCKS: usize = 3;
 
-/// Positions of the result that one pass computes: as many as there are registers for.
-pub(super) const MAX_POSITIONS: usize = 8;
+/// Positions of the result that one pass computes for `blocks` blocks: as many as there are
+/// registers for, beside those of weights and of an element of the image.
+pub(super) fn most_positions(lanes: usize, blocks: usize) -> usize {
+    match (lanes, blocks) {
+        (16, 3) => 7,
+        (16, _) => 8,
+        _ => 4,
+    }
+}
 
-/// The same where there are sixteen registers.
-pub(super) const FEW_POSITIONS: usize = 4;
+/// A multiple of what tiles have.
+pub(super) const UNIT: usize = 56;
 
 /// Operations on a tile beside the product.
 #[derive(Clone, Copy)]
