@@ -39,6 +39,8 @@ struct Layer {
     flops: f64,
     /// The input is needed later, so that the step cannot overwrite it.
     keeps_input: bool,
+    /// Between two convolutions, so that images are in channel blocks.
+    between_convolutions: bool,
 }
 
 fn random(shape: &[usize]) -> Tensor {
@@ -71,8 +73,47 @@ fn plan(layer: &Layer) -> LaunchPlan {
         outputs: vec![Some(output)],
         last_uses: vec![],
     });
+    if layer.between_convolutions {
+        enclose(&mut plan, layer);
+    }
     plan.plan_lifetimes();
     plan
+}
+
+/// Adds a pointwise convolution before the only step of `plan`, and one after it.
+fn enclose(plan: &mut LaunchPlan, layer: &Layer) {
+    let add = |plan: &mut LaunchPlan, x: ValueId, inputs: usize, outputs: usize| {
+        let weight = ValueId(plan.values.len() as u32);
+        for name in ["weight", "result"] {
+            let name = format!("{name}{}", weight.0);
+            plan.values.push(ValueInfo { name, dtype: DataType::F32, shape: None });
+        }
+        plan.constants.push((weight, random(&[outputs, inputs, 1, 1])));
+        let window = Window {
+            kernel: vec![1; 2],
+            strides: vec![],
+            dilations: vec![],
+            padding: Padding::Explicit(vec![]),
+        };
+        let op = Op::Conv(Conv { window, groups: 1, activation: Activation::None });
+        let output = ValueId(weight.0 + 1);
+        let step = Step {
+            name: "beside".to_string(),
+            op,
+            inputs: vec![Some(x), Some(weight)],
+            outputs: vec![Some(output)],
+            last_uses: vec![],
+        };
+        (step, output)
+    };
+    let channels = layer.input[1];
+    let (before, between) = add(plan, ValueId(0), channels, channels);
+    plan.steps[0].inputs[0] = Some(between);
+    let outputs = layer.constants[0][0];
+    let (after, result) = add(plan, plan.outputs[0], outputs, 16);
+    plan.steps.insert(0, before);
+    plan.steps.push(after);
+    plan.outputs = vec![result];
 }
 
 /// The shortest time that `run` returns in about a third of a second.
@@ -95,14 +136,16 @@ impl Bench {
         let time = shortest(|| {
             let mut task = program.prepare(vec![input.clone()]).expect("the input fits");
             task.record_step_times();
-            let segment = Segment { token: 0, task, steps: 0..1 };
+            let count = task.step_count();
+            let segment = Segment { token: 0, task, steps: 0..count };
             assert!(self.queue.launch(segment).is_ok());
             let done = self.completions.recv().expect("the queue is open");
             assert_eq!(done.outcome, Outcome::Done);
-            Duration::from(done.task.step_times().expect("times are recorded")[0])
+            let times = done.task.step_times().expect("times are recorded");
+            Duration::from(times[usize::from(layer.between_convolutions)])
         });
         let rate = layer.flops / time.as_secs_f64() / 1e9;
-        println!("{:34} {:9.3} ms {rate:7.1} GFLOP/s", layer.name, time.as_secs_f64() * 1e3);
+        println!("{:46} {:9.3} ms {rate:7.1} GFLOP/s", layer.name, time.as_secs_f64() * 1e3);
     }
 }
 
@@ -130,6 +173,7 @@ fn conv(
         constants: vec![vec![outputs, channels / groups, kernel, kernel], vec![outputs]],
         flops: 2.0 * (outputs * taps * out * out) as f64,
         keeps_input: true,
+        between_convolutions: false,
     }
 }
 
@@ -141,6 +185,7 @@ fn matmul(rows: usize, depth: usize, columns: usize) -> Layer {
         constants: vec![vec![depth, columns], vec![columns]],
         flops: 2.0 * (rows * depth * columns) as f64,
         keeps_input: true,
+        between_convolutions: false,
     }
 }
 
@@ -153,6 +198,7 @@ fn elementwise(name: &str, op: Op, shape: &[usize], constants: &[&[usize]]) -> [
         constants: constants.iter().map(|shape| shape.to_vec()).collect(),
         flops: shape.iter().product::<usize>() as f64,
         keeps_input,
+        between_convolutions: false,
     })
 }
 
@@ -231,6 +277,10 @@ fn main() {
         matmul(1, 25088, 4096),
     ] {
         bench.time(&layer);
+        if matches!(layer.op, Op::Conv(_)) && layer.input[1] >= 16 {
+            let name = format!("{} in blocks", layer.name);
+            bench.time(&Layer { name, between_convolutions: true, ..layer });
+        }
     }
     for layer in elementwise_layers() {
         bench.time(&layer);

@@ -30,7 +30,7 @@ pub fn evaluate(op: &Op, inputs: &[Option<Tensor>], outputs: usize) -> Option<Ve
         .iter()
         .map(|value| value.as_ref().map_or(Operand::Absent, Operand::Shared))
         .collect();
-    let run = || kernel.run.run(&Context { pool: &pool }, Inputs::new(operands));
+    let run = || kernel.run.run(&Context { pool: &pool }, Inputs::new(operands, &pool));
     // A kernel that panics is a defect, but folding is an optimization and must not fail a load.
     let results = catch_unwind(AssertUnwindSafe(run)).ok()?.ok()?;
     let tensors: Vec<Tensor> =

@@ -7,6 +7,7 @@
 mod activation;
 mod attention;
 mod binary;
+pub(crate) mod blocks;
 pub(crate) mod bytes;
 mod cast;
 mod control;
@@ -142,14 +143,26 @@ pub(crate) enum Operand<'a> {
     Owned(Value),
 }
 
-/// A step's operands, in the operator's order.
+/// A step's operands, in the operator's order. The memory of those that no later step reads and
+/// that the kernel did not take returns to the pool when they are dropped.
 pub(crate) struct Inputs<'a> {
     operands: SmallVec<[Operand<'a>; 4]>,
+    pool: &'a BufferPool,
+}
+
+impl Drop for Inputs<'_> {
+    fn drop(&mut self) {
+        for operand in self.operands.drain(..) {
+            if let Operand::Owned(value) = operand {
+                value.recycle(self.pool);
+            }
+        }
+    }
 }
 
 impl<'a> Inputs<'a> {
-    pub(crate) fn new(operands: SmallVec<[Operand<'a>; 4]>) -> Inputs<'a> {
-        Inputs { operands }
+    pub(crate) fn new(operands: SmallVec<[Operand<'a>; 4]>, pool: &'a BufferPool) -> Inputs<'a> {
+        Inputs { operands, pool }
     }
 
     /// How many operands there are, absent ones included.
@@ -213,15 +226,6 @@ impl<'a> Inputs<'a> {
     /// Whether operand `index` may be changed in place.
     pub(crate) fn is_owned(&self, index: usize) -> bool {
         matches!(self.operands.get(index), Some(Operand::Owned(_)))
-    }
-
-    /// Returns the memory of operands that no later step reads to the pool.
-    pub(crate) fn recycle(self, pool: &BufferPool) {
-        for operand in self.operands {
-            if let Operand::Owned(value) = operand {
-                value.recycle(pool);
-            }
-        }
     }
 }
 

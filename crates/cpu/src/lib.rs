@@ -6,6 +6,7 @@
 mod buffer;
 mod buffer_pool;
 mod byte_steps;
+mod channel_blocks;
 mod dequantized_weights;
 mod device;
 mod device_state;

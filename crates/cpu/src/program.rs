@@ -10,7 +10,8 @@ use model::{DataType, HostMemory, LaunchPlan, MemoryError, Step, Tensor};
 
 use crate::buffer;
 use crate::buffer_pool::BufferPool;
-use crate::byte_steps::with_byte_steps;
+use crate::byte_steps::{ByteSteps, with_byte_steps};
+use crate::channel_blocks::ChannelBlocks;
 use crate::dequantized_weights::{is_empty, weights_as_numbers};
 use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, Outputs, StepFacts};
 use crate::suspended_task::SuspendedTask;
@@ -79,18 +80,28 @@ impl CpuProgram {
         plan: Arc<LaunchPlan>,
         memory: &'static HostMemory,
     ) -> Result<CpuProgram, DeviceError> {
+        CpuProgram::load_with(plan, memory, ChannelBlocks::find)
+    }
+
+    /// Loads `plan` with the steps over channel blocks that `find` chooses.
+    pub(crate) fn load_with(
+        plan: Arc<LaunchPlan>,
+        memory: &'static HostMemory,
+        find: impl Fn(&LaunchPlan, &ByteSteps) -> ChannelBlocks,
+    ) -> Result<CpuProgram, DeviceError> {
         let source = plan.clone();
         let (plan, byte_steps) = with_byte_steps(in_single_precision(plan));
         let plan = weights_as_numbers(plan);
+        let blocks = find(&plan, &byte_steps);
         let mut constants = constants_of(&plan)?;
         let mut kernels = Vec::with_capacity(plan.steps.len());
-        for step in &plan.steps {
+        for (index, step) in plan.steps.iter().enumerate() {
             let facts = StepFacts { plan: &plan, step, constants: &constants };
             let output = step.outputs.first().copied().flatten();
             let kernel = match output.and_then(|id| byte_steps.get(&id)) {
                 Some(byte_step) => byte_step.build(),
                 None if is_empty(step) => Ok(Kernel::new(|_, _| Ok(Outputs::new()))),
-                None => kernel::build(&facts),
+                None => blocks.build(index, &facts).unwrap_or_else(|| kernel::build(&facts)),
             };
             kernels.push(kernel.map_err(|error| unsupported(step, error))?);
         }
@@ -226,7 +237,7 @@ impl TaskValues {
             return Err(DeviceError::BadPlan("a segment extends past the last step".to_string()));
         };
         let outputs = {
-            let inputs = self.operands(&program, step);
+            let inputs = self.operands(&program, step, pool);
             kernel.run.run(&Context { pool }, inputs)
         }
         .map_err(|err| self.step_error(step, err))?;
@@ -260,7 +271,12 @@ impl TaskValues {
     }
 
     /// The operands of `step`. Values that no other operand or later step reads are moved.
-    fn operands<'a>(&'a mut self, program: &'a LoadedPlan, step: &Step) -> Inputs<'a> {
+    fn operands<'a>(
+        &'a mut self,
+        program: &'a LoadedPlan,
+        step: &Step,
+        pool: &'a BufferPool,
+    ) -> Inputs<'a> {
         let is_last = |id: &model::ValueId| {
             step.last_uses.contains(id)
                 && step.inputs.iter().flatten().filter(|other| *other == id).count() == 1
@@ -278,7 +294,7 @@ impl TaskValues {
                 value.map_or(Operand::Absent, Operand::Shared)
             }
         });
-        Inputs::new(operands.collect())
+        Inputs::new(operands.collect(), pool)
     }
 }
 

@@ -25,6 +25,15 @@ pub(super) fn apply(activation: Activation, row: &mut [f32]) {
     }
 }
 
+/// `activation` as limits, if that is what it is.
+pub(super) fn as_clamp(activation: Activation) -> Option<(f32, f32)> {
+    match activation {
+        Activation::Relu => Some((0.0, f32::INFINITY)),
+        Activation::Clip { low, high } => Some((low, high)),
+        _ => None,
+    }
+}
+
 /// Like [`apply`], on all threads if there is much to do.
 pub(super) fn apply_in_pieces(activation: Activation, data: &mut [f32]) {
     if activation != Activation::None {

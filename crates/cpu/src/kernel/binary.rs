@@ -224,7 +224,6 @@ fn combine<T: Element + Copy>(
         let operand = inputs.typed::<T>(other)?;
         let strided = StridedLoop::broadcast(&shape, [operand.shape()]);
         zip_in_place(&strided, &mut data, elements(operand), f, target == 1);
-        inputs.recycle(context.pool);
         return one(T::wrap(&shape, data));
     }
     broadcast(context, &inputs, f)
@@ -308,7 +307,8 @@ fn folding<T: Number>(f: Box<dyn ZipRow<T, T, T>>, mean: bool) -> Kernel {
         let mut sum = inputs.take(0)?;
         for index in 1..count {
             let next = inputs.take_operand(index)?;
-            let pair = Inputs::new([super::Operand::Owned(sum), next].into_iter().collect());
+            let pair = [super::Operand::Owned(sum), next].into_iter().collect();
+            let pair = Inputs::new(pair, context.pool);
             sum = combine(context, pair, &*f)?.pop().ok_or("no result")?;
         }
         if !mean {

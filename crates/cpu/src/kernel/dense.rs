@@ -187,10 +187,10 @@ pub(super) fn through_f32(facts: &StepFacts, kernel: Kernel) -> Kernel {
     let dtypes: Vec<Option<DataType>> =
         facts.step.outputs.iter().map(|id| id.map(|id| facts.plan.value(id).dtype)).collect();
     let Kernel { run, resident_bytes, packed_inputs } = kernel;
-    let wide = move |context: &Context, inputs: Inputs| -> KernelResult {
+    let wide = move |context: &Context, mut inputs: Inputs| -> KernelResult {
         let operands: Result<SmallVec<[Operand; 4]>, KernelError> =
-            inputs.operands.into_iter().map(widened_operand).collect();
-        let outputs = run.run(context, Inputs::new(operands?))?;
+            inputs.operands.drain(..).map(|operand| widened_operand(operand)).collect();
+        let outputs = run.run(context, Inputs::new(operands?, context.pool))?;
         outputs.into_iter().zip(&dtypes).map(|(value, dtype)| narrowed(value, *dtype)).collect()
     };
     Kernel { run: Box::new(wide), resident_bytes, packed_inputs }

@@ -15,6 +15,7 @@ use model::MemoryError;
 use model::op::Activation;
 
 pub(super) use pack::{IMAGE_GUARD, Image, Matrix, PackedLeft, PackedRight, flush_subnormal};
+pub(super) use tile::lanes;
 use tile::{PackedBlock, TileEpilogue};
 
 use super::activation;
@@ -35,7 +36,7 @@ const CACHED_ELEMENTS: usize = 192 * 1024;
 const FEW_ELEMENTS: usize = 32 * 1024;
 
 /// Depth that is summed up before the result is written.
-const MAX_DEPTH: usize = 1024;
+pub(super) const MAX_DEPTH: usize = 1024;
 
 /// Products smaller than this many multiplications stay on one thread.
 pub(super) const MIN_PARALLEL_WORK: usize = 256 * 1024;
@@ -371,12 +372,7 @@ impl ProductCall<'_> {
         right: &[f32],
         right_start: usize,
     ) {
-        let (low, high) = match self.epilogue.activation {
-            Activation::Relu => (0.0, f32::INFINITY),
-            Activation::Clip { low, high } => (low, high),
-            _ => (f32::NEG_INFINITY, f32::INFINITY),
-        };
-        let clamps = matches!(self.epilogue.activation, Activation::Relu | Activation::Clip { .. });
+        let clamp = activation::as_clamp(self.epilogue.activation);
         let finish = TileEpilogue {
             alpha: self.epilogue.alpha,
             row_bias: self.epilogue.row_bias.map(|bias| &bias[rows.clone()]),
@@ -384,7 +380,7 @@ impl ProductCall<'_> {
             residual: self.epilogue.residual.map(|residual| {
                 (&residual[rows.start * self.columns + columns.start..], self.columns)
             }),
-            clamp: clamps.then_some((low, high)),
+            clamp,
         };
         let height = tile::panel_rows();
         let first_panel = (rows.start - left_start) / height * height * self.depth;
@@ -398,7 +394,10 @@ impl ProductCall<'_> {
             max_depth: MAX_DEPTH,
             accumulate: self.epilogue.accumulate,
             finish,
-            activation: if clamps { Activation::None } else { self.epilogue.activation },
+            activation: match clamp {
+                Some(_) => Activation::None,
+                None => self.epilogue.activation,
+            },
         });
     }
 }

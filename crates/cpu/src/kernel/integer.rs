@@ -123,7 +123,7 @@ fn with_constant_weight(facts: &StepFacts) -> Result<Option<Kernel>, KernelError
     let run = move |context: &Context, mut inputs: Inputs| {
         let zero = if has_zero { inputs.take_operand(2)? } else { Operand::Absent };
         let operands = [inputs.take_operand(0)?, Operand::Absent, zero, Operand::Absent];
-        run.run(context, Inputs::new(operands.into_iter().collect()))
+        run.run(context, Inputs::new(operands.into_iter().collect(), context.pool))
     };
     Ok(Some(Kernel { run: Box::new(run), resident_bytes, packed_inputs: vec![position] }))
 }

@@ -208,8 +208,8 @@ pub(crate) fn through_f32(dtype: DataType, kernel: Kernel) -> Kernel {
         };
         let operands: Result<_, KernelError> = (0..inputs.len()).map(wide).collect();
         let operands = operands?;
-        inputs.recycle(context.pool);
-        let outputs = kernel.run.run(context, Inputs::new(operands))?;
+        drop(inputs);
+        let outputs = kernel.run.run(context, Inputs::new(operands, context.pool))?;
         outputs.into_iter().map(|value| narrowed(value, dtype)).collect()
     };
     Kernel { run: Box::new(run), resident_bytes, packed_inputs }

@@ -209,7 +209,7 @@ where
 }
 
 /// Taps of the window at `position` that count towards its mean.
-fn divisor(g: &Geometry, position: [usize; 3], include_pad: bool) -> usize {
+pub(super) fn divisor(g: &Geometry, position: [usize; 3], include_pad: bool) -> usize {
     let along = |axis: usize| {
         if !include_pad {
             return g.inside(axis, position[axis]).0.len();

@@ -152,7 +152,7 @@ fn reduce_bool(context: &Context, inputs: Inputs, reduce: Reduce) -> KernelResul
     let axes = inputs.optional(1).map(super::Value::try_clone).transpose()?;
     let operands =
         [super::Operand::Owned(bytes), axes.map_or(super::Operand::Absent, super::Operand::Owned)];
-    let reduced = run(context, Inputs::new(operands.into_iter().collect()), reduce)?;
+    let reduced = run(context, Inputs::new(operands.into_iter().collect(), context.pool), reduce)?;
     // An empty set has the lowest or highest byte.
     one(super::cast::convert(&reduced[0], DataType::Bool)?)
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use model::op::Body;
 use model::{LaunchPlan, Step, ValueId, ValueInfo};
 
+use crate::buffer_pool::BufferPool;
 use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, StepFacts, invalid};
 use crate::value::Value;
 use crate::yield_point;
@@ -86,7 +87,7 @@ impl BodyKernels {
             // Estimates of small kernels would add up too slowly: a check is cheap beside a step.
             yield_point::check();
             let outputs = {
-                let inputs = self.operands(step, &mut own, &shared);
+                let inputs = self.operands(step, &mut own, &shared, context.pool);
                 kernel.run.run(context, inputs).map_err(|error| named(step, error))?
             };
             for (id, value) in step.outputs.iter().zip(outputs) {
@@ -109,6 +110,7 @@ impl BodyKernels {
         step: &Step,
         own: &'a mut [Option<Value>],
         shared: &[Option<&'a Value>],
+        pool: &'a BufferPool,
     ) -> Inputs<'a> {
         let is_last = |id: &ValueId| {
             step.last_uses.contains(id)
@@ -129,7 +131,7 @@ impl BodyKernels {
                 value.map_or(Operand::Absent, Operand::Shared)
             }
         });
-        Inputs::new(operands.collect())
+        Inputs::new(operands.collect(), pool)
     }
 
     fn results(

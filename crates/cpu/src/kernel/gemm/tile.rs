@@ -23,7 +23,7 @@ pub(super) fn panel_rows() -> usize {
 }
 
 /// Elements of a vector on this machine.
-pub(super) fn lanes() -> usize {
+pub(in super::super) fn lanes() -> usize {
     struct Lanes;
     impl SimdOp for Lanes {
         type Output = usize;
