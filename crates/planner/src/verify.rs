@@ -431,7 +431,7 @@ fn kind_prices(
         std::iter::once(0.0).chain(price.memory_from.iter().map(|from| from.cycle_ms)).collect()
     };
     let bands = prices.first().map_or_else(|| vec![0.0], borders);
-    if bands.len() > BANDS_MAX || bands.windows(2).any(|pair| !(pair[0] < pair[1])) {
+    if bands.len() > BANDS_MAX || !bands.is_sorted_by(|a, b| a < b) {
         return Err("the cycles of prices do not rise, or are too many".to_string());
     }
     let none = || KindPrices { slice: Ratio::whole(0), memory: vec![Ratio::whole(0); bands.len()] };

@@ -194,8 +194,13 @@ fn shares(
 fn cheapest(choices: &[Choice], rate: u128) -> u128 {
     let mut ends: Vec<End> = Vec::with_capacity(choices.len() * 2);
     for choice in choices {
-        for rate in [choice.most, choice.least.min(choice.most)] {
-            ends.push(End { rate: rate.max(1), cost: choice.cost(rate), above: 0 });
+        // Rates are rounded up, so that their costs would be too high.
+        let most_time = choice.time * choice.most.saturating_sub(1) / choice.full;
+        let most = most_time.max(choice.least_time);
+        for (rate, time) in
+            [(choice.most, most), (choice.least.min(choice.most), choice.least_time)]
+        {
+            ends.push(End { rate: rate.max(1), cost: time + choice.memory, above: 0 });
         }
     }
     ends.sort_by(|a, b| b.rate.cmp(&a.rate).then(a.cost.cmp(&b.cost)));
@@ -333,7 +338,7 @@ mod tests {
             let choices: Vec<Choice> = (0..8).map(|_| choice(&mut random)).collect();
             let rate = 5_000 + u128::from(random.below(250_000));
             // The cheapest parts whose rates are multiples of a small step.
-            let steps = 400u128;
+            let steps = 3000u128;
             let part = |at: u128| {
                 let rate = (rate * at).div_ceil(steps);
                 let able = choices.iter().filter(|choice| choice.most >= rate);
