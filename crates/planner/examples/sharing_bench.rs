@@ -1,7 +1,9 @@
 //! Plans with shared slices against their bound, for two kinds of random services: those of
 //! `planner_bench`, and rates and SLOs spread evenly over their logarithms.
 //!
-//! `cargo run --release -p planner --example sharing_bench -- PROFILES.csv [COUNT...]`
+//! `cargo run --release -p planner --example sharing_bench -- PROFILES.csv [COUNT[@SEED]...]`
+//!
+//! `SEED` is the first seed, 1 by default; counts up to 1,000 have three instances.
 
 use base::{MonotonicClock, Random};
 use planner::{
@@ -11,14 +13,16 @@ use planner::{
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
-    let path = args.next().ok_or("usage: sharing_bench PROFILES.csv [COUNT...]")?;
+    let path = args.next().ok_or("usage: sharing_bench PROFILES.csv [COUNT[@SEED]...]")?;
     let profiles = Profiles::from_csv(&std::fs::read_to_string(path)?)?;
-    let mut counts: Vec<usize> = args.map(|count| count.parse()).collect::<Result<_, _>>()?;
-    if counts.is_empty() {
-        counts = vec![100, 1000, 10_000];
+    let mut wanted: Vec<String> = args.collect();
+    if wanted.is_empty() {
+        wanted = ["100", "1000", "10000"].map(str::to_string).to_vec();
     }
-    for count in counts {
-        for seed in 1..=if count <= 1000 { 3 } else { 1 } {
+    for one in wanted {
+        let (count, first) = one.split_once('@').unwrap_or((&one, "1"));
+        let (count, first): (usize, u64) = (count.parse()?, first.parse()?);
+        for seed in first..first + if count <= 1000 { 3 } else { 1 } {
             row(
                 "scenario",
                 seed,

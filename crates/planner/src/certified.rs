@@ -18,13 +18,14 @@ use serde::{Deserialize, Serialize};
 
 use self::assembly::{SliceContents, assemble, units_of};
 use self::cover::{Prices, cheapest};
-use self::dual::{Bound, Groups, ROWS, Rows, Usage, maximise, slice_prices};
+use self::dual::{BANDS_MAX, Bound, Groups, ROWS, Rows, Usage, maximise, slice_prices};
 use self::filling::FillTask;
 use self::packing::{Packed, PatternPacker};
+use self::part_pricing::band_rows;
 use self::rounding::Rounded;
 use self::search::{Gap, total};
 use self::shared_slices::SharedSliceBuilder;
-use self::sharing::SharingModel;
+use self::sharing::{SharingModel, bands_of};
 use crate::error::PlanError;
 use crate::gpu::{KINDS_MAX, SliceCounts};
 use crate::plan::Plan;
@@ -33,12 +34,19 @@ use crate::search_control::SearchControl;
 
 /// Relative gap to the bound at which the search ends.
 const CLOSE_ENOUGH: f64 = 0.0005;
-/// With more services than this, prices of shared slices come from a sample of the services, and
-/// only the first entry of `STARTS` is tried.
+/// With more services than this, prices of shared slices come from a sample of the services.
 const MANY_SERVICES: usize = 200;
+/// With more services than this, only the first entry of `STARTS` is tried.
+const MANY_TO_START: usize = 2000;
 /// The sample has one service in `SAMPLE_DIVISOR`, and at least `SAMPLE_MIN`.
 const SAMPLE_DIVISOR: usize = 50;
 const SAMPLE_MIN: usize = 80;
+/// The sample for prices that differ by band of cycles: it has more prices to learn.
+const SAMPLE_OF_BANDS: usize = 300;
+/// A bound at given prices may miss the best one by this share, and with more than
+/// `MANY_TO_PROVE` services by the second, because each is priced exactly.
+const CLOSE_PROOF: (f64, f64) = (1e-4, 1e-3);
+const MANY_TO_PROVE: usize = 4000;
 /// Parameters of the attempts to build shared slices: the factor on the cost of a part's share, and
 /// how far prices follow the balance of slice kinds. The first one is for many services.
 const STARTS: [(f64, f64); 7] =
@@ -60,19 +68,27 @@ pub struct Solution {
     pub bound: f64,
     /// The bound as whole GPUs.
     pub lower_bound: usize,
-    /// Prices of the slice kinds, in GPUs: the sums of the two below.
+    /// Prices of the slice kinds, in GPUs. With those of memory they are the certificate, which
+    /// proves the bound.
     pub prices: [f64; KINDS_MAX],
-    /// The certificate: prices of all the time of a slice that, with those of its memory, prove the
-    /// bound. If slices are not shared, these are the prices of slices.
-    pub time_prices: [f64; KINDS_MAX],
-    /// Prices of all the memory of a slice.
-    pub memory_prices: [f64; KINDS_MAX],
+    /// Prices of all the memory of a slice, by band of cycles, where slices are shared. The rest of
+    /// a slice's price is that of all its time.
+    pub memory_prices: Vec<MemoryPrices>,
     /// Whether the caller stopped the search.
     pub stopped: bool,
     /// Why the search ended.
     pub end: SearchEnd,
     /// Duration in seconds.
     pub seconds: f64,
+}
+
+/// Prices of all the memory of the slices whose cycles are in one band.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MemoryPrices {
+    /// The shortest of its cycles; the first one is 0, and a band ends where the next begins.
+    pub from_ms: f64,
+    /// By slice kind.
+    pub prices: [f64; KINDS_MAX],
 }
 
 /// Why a search ended.
@@ -91,7 +107,8 @@ pub enum SearchEnd {
 
 impl Solution {
     /// A plan with its bound.
-    fn new(plan: Plan, bound: f64, rows: &Rows, control: &SearchControl<'_>) -> Solution {
+    fn new(plan: Plan, proof: &Proof, control: &SearchControl<'_>) -> Solution {
+        let (bound, rows) = (proof.bound, &proof.rows);
         let lower_bound = whole_gpus(bound);
         let stopped = control.is_stopped();
         let end = match stopped {
@@ -99,14 +116,16 @@ impl Solution {
             true => SearchEnd::Stopped,
             false => SearchEnd::NothingBetter,
         };
-        let row = |resource: usize| std::array::from_fn(|k| rows[resource * KINDS_MAX + k]);
+        let band = |(band, &from_ms): (usize, &f64)| MemoryPrices {
+            from_ms,
+            prices: std::array::from_fn(|kind| rows[band_rows(band as u8, kind)[1]]),
+        };
         Solution {
             plan,
             bound,
             lower_bound,
             prices: slice_prices(rows),
-            time_prices: row(0),
-            memory_prices: row(1),
+            memory_prices: proof.bands.iter().enumerate().map(band).collect(),
             stopped,
             end,
             seconds: control.seconds(),
@@ -132,18 +151,20 @@ pub fn plan(problem: &Problem, control: &mut SearchControl<'_>) -> Result<Soluti
         None => solver.units(&outcome.covers),
     };
     let plan = assemble(problem.gpu, &solver.packer, &outcome.packed, units);
-    let plan = portfolio::best_of(problem, plan, whole_gpus(outcome.bound), control);
-    Ok(Solution::new(plan, outcome.bound, &outcome.rows, control))
+    let plan = portfolio::best_of(problem, plan, whole_gpus(outcome.proof.bound), control);
+    Ok(Solution::new(plan, &outcome.proof, control))
 }
 
 /// Computes the bound only; the plan is empty.
 pub fn bound(problem: &Problem, control: &mut SearchControl<'_>) -> Result<Solution, PlanError> {
     let solver = Solver::new(problem)?;
-    let bound = match problem.rules.sharing {
-        Sharing::None => solver.whole_bound(control),
-        Sharing::Time => solver.shared_bound(&SharingModel::new(problem, &solver.demands), control),
+    let proof = match problem.rules.sharing {
+        Sharing::None => Proof::of_whole(&solver.whole_bound(control)),
+        Sharing::Time => {
+            solver.shared_bound(&SharingModel::new(problem, &solver.demands), control).1
+        }
     };
-    Ok(Solution::new(Plan::default(), bound.value, &bound.prices, control))
+    Ok(Solution::new(Plan::default(), &proof, control))
 }
 
 struct Solver<'a> {
@@ -154,9 +175,23 @@ struct Solver<'a> {
     groups: Groups,
 }
 
-struct CertifiedOutcome {
+/// A lower bound and what proves it.
+#[derive(Clone)]
+struct Proof {
     bound: f64,
     rows: Rows,
+    /// Where bands of cycles begin, if slices are shared.
+    bands: Vec<f64>,
+}
+
+impl Proof {
+    fn of_whole(bound: &Bound) -> Proof {
+        Proof { bound: bound.value, rows: bound.prices, bands: Vec::new() }
+    }
+}
+
+struct CertifiedOutcome {
+    proof: Proof,
     covers: Vec<SliceCounts>,
     packed: Packed,
     /// Contents of the slices if services share slices; otherwise they follow from `covers`.
@@ -184,20 +219,47 @@ impl<'a> Solver<'a> {
         maximise(&self.groups, &price, &self.packer, &rows, start_prices(self.problem), control)
     }
 
-    /// Any feasible prices prove a bound. So prices from a sample suffice, followed by one pricing
-    /// of all services.
-    fn shared_bound(&self, sharing: &SharingModel<'_>, control: &mut SearchControl<'_>) -> Bound {
-        let price = |service: usize, prices: &Rows| sharing.min_cost(service, prices);
-        let rows: Vec<usize> = (0..ROWS).filter(|row| row % KINDS_MAX < self.kinds).collect();
-        let start = start_prices(self.problem);
+    /// Any feasible prices prove a bound, so prices are learned from a sample, with a short search
+    /// for each service, and then all services are priced exactly. Prices are the same at every
+    /// cycle first; from these on they differ by band of cycles. The plan is made with the former.
+    fn shared_bound(
+        &self,
+        sharing: &SharingModel<'_>,
+        control: &mut SearchControl<'_>,
+    ) -> (Bound, Proof) {
+        let bound = self.learned(sharing, SAMPLE_MIN, 1, start_prices(self.problem), control);
+        let mut start = bound.prices;
+        for (band, kind) in (1..BANDS_MAX as u8).flat_map(|b| (0..self.kinds).map(move |k| (b, k)))
+        {
+            let rows = band_rows(band, kind).into_iter().zip(band_rows(0, kind));
+            rows.for_each(|(row, first)| start[row] = bound.prices[first]);
+        }
+        let bands = bands_of(&self.demands);
+        let banded = SharingModel::with_bands(self.problem, &self.demands, &bands);
+        let by_band = self.learned(&banded, SAMPLE_OF_BANDS, BANDS_MAX, start, control);
+        let value = least_sum(&banded, &self.groups, &by_band.prices);
+        let bound = Bound { value, ..bound };
+        (bound, Proof { bound: value, rows: by_band.prices, bands })
+    }
+
+    /// Prices under which a sample of at least so many services costs most.
+    fn learned(
+        &self,
+        sharing: &SharingModel<'_>,
+        least: usize,
+        bands: usize,
+        start: Rows,
+        control: &mut SearchControl<'_>,
+    ) -> Bound {
+        let price = |service: usize, prices: &Rows| sharing.known_cost(service, prices);
+        let used = KINDS_MAX * (1 + 2 * bands);
+        let rows: Vec<usize> = (0..used).filter(|row| row % KINDS_MAX < self.kinds).collect();
         if self.demands.len() <= MANY_SERVICES {
             return maximise(&self.groups, &price, &self.packer, &rows, start, control);
         }
-        let sample =
-            Groups::sample(&self.demands, SAMPLE_MIN.max(self.demands.len() / SAMPLE_DIVISOR));
-        let bound = maximise(&sample, &price, &self.packer, &rows, start, control);
-        let value = dual::value_at(&self.groups, &price, &bound.prices);
-        Bound { value, ..bound }
+        let size = least.max(self.demands.len() / SAMPLE_DIVISOR);
+        let sample = Groups::sample(&self.demands, size);
+        maximise(&sample, &price, &self.packer, &rows, start, control)
     }
 
     /// Solves the problem with one service per slice.
@@ -227,8 +289,7 @@ impl<'a> Solver<'a> {
                 None => break,
             }
         }
-        let (bound, rows) = (bound.value, bound.prices);
-        CertifiedOutcome { bound, rows, covers, packed, units: None }
+        CertifiedOutcome { proof: Proof::of_whole(&bound), covers, packed, units: None }
     }
 
     /// Solves the problem with duty cycles; never takes more GPUs than `whole`.
@@ -238,11 +299,11 @@ impl<'a> Solver<'a> {
         control: &mut SearchControl<'_>,
     ) -> CertifiedOutcome {
         let sharing = SharingModel::new(self.problem, &self.demands);
-        let bound = self.shared_bound(&sharing, control);
-        let value = bound.value;
+        let (bound, proof) = self.shared_bound(&sharing, control);
+        let value = proof.bound;
         let lower_bound = whole_gpus(value);
-        let mut best = CertifiedOutcome { bound: value, rows: bound.prices, ..whole };
-        let starts = if self.demands.len() <= MANY_SERVICES { &STARTS[..] } else { &STARTS[..1] };
+        let mut best = CertifiedOutcome { proof, ..whole };
+        let starts = if self.demands.len() <= MANY_TO_START { &STARTS[..] } else { &STARTS[..1] };
         for &(strain, balance) in starts {
             if best.gpus() <= lower_bound
                 || !control.should_continue("sharing", Some(best.gpus()), value)
@@ -277,7 +338,7 @@ impl<'a> Solver<'a> {
         let rounds = (LEARNING_SERVICES / self.demands.len()).min(LEARNING_ROUNDS_MAX);
         let (mut least, mut failures) = (f64::INFINITY, 0);
         for round in 0..=rounds {
-            let (gpus, bound) = (best.gpus(), best.bound);
+            let (gpus, bound) = (best.gpus(), best.proof.bound);
             let should_continue = || control.should_continue("sharing", Some(gpus), bound);
             let Some(slices) = builder.slices(strain, should_continue) else { return false };
             let mut counts = [0; KINDS_MAX];
@@ -307,10 +368,10 @@ impl<'a> Solver<'a> {
         control: &mut SearchControl<'_>,
     ) {
         let patterns = self.useful_patterns();
-        for gpus in (whole_gpus(best.bound)..best.gpus()).rev() {
-            let prices = slice_prices(&best.rows);
+        for gpus in (whole_gpus(best.proof.bound)..best.gpus()).rev() {
+            let prices = slice_prices(&best.proof.rows);
             let task = FillTask { sharing, demands: &self.demands, gpus, prices: &prices };
-            if best.bound > FILL_BOUND_MAX * gpus as f64 {
+            if best.proof.bound > FILL_BOUND_MAX * gpus as f64 {
                 break;
             }
             let found = task.fill(&self.packer, &patterns, control);
@@ -356,7 +417,7 @@ fn start_prices(problem: &Problem) -> Rows {
     for (kind, slice) in problem.gpu.slices.iter().enumerate() {
         prices[kind] = f64::from(slice.gpcs) / f64::from(problem.gpu.gpcs);
     }
-    prices
+    dual::feasible(&problem.gpu.maximal_patterns(), prices)
 }
 
 /// The bound that `prices` prove, without a plan: verifies a certificate with one pricing of every
@@ -378,10 +439,17 @@ pub(crate) fn bound_of(problem: &Problem, demands: &[ServiceDemand], prices: &Pr
         }
         Sharing::Time => {
             let sharing = SharingModel::new(problem, demands);
-            let price = |service: usize, prices: &Rows| sharing.min_cost(service, prices);
-            dual::value_at(&groups, &price, &prices)
+            least_sum(&sharing, &groups, &prices)
         }
     }
+}
+
+/// What all services cost at least under these prices.
+fn least_sum(sharing: &SharingModel<'_>, groups: &Groups, prices: &Rows) -> f64 {
+    let services: usize = groups.0.iter().map(Vec::len).sum();
+    let close = if services > MANY_TO_PROVE { CLOSE_PROOF.1 } else { CLOSE_PROOF.0 };
+    let price = |service: usize, prices: &Rows| sharing.least_cost(service, prices, close);
+    dual::value_at(groups, &price, prices)
 }
 
 fn whole_usage(demand: &ServiceDemand, prices: &Rows) -> Usage {

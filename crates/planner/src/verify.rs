@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use self::ratio::Ratio;
-use crate::certified::{SearchEnd, Solution};
+use crate::certified::{MemoryPrices, SearchEnd, Solution};
 use crate::error::PlanError;
 use crate::gpu::{GpuKind, KINDS_MAX};
 use crate::plan::{GpuFile, Plan, PlannedSlice};
@@ -30,6 +30,8 @@ pub const TOLERANCE: u64 = 10_000_000;
 const SERVICES_MAX: usize = 1_000_000;
 const GPUS_MAX: usize = 1_000_000;
 const SHARES_MAX: usize = 64;
+/// Most lengths of a cycle from which on memory has another price.
+const BANDS_MAX: usize = 64;
 /// Violations that are listed.
 const LISTED_MAX: usize = 20;
 
@@ -76,6 +78,19 @@ pub struct PriceFile {
     pub time: f64,
     /// Price of all its memory.
     pub memory: f64,
+    /// Other prices of its memory, for slices with longer cycles. The price of the slice is the
+    /// same at every cycle, so its time costs what its memory does not.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub memory_from: Vec<MemoryPriceFile>,
+}
+
+/// The price of a slice's memory from a length of its cycle on, in a file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MemoryPriceFile {
+    /// The shortest cycle with this price, in milliseconds.
+    pub cycle_ms: f64,
+    /// Price of all its memory.
+    pub memory: f64,
 }
 
 /// The claims of a file.
@@ -109,7 +124,7 @@ impl Certificate {
             rules: RulesFile::from(&problem.rules),
             services: problem.services.clone(),
             profiles: profiles_of(&problem.profiles, &problem.services),
-            prices: prices_of(problem.gpu, &solution.time_prices, &solution.memory_prices),
+            prices: prices_of(problem.gpu, &solution.prices, &solution.memory_prices),
             search_end: solution.end,
             gpu_table: problem.gpu.own_table(),
         }
@@ -171,11 +186,23 @@ fn profiles_of(profiles: &Profiles, services: &[Service]) -> Profiles {
     some
 }
 
-fn prices_of(gpu: &GpuKind, time: &[f64; KINDS_MAX], memory: &[f64; KINDS_MAX]) -> Vec<PriceFile> {
-    let price = |(kind, slice): (usize, &crate::gpu::SliceKind)| PriceFile {
-        profile: slice.name.to_string(),
-        time: time[kind],
-        memory: memory[kind],
+fn prices_of(
+    gpu: &GpuKind,
+    prices: &[f64; KINDS_MAX],
+    memory_prices: &[MemoryPrices],
+) -> Vec<PriceFile> {
+    let price = |(kind, slice): (usize, &crate::gpu::SliceKind)| {
+        let memory = memory_prices.first().map_or(0.0, |band| band.prices[kind]);
+        let from = |band: &MemoryPrices| MemoryPriceFile {
+            cycle_ms: band.from_ms,
+            memory: band.prices[kind],
+        };
+        PriceFile {
+            profile: slice.name.to_string(),
+            time: prices[kind] - memory,
+            memory,
+            memory_from: memory_prices.iter().skip(1).map(from).collect(),
+        }
     };
     gpu.slices.iter().enumerate().map(price).collect()
 }
@@ -387,38 +414,64 @@ fn bound(problem: &Problem, prices: &[PriceFile]) -> Result<Ratio, String> {
     Ok(costs.iter().fold(Ratio::whole(0), |sum, cost| sum.plus(cost)).over(&dearest))
 }
 
-/// What each service pays at least, and what the dearest GPU pattern is worth.
-fn costs(problem: &Problem, prices: &[PriceFile]) -> Result<(Vec<Ratio>, Ratio), String> {
-    let mut rows = [[0.0; KINDS_MAX]; 2];
+/// The prices of a slice kind, as exact numbers.
+struct KindPrices {
+    /// Of the whole slice.
+    slice: Ratio,
+    /// Of its memory, by band of cycles; none if only whole slices have prices.
+    memory: Vec<Ratio>,
+}
+
+/// The prices of a file by slice kind, and where the bands of cycles begin.
+fn kind_prices(
+    problem: &Problem,
+    prices: &[PriceFile],
+) -> Result<(Vec<KindPrices>, Vec<f64>), String> {
+    let borders = |price: &PriceFile| -> Vec<f64> {
+        std::iter::once(0.0).chain(price.memory_from.iter().map(|from| from.cycle_ms)).collect()
+    };
+    let bands = prices.first().map_or_else(|| vec![0.0], borders);
+    if bands.len() > BANDS_MAX || !bands.is_sorted_by(|a, b| a < b) {
+        return Err("the cycles of prices do not rise, or are too many".to_string());
+    }
+    let none = || KindPrices { slice: Ratio::whole(0), memory: vec![Ratio::whole(0); bands.len()] };
+    let mut kinds: Vec<KindPrices> = problem.gpu.slices.iter().map(|_| none()).collect();
     for price in prices {
         let kind = problem.gpu.slices.iter().position(|slice| slice.name == price.profile);
         let kind =
             kind.ok_or_else(|| format!("a price for '{}', which is not there", price.profile))?;
-        for (row, value) in rows.iter_mut().zip([price.time, price.memory]) {
-            if !(0.0..=16.0).contains(&value) {
+        if borders(price) != bands {
+            return Err(format!("the prices of '{}' have cycles of their own", price.profile));
+        }
+        let memory: Vec<f64> = std::iter::once(price.memory)
+            .chain(price.memory_from.iter().map(|from| from.memory))
+            .collect();
+        for value in memory.iter().chain([&price.time]) {
+            if !(0.0..=16.0).contains(value) {
                 return Err(format!("the price of '{}' is {value}", price.profile));
             }
-            row[kind] = value;
         }
+        let slice = Ratio::from_f64(price.time).plus(&Ratio::from_f64(price.memory));
+        // Memory never costs more than the slice; less proves no more.
+        let memory = memory.iter().map(|value| Ratio::from_f64(*value).min(slice.clone()));
+        kinds[kind] = KindPrices { memory: memory.collect(), slice };
     }
-    let [time, memory] = rows;
+    Ok((kinds, bands))
+}
+
+/// What each service pays at least, and what the dearest GPU pattern is worth.
+fn costs(problem: &Problem, prices: &[PriceFile]) -> Result<(Vec<Ratio>, Ratio), String> {
+    let (kinds, bands) = kind_prices(problem, prices)?;
     let worth = |pattern: &[u32; KINDS_MAX]| {
-        (0..KINDS_MAX).fold(Ratio::whole(0), |sum, kind| {
-            let price = Ratio::from_f64(time[kind]).plus(&Ratio::from_f64(memory[kind]));
-            sum.plus(&price.times(&Ratio::whole(u64::from(pattern[kind]))))
+        kinds.iter().zip(pattern).fold(Ratio::whole(0), |sum, (kind, &count)| {
+            sum.plus(&kind.slice.times(&Ratio::whole(u64::from(count))))
         })
     };
     let dearest =
         problem.gpu.maximal_patterns().iter().map(worth).fold(Ratio::whole(1), Ratio::max);
     let costs = match problem.rules.sharing {
-        Sharing::None => {
-            let prices = std::array::from_fn(|kind| time[kind] + memory[kind]);
-            if memory.iter().any(|price| *price > 0.0) {
-                return Err("memory has no price where slices are not shared".to_string());
-            }
-            whole_costs::each(problem, &prices)
-        }
-        Sharing::Time => part_costs::each(problem, &time, &memory),
+        Sharing::None => whole_costs::each(problem, &kinds),
+        Sharing::Time => part_costs::each(problem, &kinds, &bands),
     };
     Ok((costs, dearest))
 }

@@ -49,15 +49,30 @@ fn bound_of_copies(problem: &Problem, copies: usize) -> usize {
     certified::bound(&problem, &mut SearchControl::new(&clock, &mut report)).unwrap().lower_bound
 }
 
+/// Services of random problems.
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    /// SLOs of a few batches; memory for any number of them.
+    Alike,
+    /// SLOs over more than a decade; two or three of them fill the smallest slice's memory.
+    Diverse,
+}
+
 /// Services that need a part of a GPU each.
-fn random_problem(seed: u64, gpu: &'static GpuKind, count: usize) -> Problem {
+fn random_problem(seed: u64, gpu: &'static GpuKind, count: usize, kind: Kind) -> Problem {
     let mut random = Random::new(seed);
+    let smallest = f64::from(gpu.slices[0].memory_mib);
     let mut profiles = Profiles::default();
     let mut services = Vec::new();
     for index in 0..count {
         let name = format!("s{index}");
         let (alpha, beta) = (1.0 + 4.0 * random.unit_f64(), 4.0 + 16.0 * random.unit_f64());
-        let slo_ms = (2.0 + 6.0 * random.unit_f64()) * (4.0 * alpha + beta) * 2.0;
+        let mut slo_ms = (2.0 + 6.0 * random.unit_f64()) * (4.0 * alpha + beta) * 2.0;
+        let mut memory_mib = 1;
+        if kind == Kind::Diverse {
+            slo_ms *= 12f64.powf(random.unit_f64());
+            memory_mib = (smallest * (0.2 + 0.4 * random.unit_f64())) as u64;
+        }
         let mut best = 0.0f64;
         let mut sizes: Vec<u8> = gpu.slices.iter().map(|slice| slice.gpcs).collect();
         sizes.dedup();
@@ -66,14 +81,13 @@ fn random_problem(seed: u64, gpu: &'static GpuKind, count: usize) -> Problem {
                 let speed = f64::from(gpcs) / f64::from(gpu.gpcs);
                 let latency_ms = alpha * f64::from(batch) / speed + beta;
                 let throughput = f64::from(batch) / latency_ms * 1000.0;
-                let memory_mib = Some(1);
                 let point = OperatingPoint {
                     gpcs,
                     batch,
                     processes: 1,
                     throughput,
                     latency_ms,
-                    memory_mib,
+                    memory_mib: Some(memory_mib),
                 };
                 profiles.push(&name, point).unwrap();
                 if latency_ms < slo_ms / 2.0 {
@@ -81,7 +95,11 @@ fn random_problem(seed: u64, gpu: &'static GpuKind, count: usize) -> Problem {
                 }
             }
         }
-        let rate = best * (0.05 + 0.5 * random.unit_f64());
+        let share = match kind {
+            Kind::Alike => 0.05 + 0.5 * random.unit_f64(),
+            Kind::Diverse => 0.01 * 60f64.powf(random.unit_f64()),
+        };
+        let rate = best * share;
         services.push(Service { name: name.clone(), model: name, rate, slo_ms });
     }
     let rules = PlanRules { slo_share: 1.0, sharing: Sharing::Time, ..PlanRules::default() };
@@ -104,6 +122,12 @@ fn fits(problem: &Problem, group: &[usize], kind: usize) -> bool {
         if points(*only).into_iter().any(|point| alone(&point)) {
             return true;
         }
+    }
+    // The memory of a service is the same at every point.
+    let needs = |service: &usize| points(*service).first().and_then(|point| point.memory_mib);
+    let memory_mib: u64 = group.iter().filter_map(needs).sum();
+    if memory_mib > u64::from(problem.gpu.slices[kind].memory_mib) {
+        return false;
     }
     fn turns(
         problem: &Problem,
@@ -210,10 +234,15 @@ struct Standing {
     bound: f64,
 }
 
-fn compare(gpu: &'static GpuKind, count: usize, seeds: std::ops::Range<u64>) -> Standing {
+fn compare(
+    gpu: &'static GpuKind,
+    count: usize,
+    seeds: std::ops::Range<u64>,
+    kind: Kind,
+) -> Standing {
     let mut standing = Standing::default();
     for seed in seeds {
-        let problem = random_problem(seed, gpu, count);
+        let problem = random_problem(seed, gpu, count, kind);
         let solution = solve(&problem);
         let violations = check(&problem, &solution.plan);
         assert!(violations.is_empty(), "seed {seed}: {violations:?}");
@@ -239,8 +268,8 @@ fn compare(gpu: &'static GpuKind, count: usize, seeds: std::ops::Range<u64>) -> 
 
 #[test]
 fn sharing_whole_gpus_matches_brute_force() {
-    let few = compare(&WHOLE, 4, 0..200);
-    let more = compare(&WHOLE, 7, 200..300);
+    let few = compare(&WHOLE, 4, 0..200, Kind::Alike);
+    let more = compare(&WHOLE, 7, 200..300, Kind::Alike);
     assert!(few.above == 0, "{few:?}");
     assert!(more.above * 20 <= more.instances, "{more:?}");
 }
@@ -248,8 +277,17 @@ fn sharing_whole_gpus_matches_brute_force() {
 #[test]
 fn sharing_slices_matches_brute_force() {
     let gpu = GpuKind::find("a30-24gb").unwrap();
-    let few = compare(gpu, 3, 0..150);
-    let more = compare(gpu, 5, 150..220);
+    let few = compare(gpu, 3, 0..150, Kind::Alike);
+    let more = compare(gpu, 5, 150..220, Kind::Alike);
     assert!(few.above * 20 <= few.instances, "{few:?}");
     assert!(more.above * 10 <= more.instances, "{more:?}");
+}
+
+#[test]
+fn bounds_hold_where_cycles_and_memory_matter() {
+    let gpu = GpuKind::find("a30-24gb").unwrap();
+    for (gpu, count, seeds) in [(&WHOLE, 4, 0..120), (gpu, 4, 120..220), (gpu, 6, 220..250)] {
+        let standing = compare(gpu, count, seeds, Kind::Diverse);
+        assert!(standing.above * 5 <= standing.instances, "{standing:?}");
+    }
 }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use super::cover::Prices;
 use super::packing::PatternPacker;
-use super::part_pricing::RESOURCES;
+use super::part_pricing::band_rows;
 use crate::gpu::KINDS_MAX;
 use crate::problem::ServiceDemand;
 use crate::search_control::SearchControl;
@@ -21,25 +21,28 @@ const GROUPS_MAX: usize = 12;
 const ROUNDS_MAX: usize = 150;
 const PIVOTS_MAX: usize = 2000;
 /// Below this many services one thread is used.
-const PARALLEL_FROM: usize = 4000;
+const PARALLEL_FROM: usize = 500;
 /// Relative error that sums of floating-point numbers stay within.
 const ROUNDING: f64 = 1e-9;
 
-/// Minimum cost of one service, and the resources of each kind that this takes.
+/// Cost of one service, and the resources of each kind that this takes. While a bound is maximised,
+/// the cost is that of the cheapest parts that a short search finds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Usage {
     pub(crate) bound: f64,
     pub(crate) rows: Rows,
 }
 
-/// Prices or amounts of the resources of every kind, resource by resource. If slices are not
-/// shared, the first resource stands for the whole slice and the others have no price.
+/// Prices or amounts: those of whole slices by kind, then those of all the time and all the memory
+/// of a slice, by band of cycles and kind. If slices are not shared, only the first are used.
 pub(crate) type Rows = [f64; ROWS];
-pub(crate) const ROWS: usize = RESOURCES * KINDS_MAX;
+/// Most bands of cycles.
+pub(crate) const BANDS_MAX: usize = 6;
+pub(crate) const ROWS: usize = KINDS_MAX * (1 + 2 * BANDS_MAX);
 
-/// Prices of whole slices: the sum over their resources.
+/// Prices of whole slices.
 pub(crate) fn slice_prices(prices: &Rows) -> Prices {
-    std::array::from_fn(|kind| (0..RESOURCES).map(|one| prices[one * KINDS_MAX + kind]).sum())
+    std::array::from_fn(|kind| prices[kind])
 }
 
 /// Services in groups, by index.
@@ -215,10 +218,21 @@ impl<'a> Master<'a> {
         let mut simplex = Simplex::new(&rhs);
         for pattern in &packer.patterns {
             let mut entries = vec![0.0; rhs.len()];
-            for (entry, row) in entries.iter_mut().zip(used) {
-                *entry = f64::from(pattern[row % KINDS_MAX]);
+            for (entry, &row) in entries.iter_mut().zip(used) {
+                if row < KINDS_MAX {
+                    *entry = f64::from(pattern[row]);
+                }
             }
             simplex.add(1.0, entries);
+        }
+        // A slice whose cycle is in a band.
+        let place = |row: usize| used.iter().position(|&one| one == row);
+        let bands = 0..BANDS_MAX as u8;
+        for (band, kind) in bands.flat_map(|band| (0..KINDS_MAX).map(move |kind| (band, kind))) {
+            let [time, memory] = band_rows(band, kind).map(place);
+            if let (Some(whole), Some(time), Some(memory)) = (place(kind), time, memory) {
+                simplex.add_sparse(0.0, vec![(whole, -1.0), (time, 1.0), (memory, 1.0)]);
+            }
         }
         let mut first = 0;
         for at in 0..used.len() {
@@ -271,7 +285,8 @@ impl<'a> Master<'a> {
     }
 }
 
-/// Scales prices down until no pattern is worth more than one GPU.
+/// Scales prices down until no pattern is worth more than one GPU, and makes those of the time and
+/// the memory of a slice add up to its own.
 pub(crate) fn feasible(patterns: &[[u32; KINDS_MAX]], mut prices: Rows) -> Rows {
     let slices = slice_prices(&prices);
     let worth = |pattern: &[u32; KINDS_MAX]| -> f64 {
@@ -280,6 +295,13 @@ pub(crate) fn feasible(patterns: &[[u32; KINDS_MAX]], mut prices: Rows) -> Rows 
     let max = patterns.iter().map(worth).fold(0.0, f64::max);
     if max > 1.0 {
         prices.iter_mut().for_each(|price| *price = *price / max * (1.0 - 1e-12));
+    }
+    for band in 0..BANDS_MAX as u8 {
+        for kind in 0..KINDS_MAX {
+            let [time, memory] = band_rows(band, kind);
+            prices[memory] = prices[memory].clamp(0.0, prices[kind]);
+            prices[time] = prices[kind] - prices[memory];
+        }
     }
     prices
 }

@@ -12,7 +12,7 @@ use super::assembly::SliceContents;
 use super::cover::Prices;
 use super::dual::{Bound, slice_prices};
 use super::packing::PatternPacker;
-use super::part_pricing::PartPrices;
+use super::part_pricing::{PartPrices, band_rows};
 use super::sharing::{SharingModel, TurnOption};
 use super::unplaced::{UnplacedPart, UnplacedParts};
 use crate::gpu::{KINDS_MAX, SliceCounts};
@@ -120,7 +120,7 @@ impl<'a> SharedSliceBuilder<'a> {
         let prices = slice_prices(&bound.prices).map(|price| price.max(1e-3));
         let part_prices = PartPrices::new(&bound.prices);
         let weights = std::array::from_fn(|kind| {
-            let memory = (bound.prices[KINDS_MAX + kind] / prices[kind]).min(1.0);
+            let memory = (bound.prices[band_rows(0, kind)[1]] / prices[kind]).min(1.0);
             (1.0 - memory, memory)
         });
         SharedSliceBuilder {

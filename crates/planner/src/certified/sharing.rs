@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use super::assembly::SliceContents;
-use super::dual::{Rows, Usage};
+use super::dual::{BANDS_MAX, ROWS, Rows, Usage};
 use super::part_pricing::{PartOption, PartPrices};
 use crate::gpu::KINDS_MAX;
 use crate::plan::ServiceShare;
@@ -15,6 +15,10 @@ use crate::problem::{Problem, ServiceDemand};
 
 /// Relative slack of comparisons, well below the checker's.
 const SLACK: f64 = 1e-9;
+/// The bands of cycles: the shortest of them from this share of the tightest limit, and the longest
+/// below this share of the loosest.
+const CYCLE_LEAST: f64 = 0.4;
+const CYCLE_MOST: f64 = 0.9;
 /// A duty cycle has at most this many services; memory ends it earlier.
 const ITEMS_MAX: usize = 8;
 
@@ -74,7 +78,17 @@ pub(crate) struct SliceFit {
 }
 
 impl<'a> SharingModel<'a> {
+    /// The model with the same prices at every cycle.
     pub(crate) fn new(problem: &'a Problem, demands: &'a [ServiceDemand]) -> SharingModel<'a> {
+        SharingModel::with_bands(problem, demands, &[0.0])
+    }
+
+    /// The model with prices that differ by band of cycles; `bands` says where each begins.
+    pub(crate) fn with_bands(
+        problem: &'a Problem,
+        demands: &'a [ServiceDemand],
+        bands: &[f64],
+    ) -> SharingModel<'a> {
         let mut models: BTreeMap<&str, u32> = BTreeMap::new();
         let mut classes: BTreeMap<(u32, u64), u32> = BTreeMap::new();
         let (mut options, mut part_options) = (Vec::new(), Vec::new());
@@ -85,7 +99,8 @@ impl<'a> SharingModel<'a> {
                 options.len() as u32 - 1
             });
             let class = *classes.entry((model, demand.limit_ms.to_bits())).or_insert_with(|| {
-                part_options.push(part_options_of(problem, &options[model as usize], demand));
+                let options = &options[model as usize];
+                part_options.push(part_options_of(problem, options, demand, bands));
                 part_options.len() as u32 - 1
             });
             model_of.push(model);
@@ -111,9 +126,17 @@ impl<'a> SharingModel<'a> {
         &self.part_options[self.class_of[service] as usize]
     }
 
-    /// Minimum cost of the service if slices can be shared.
-    pub(crate) fn min_cost(&self, service: usize, prices: &Rows) -> Usage {
+    /// Cost of parts of the service that a short search finds.
+    pub(crate) fn known_cost(&self, service: usize, prices: &Rows) -> Usage {
         PartPrices::new(prices).usage(self.part_options(service), self.demands[service].rate)
+    }
+
+    /// A lower bound on the cost of the service, next to the least.
+    pub(crate) fn least_cost(&self, service: usize, prices: &Rows, close: f64) -> Usage {
+        let rate = self.demands[service].rate;
+        let part_prices = PartPrices::new(prices);
+        let bound = part_prices.least_cost(self.part_options(service), rate, close);
+        Usage { bound, rows: [0.0; ROWS] }
     }
 
     /// Smallest share of a slice of `kind` that serves `rate`.
@@ -333,34 +356,58 @@ fn turn_options_of(problem: &Problem, model: &str) -> [Vec<TurnOption>; KINDS_MA
     })
 }
 
+/// From where on the bands of cycles are: evenly over the logarithm of the services' limits.
+pub(crate) fn bands_of(demands: &[ServiceDemand]) -> Vec<f64> {
+    let limits = demands.iter().map(|demand| demand.limit_ms);
+    let (least, most) = limits.fold((f64::INFINITY, 0.0f64), |(a, b), l| (a.min(l), b.max(l)));
+    let (least, most) = (least * CYCLE_LEAST, most * CYCLE_MOST);
+    let from = |band: usize| match band {
+        0 => 0.0,
+        _ => least * (most / least).powf(band as f64 / BANDS_MAX as f64),
+    };
+    (0..BANDS_MAX).map(from).collect()
+}
+
 fn part_options_of(
     problem: &Problem,
     options: &[Vec<TurnOption>; KINDS_MAX],
     demand: &ServiceDemand,
+    bands: &[f64],
 ) -> Vec<PartOption> {
-    let mut part_options = Vec::new();
+    let mut all = Vec::new();
     for (kind, slice) in problem.gpu.slices.iter().enumerate() {
-        for option in options[kind].iter().filter(|option| option.turn_ms * 2.0 <= demand.limit_ms)
-        {
-            let throughput = option.requests / option.turn_ms * 1000.0;
-            let min_share = option.turn_ms / (demand.limit_ms - option.turn_ms);
-            let memory = option.memory_mib as f64 / slice.memory_mib() as f64;
-            part_options.push(PartOption { kind, throughput, min_share, memory });
+        for (band, &from) in bands.iter().enumerate() {
+            let until = bands.get(band + 1).copied().unwrap_or(f64::INFINITY);
+            let mut of_band: Vec<PartOption> = Vec::new();
+            for option in &options[kind] {
+                let longest = (demand.limit_ms - option.turn_ms).min(until);
+                let shortest = option.turn_ms.max(from);
+                if longest < shortest {
+                    continue;
+                }
+                let throughput = option.requests / option.turn_ms * 1000.0;
+                let min_share = option.turn_ms / longest;
+                let max_share = option.turn_ms / shortest;
+                let memory = option.memory_mib as f64 / slice.memory_mib() as f64;
+                let band = Some(band as u8);
+                of_band.push(PartOption { kind, throughput, min_share, max_share, memory, band });
+            }
+            let better = |a: &PartOption, b: &PartOption| {
+                a.throughput >= b.throughput
+                    && a.max_rate() >= b.max_rate()
+                    && a.min_share <= b.min_share
+                    && a.memory <= b.memory
+            };
+            let useless = |one: &PartOption| {
+                of_band.iter().any(|other| better(other, one) && !better(one, other))
+            };
+            all.extend(of_band.iter().filter(|one| !useless(one)));
         }
         if demand.throughput[kind] > 0.0 {
             let throughput = demand.throughput[kind];
-            part_options.push(PartOption { kind, throughput, min_share: 1.0, memory: 1.0 });
+            let (min_share, max_share, memory, band) = (1.0, 1.0, 1.0, None);
+            all.push(PartOption { kind, throughput, min_share, max_share, memory, band });
         }
     }
-    let all = part_options.clone();
-    let better = |a: &PartOption, b: &PartOption| {
-        a.kind == b.kind
-            && a.throughput >= b.throughput
-            && a.min_share <= b.min_share
-            && a.memory <= b.memory
-    };
-    part_options.retain(|part_option| {
-        !all.iter().any(|other| better(other, part_option) && !better(part_option, other))
-    });
-    part_options
+    all
 }

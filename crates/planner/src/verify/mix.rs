@@ -10,7 +10,7 @@ use super::{
     foreign_shares, gpu_of, prices_of, profiles_of, stretched,
 };
 use crate::error::PlanError;
-use crate::gpu::{GpuKind, KINDS_MAX};
+use crate::gpu::GpuKind;
 use crate::gpu_mix::{FailureDomain, GpuOffer, Layout, MixObjective, MixProblem, MixSolution};
 use crate::plan::{GpuFile, Plan};
 use crate::problem::{PlanRules, Problem, Service};
@@ -121,7 +121,7 @@ impl MixFile {
                 gpus: planned.gpus,
                 offers: kind.offers.clone(),
                 plan: planned.plan.to_file(&planned.problem),
-                prices: prices_of(kind.gpu, prices, &[0.0; KINDS_MAX]),
+                prices: prices_of(kind.gpu, prices, &[]),
                 profiles: profiles_of(&kind.profiles, &problem.services),
             }
         };

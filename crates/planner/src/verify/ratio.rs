@@ -75,6 +75,10 @@ impl Ratio {
         if self >= other { self } else { other }
     }
 
+    pub(super) fn min(self, other: Ratio) -> Ratio {
+        if self <= other { self } else { other }
+    }
+
     /// The whole number of units of `1 / 2^bits` below or at the value; `u128::MAX` if it does not
     /// fit.
     pub(super) fn floor_units(&self, bits: u64) -> u128 {

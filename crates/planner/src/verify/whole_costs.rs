@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use super::ratio::Ratio;
-use super::{TOLERANCE, demand, may_run_alone, stretched};
+use super::{KindPrices, TOLERANCE, demand, may_run_alone, stretched};
 use crate::gpu::KINDS_MAX;
 use crate::problem::{Problem, Service};
 
@@ -22,17 +22,18 @@ struct Item {
     price: u128,
 }
 
-pub(super) fn each(problem: &Problem, prices: &[f64; KINDS_MAX]) -> Vec<Ratio> {
-    let prices = prices.map(|price| Ratio::from_f64(price).floor_units(PRICE_BITS));
+pub(super) fn each(problem: &Problem, prices: &[KindPrices]) -> Vec<Ratio> {
+    let prices: Vec<u128> =
+        prices.iter().map(|price| price.slice.floor_units(PRICE_BITS)).collect();
     let mut throughputs: BTreeMap<(&str, u64), [u128; KINDS_MAX]> = BTreeMap::new();
     let mut costs = Vec::with_capacity(problem.services.len());
     for service in &problem.services {
         let throughput = throughputs
             .entry((service.model.as_str(), service.slo_ms.to_bits()))
             .or_insert_with(|| best(problem, service));
-        let mut items: Vec<Item> = (throughput.iter().zip(prices))
+        let mut items: Vec<Item> = (throughput.iter().zip(&prices))
             .filter(|(throughput, _)| **throughput > 0)
-            .map(|(&throughput, price)| Item { throughput, price })
+            .map(|(&throughput, &price)| Item { throughput, price })
             .collect();
         // Cheapest per request first, by cross products.
         items.sort_by(|a, b| (a.price * b.throughput).cmp(&(b.price * a.throughput)));
