@@ -6,7 +6,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Row, Table, Widget};
 
-use super::figures::{DeviceRow, Minute, ModelRow};
+use super::figures::{BackendRow, DeviceRow, Minute, ModelRow};
 
 /// Columns of a bar.
 const BAR: usize = 20;
@@ -225,6 +225,23 @@ fn device(row: &DeviceRow) -> Vec<Line<'static>> {
     vec![Line::from(first), Line::from(second), Line::from(third)]
 }
 
+fn backend(row: &BackendRow) -> Line<'static> {
+    let figures = &row.figures;
+    let color = if figures.state == "serving" { Color::LightGreen } else { Color::LightRed };
+    let device = figures.device.as_deref().unwrap_or_default();
+    Line::from(vec![
+        Span::styled(figures.name.clone(), Style::new().add_modifier(Modifier::BOLD)),
+        Span::styled(format!("  {}", figures.state), Style::new().fg(color)),
+        Span::raw(format!(
+            "  {}/s, p99 {}, {} in flight, {} failed  {device}",
+            number(row.rate),
+            time(row.p99_us),
+            figures.in_flight,
+            row.failed
+        )),
+    ])
+}
+
 fn table(minute: &Minute, view: &View, width: u16) -> Table<'static> {
     let fixed: u16 = COLUMNS.iter().map(|column| column.width + 1).sum::<u16>() + 3;
     let with_history = width >= fixed + 14 + HISTORY as u16;
@@ -273,6 +290,12 @@ pub(super) fn draw(minute: &Minute, view: &View, area: Rect, buffer: &mut Buffer
     if shown.len() < devices.len() {
         above.push(Line::from(format!("and {} more devices", devices.len() - shown.len())));
     }
+    let backends = minute.backends();
+    let shown = &backends[..backends.len().min((room as usize).max(1))];
+    above.extend(shown.iter().map(backend));
+    if shown.len() < backends.len() {
+        above.push(Line::from(format!("and {} more backends", backends.len() - shown.len())));
+    }
     let below = Line::from("left/right: sort by  up/down: order  q: quit")
         .style(Style::new().fg(Color::DarkGray));
     let [top, gap, middle, bottom] = Layout::vertical([
@@ -293,7 +316,8 @@ pub(super) fn draw(minute: &Minute, view: &View, area: Rect, buffer: &mut Buffer
 /// The screen as plain text, as high as it needs to be up to `max_lines`.
 pub(super) fn text(minute: &Minute, width: u16, max_lines: u16) -> String {
     let view = View { url: "last second".to_string(), ..View::new("") };
-    let lines = minute.devices().len() * DEVICE_LINES as usize + minute.models().len();
+    let devices = minute.devices().len() * DEVICE_LINES as usize;
+    let lines = devices + minute.backends().len() + minute.models().len();
     let height = u16::try_from(lines + TABLE_LINES + 4).unwrap_or(max_lines).min(max_lines);
     let area = Rect::new(0, 0, width, height);
     let mut buffer = Buffer::empty(area);
@@ -311,7 +335,7 @@ mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
-    use super::super::figures::tests::example;
+    use super::super::figures::tests::{example, frontend_example};
     use super::*;
 
     fn minute() -> Minute {
@@ -353,6 +377,17 @@ mod tests {
         let expected =
             ["resnet", "rt", "100", "1.1", "ms", "4.3", "ms", "3", "1.8", "80.0", "%", "0"];
         assert_eq!(cells, expected);
+    }
+
+    #[test]
+    fn the_backends_of_a_frontend_have_a_line_each() {
+        let mut minute = Minute::default();
+        (0..8).for_each(|_| minute.add(frontend_example()));
+        let lines = drawn(&minute, &View::new("http://host:8000"), 80, 24);
+        let line = |text: &str| lines.iter().any(|line| line.starts_with(text));
+        assert!(line("b1  serving  80/s, p99 1.1 ms, 2 in flight, 8 failed"), "{lines:?}");
+        assert!(line("b2  ejected") && line("resnet"), "{lines:?}");
+        assert!(text(&minute, 100, 1_000).contains("b2  ejected"));
     }
 
     #[test]
