@@ -21,6 +21,10 @@ if "ATOLL_NO_BROWSER" not in os.environ:
     CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
+# Pages of the console.
+PAGES = ["now", "timeline", "models", "plan", "cluster"]
+
+
 class Browser:
     """One page of a browser of its own."""
 
