@@ -22,6 +22,7 @@ OPEN_S = float(os.environ.get("ATOLL_TEST_CONSOLE_S", "15"))
 # A file to which figures are written, as JSON.
 REPORT = os.environ.get("ATOLL_TEST_CONSOLE_REPORT")
 STATUS = "document.getElementById('status').textContent"
+ERRORS = "[...document.querySelectorAll('main .error')].map((one) => one.textContent).join('')"
 LIVE = "document.getElementById('status').className === 'status live'"
 
 
@@ -38,7 +39,7 @@ def test_the_page_is_small(demo: str, browser: Browser) -> None:
     browser.open(demo)
     assert browser.wait(LIVE)
     sizes = browser.evaluate(
-        "[...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]"
+        "['navigation', 'resource'].flatMap((type) => performance.getEntriesByType(type))"
         ".filter(({ name }) => !name.includes('/v2/')).map((entry) => [entry.name,"
         " entry.transferSize, entry.encodedBodySize])"
     )
@@ -110,9 +111,10 @@ SPANS = """
     const at = index * 14;
     const begin = from + index * 20e3;
     const request = index % 2;
-    numbers.set([request ? 0 : 1, 0, index % 8, index % 3 ? 0 : 1, index, request ? index : index % 4,
-      1, 0, 9, index % 5 ? 0 : 1, begin + 5e3, begin + 9e3, begin, begin + 60e3 + (index % 7) * 9e3],
-      at);
+    const end = begin + 60e3 + (index % 7) * 9e3;
+    numbers.set([request ? 0 : 1, 0, index % 8, index % 3 ? 0 : 1, index,
+      request ? index : index % 4, 1, 0, 9, index % 5 ? 0 : 1, begin + 5e3, begin + 9e3, begin,
+      end], at);
   }
   timeline.store.clear();
   timeline.spans(numbers);
@@ -132,7 +134,8 @@ SPANS = """
     const middle = (list) => list.sort((a, b) => a - b)[list.length >> 1];
     found[name] = { draw_ms: middle(times), most_ms: Math.max(...times), frame_ms: middle(frames) };
   }
-  return { size: timeline.store.size, found, listed: document.querySelectorAll('.slow button').length };
+  const listed = document.querySelectorAll('.slow button').length;
+  return { size: timeline.store.size, found, listed };
 })(100000)
 """
 
@@ -167,13 +170,12 @@ def test_a_page_follows_a_server_that_restarts(tmp_path: Path, browser: Browser)
         server.stop()
         assert browser.wait(f"{STATUS}.includes('onnection')")
         # What was shown stays, and the page says that it is old.
-        lost = "[...document.querySelectorAll('main .error')].map((one) => one.textContent).join('')"
-        assert browser.wait(f"{lost}.includes('does not reply')")
+        assert browser.wait(f"{ERRORS}.includes('does not reply')")
         assert browser.wait("!document.getElementById('problem').hidden")
         server = serve(models, tmp_path / "server.log", ports=ports)
         assert browser.wait(LIVE)
         # The error goes when its cause has gone.
-        assert browser.wait(f"!{lost} && document.getElementById('problem').hidden")
+        assert browser.wait(f"!{ERRORS} && document.getElementById('problem').hidden")
         assert browser.wait("document.querySelector('tbody').innerText.includes('ready')")
     finally:
         server.stop()
@@ -206,8 +208,7 @@ def test_a_page_asks_for_the_token(tmp_path: Path, browser: Browser) -> None:
         assert browser.wait(LIVE)
         # What this token may not do is said.
         browser.evaluate("location.hash = '#models'")
-        text = "[...document.querySelectorAll('main .error')].map((one) => one.textContent).join('')"
-        assert browser.wait(f"{text}.includes('scope')"), browser.evaluate(text)
+        assert browser.wait(f"{ERRORS}.includes('scope')"), browser.evaluate(ERRORS)
         assert not browser.evaluate(open_dialog)
     finally:
         server.stop()
