@@ -272,7 +272,7 @@ export class Now {
       figure("Best effort, p99", time(p99(all.be))),
       devices ? figure("Preemptions", number(preemptions), "a second") : null,
       devices ? figure("Leaving the device, p99", time(quantile(leaving, 0.99))) : null,
-      figure("Waiting or running", number(pending), "requests"),
+      figure("Waiting or running", number(pending), pending === 1 ? "request" : "requests"),
     );
   }
 
@@ -455,7 +455,14 @@ export class Now {
         el(
           "div",
           { class: "body" },
-          el("div", { class: "head" }, rt.node, be.node),
+          el(
+            "div",
+            { class: "head dim" },
+            el("span", {}, "real time"),
+            rt.node,
+            el("span", {}, "best effort"),
+            be.node,
+          ),
           card.use,
           card.pairs,
           card.memory,

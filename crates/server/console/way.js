@@ -75,7 +75,7 @@ export function wayOf(why, look) {
     el("h3", {}, "Its way"),
     el(
       "ol",
-      { class: "way" },
+      { class: "way", tabindex: 0, "aria-label": "Its way" },
       steps.map(([when, text]) => el("li", {}, at(when), el("span", {}, text))),
     ),
     el(
