@@ -1,5 +1,6 @@
 //! What `atoll top` draws.
 
+use base::Bytes;
 use ratatui::buffer::Buffer;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -16,6 +17,11 @@ const HEIGHTS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '�
 const HISTORY: usize = 16;
 /// Lines of a device.
 const DEVICE_LINES: u16 = 3;
+
+/// Columns that a name has at least.
+const MIN_NAME: u16 = 12;
+/// Indices of columns, the least important first: rows, failures, SLO, queue, p50, requests, p99.
+const LEAST_FIRST: [usize; 7] = [4, 6, 5, 3, 1, 0, 2];
 
 /// Lines that are not for devices: totals, some models, keys.
 const TABLE_LINES: usize = 10;
@@ -122,10 +128,6 @@ fn time(micros: Option<f64>) -> String {
     }
 }
 
-fn mebibytes(bytes: u64) -> String {
-    format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20))
-}
-
 fn class_color(class: &str) -> Color {
     if class == "rt" { REAL_TIME } else { BEST_EFFORT }
 }
@@ -156,7 +158,8 @@ fn history(row: &ModelRow) -> String {
 fn head(minute: &Minute, view: &View) -> Vec<Line<'static>> {
     let models = minute.models();
     let rate = |class: &str| -> f64 {
-        models.iter().filter(|row| row.class == class).map(|row| row.rate).sum()
+        // The sum of no rates would be a negative zero.
+        models.iter().filter(|row| row.class == class).fold(0.0, |sum, row| sum + row.rate)
     };
     let worst = |class: &str| {
         let times = models.iter().filter(|row| row.class == class).filter_map(|row| row.p99_us);
@@ -211,10 +214,10 @@ fn device(row: &DeviceRow) -> Vec<Line<'static>> {
         "  {} preemptions/s, leaving p99 {}, weights {}",
         number(row.preemption_rate),
         time(row.leaving_p99_us),
-        mebibytes(figures.resident_bytes)
+        Bytes(figures.resident_bytes)
     );
     if figures.budget_bytes > 0 {
-        third += &format!(" of {}", mebibytes(figures.budget_bytes));
+        third += &format!(" of {}", Bytes(figures.budget_bytes));
     }
     if let Some(power) = figures.power_milliwatts {
         third += &format!(", {} W", power / 1000);
@@ -242,26 +245,41 @@ fn backend(row: &BackendRow) -> Line<'static> {
     ])
 }
 
+/// Columns that fit beside a name: on a narrow screen those that matter least are left out, never
+/// the one that the table is sorted by.
+fn fitting(view: &View, width: u16) -> Vec<usize> {
+    let mut shown: Vec<usize> = (0..COLUMNS.len()).collect();
+    let taken = |shown: &[usize]| shown.iter().map(|at| COLUMNS[*at].width + 1).sum::<u16>() + 3;
+    for least in LEAST_FIRST.into_iter().filter(|at| *at != view.column) {
+        if taken(&shown) + MIN_NAME > width {
+            shown.retain(|at| *at != least);
+        }
+    }
+    shown
+}
+
 fn table(minute: &Minute, view: &View, width: u16) -> Table<'static> {
+    let shown = fitting(view, width);
     let fixed: u16 = COLUMNS.iter().map(|column| column.width + 1).sum::<u16>() + 3;
     let with_history = width >= fixed + 14 + HISTORY as u16;
-    let title = |(index, column): (usize, &Column)| {
-        let mark = match (index == view.column, view.direction) {
+    let title = |index: &usize| {
+        let mark = match (*index == view.column, view.direction) {
             (false, _) => "",
             (true, Direction::Descending) => "v",
             (true, Direction::Ascending) => "^",
         };
-        Cell::from(Line::from(format!("{}{mark}", column.title)).right_aligned())
+        Cell::from(Line::from(format!("{}{mark}", COLUMNS[*index].title)).right_aligned())
     };
     let mut titles = vec![Cell::from("MODEL"), Cell::from("CL")];
-    titles.extend(COLUMNS.iter().enumerate().map(title));
+    titles.extend(shown.iter().map(title));
     let rows: Vec<Row<'static>> = sorted(minute, view)
         .iter()
         .map(|row| {
             let class = Span::styled(row.class.clone(), Style::new().fg(class_color(&row.class)));
             let mut cells = vec![Cell::from(row.name.clone()), Cell::from(class)];
-            let text = |column: &Column| Cell::from(Line::from((column.text)(row)).right_aligned());
-            cells.extend(COLUMNS.iter().map(text));
+            let text =
+                |at: &usize| Cell::from(Line::from((COLUMNS[*at].text)(row)).right_aligned());
+            cells.extend(shown.iter().map(text));
             if with_history {
                 cells.push(Cell::from(history(row)));
             }
@@ -269,7 +287,7 @@ fn table(minute: &Minute, view: &View, width: u16) -> Table<'static> {
         })
         .collect();
     let mut widths = vec![Constraint::Fill(1), Constraint::Length(2)];
-    widths.extend(COLUMNS.iter().map(|column| Constraint::Length(column.width)));
+    widths.extend(shown.iter().map(|at| Constraint::Length(COLUMNS[*at].width)));
     if with_history {
         titles.push(Cell::from("REQUESTS"));
         widths.push(Constraint::Length(HISTORY as u16));
@@ -419,6 +437,18 @@ mod tests {
         assert!(drawn(&minute(), &lost, 80, 24)[0].contains("no connection"));
         // A wide screen shows the requests of each second, too.
         assert!(drawn(&minute(), &lost, 120, 24).join("\n").contains("█"));
+    }
+
+    #[test]
+    fn a_narrow_screen_keeps_names_and_the_sorted_column() {
+        let view = View { column: 4, ..View::new("") };
+        let lines = drawn(&minute(), &view, 44, 24);
+        let head = lines.iter().find(|line| line.starts_with("MODEL")).expect("a table");
+        assert!(head.contains("P99") && head.contains("ROWSv") && !head.contains("FAIL"), "{head}");
+        let row = lines.iter().find(|line| line.starts_with("resnet")).expect("a row");
+        assert!(row.contains("4.3 ms") && row.contains("1.8"), "{row}");
+        // Nothing was sent: no rate is negative.
+        assert!(drawn(&Minute::default(), &view, 80, 24)[1].starts_with("real time 0/s"));
     }
 
     #[test]
