@@ -176,7 +176,8 @@ def test_a_page_follows_a_server_that_restarts(tmp_path: Path, browser: Browser)
         server = serve(models, tmp_path / "server.log", ports=ports)
         assert browser.wait(LIVE)
         # The error goes when its cause has gone.
-        assert browser.wait(f"!{ERRORS} && document.getElementById('problem').hidden")
+        gone = f"!{ERRORS} && document.getElementById('problem').hidden"
+        assert browser.wait(gone), browser.evaluate(ERRORS)
         assert browser.wait("document.querySelector('tbody').innerText.includes('ready')")
     finally:
         server.stop()

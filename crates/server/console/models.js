@@ -330,6 +330,13 @@ export class Models {
       this.#detail(details);
     } catch (error) {
       // A frontend has no details; what it knows of inputs is enough to try the model.
+      if ([0, 503].includes(error.status)) {
+        // It stops or starts: the next list of models begins anew.
+        this.lost.textContent = error.message;
+        this.#chosen = null;
+        this.key = null;
+        return;
+      }
       if (error.status !== 501) {
         this.error.textContent = error.message;
         return;
