@@ -26,7 +26,7 @@ def test_no_page_violates_a_rule(demo: str, browser: Browser, width: int) -> Non
     browser.resize(width, 800)
     browser.open(demo)
     for page in PAGES:
-        browser.evaluate(f"location.hash = '#{page}'")
+        browser.go(page)
         assert browser.wait(FILLED[page]), page
         if page == "timeline":
             # With the way of a request.
@@ -65,7 +65,7 @@ def test_a_server_without_models_and_its_forms_violate_no_rule(
     browser.resize(380, 800)
     browser.open(registry.url)
     for page in ["now", "timeline", "models"]:
-        browser.evaluate(f"location.hash = '#{page}'")
+        browser.go(page)
         # It says that there is nothing, and what to do.
         assert browser.wait("document.querySelector('.empty:not([hidden])')?.textContent.trim()")
         if page == "models":

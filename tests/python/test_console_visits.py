@@ -82,7 +82,7 @@ def test_neither_the_page_nor_the_server_grows(
     began = time.monotonic()
     turn = 0
     while time.monotonic() - began < OPEN_S or len(samples) < 4:
-        browser.evaluate(f"location.hash = '#{pages[turn % len(pages)]}'")
+        browser.go(pages[turn % len(pages)])
         turn += 1
         time.sleep(min(OPEN_S / 10, 10))
         samples.append({
@@ -209,7 +209,7 @@ def test_a_page_asks_for_the_token(tmp_path: Path, browser: Browser) -> None:
         browser.open(f"{server.url}/#now")
         assert browser.wait(LIVE)
         # What this token may not do is said.
-        browser.evaluate("location.hash = '#models'")
+        browser.go("models")
         unload = "document.querySelector('[data-key=\"Unload digits\"]')"
         assert browser.wait(unload), browser.evaluate(ERRORS)
         browser.evaluate(f"{unload}.click()")
@@ -284,7 +284,7 @@ def test_a_frontend_shows_models_rates_and_backends(tmp_path: Path, browser: Bro
             # The backend's own console has the devices.
             link = browser.evaluate("document.querySelector('main tbody th a').href")
             assert requests.get(f"{link}v2/atoll/live", timeout=60, stream=True).ok
-            browser.evaluate("location.hash = '#timeline'")
+            browser.go("timeline")
             assert browser.wait("document.querySelector('.empty:not([hidden])')"
                                 "?.textContent.includes('backend')")
         finally:
