@@ -14,6 +14,12 @@ export class ServerError extends Error {
   }
 }
 
+/** Throws that the server is not there, unless the request was given up by the page. */
+function unreachable(error) {
+  if (error.name === "AbortError") throw error;
+  throw new ServerError("the server does not reply: it has stopped, or cannot be reached", 0);
+}
+
 function headers(given) {
   return token ? { ...given, authorization: `Bearer ${token}` } : { ...given };
 }
@@ -55,12 +61,9 @@ export async function send(path, options = {}) {
       credentials: "omit",
       ...options,
       headers: headers(options.headers),
-    }).catch((error) => {
-      if (error.name === "AbortError") throw error;
-      throw new ServerError("the server does not reply: it has stopped, or cannot be reached", 0);
-    });
+    }).catch(unreachable);
     if (response.ok) return response;
-    const text = await response.text();
+    const text = await response.text().catch(unreachable);
     let message = text;
     try {
       message = JSON.parse(text).error || text;
@@ -75,7 +78,11 @@ export async function send(path, options = {}) {
   }
 }
 
-export const getJson = async (path) => (await send(path)).json();
+export async function getJson(path) {
+  const response = await send(path);
+  // A server that stops can end in the middle of its reply.
+  return JSON.parse(await response.text().catch(unreachable));
+}
 
 export async function postJson(path, value) {
   const body = JSON.stringify(value ?? {});
@@ -84,7 +91,7 @@ export async function postJson(path, value) {
     body,
     headers: { "content-type": "application/json" },
   });
-  const text = await response.text();
+  const text = await response.text().catch(unreachable);
   return text ? JSON.parse(text) : null;
 }
 

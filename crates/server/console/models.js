@@ -324,40 +324,43 @@ export class Models {
   async #showDetail(name) {
     this.#chosen = name;
     this.shown = name;
+    const old = () => this.shown !== name || !this.#node;
     try {
-      const details = await getJson(`/v2/atoll/models/${encodeURIComponent(name)}`);
-      if (this.shown !== name || !this.#node) return;
-      this.#detail(details);
+      const details = await this.#read(name);
+      if (old()) return;
+      if (details.settings) this.#detail(details);
+      else show(this.detail, this.#tryPanel(details));
     } catch (error) {
-      // A frontend has no details; what it knows of inputs is enough to try the model.
-      if ([0, 503].includes(error.status)) {
-        // It stops or starts: the next list of models begins anew.
+      if (old()) return;
+      if ([0, 404, 503].includes(error.status)) {
+        // The server stops or starts, or has unloaded it: the next list of models begins anew.
         this.lost.textContent = error.message;
         this.#chosen = null;
         this.key = null;
-        return;
-      }
-      if (error.status !== 501) {
+      } else {
         this.error.textContent = error.message;
-        return;
       }
-      const metadata = await getJson(`/v2/models/${encodeURIComponent(name)}`).catch((why) => {
-        this.error.textContent = why.message;
-      });
-      if (!metadata) return;
-      if (this.shown !== name || !this.#node) return;
-      const tensor = (t) => ({ ...t, shape: t.shape.map(String) });
-      show(
-        this.detail,
-        this.#tryPanel({
-          name,
-          inputs: metadata.inputs.map(tensor),
-          outputs: metadata.outputs.map(tensor),
-        }),
-      );
+      return;
     }
     this.key = null;
     this.refresh();
+  }
+
+  /** What the server knows of a model; of a frontend, which has no settings, its tensors. */
+  async #read(name) {
+    const path = encodeURIComponent(name);
+    try {
+      return await getJson(`/v2/atoll/models/${path}`);
+    } catch (error) {
+      if (error.status !== 501) throw error;
+    }
+    const metadata = await getJson(`/v2/models/${path}`);
+    const tensor = (t) => ({ ...t, shape: t.shape.map(String) });
+    return {
+      name,
+      inputs: metadata.inputs.map(tensor),
+      outputs: metadata.outputs.map(tensor),
+    };
   }
 
   #tryPanel(details) {
