@@ -122,9 +122,7 @@ fn soak(args: &DisbArgs, seconds: f64) -> Result<(), Failure> {
     let (live, device) = open(args, &workloads)?;
     let options = SoakOptions { seconds, policy: policy.to_string(), seed: args.seed };
     let progress = Progress::lasting("soaking", Duration::from_secs_f64(seconds));
-    let soak = live
-        .soak(workload, rates, &options, &|line| progress::note(&format!("{line}")))
-        .map_err(Failure::failed)?;
+    let soak = live.soak(workload, rates, &options, &progress::note).map_err(Failure::failed)?;
     drop(progress);
     let failures = soak.failures();
     let file = SoakFile {
