@@ -183,6 +183,36 @@ def test_a_page_follows_a_server_that_restarts(tmp_path: Path, browser: Browser)
         server.stop()
 
 
+FAULT = """
+(() => {
+  const real = fetch;
+  window.fetch = (path, options) => {
+    if (!path.startsWith('/v2/atoll/models/')) return real(path, options);
+    window.fetch = real;
+    window.failed = true;
+    const stream = new ReadableStream({ start: (one) => one.error(new TypeError('cut')) });
+    return Promise.resolve(REPLY);
+  };
+  document.querySelector('tbody button.link').click();
+})()
+"""
+
+
+@pytest.mark.parametrize(
+    "reply", ["new Response(stream)", "new Response('{\"error\": \"gone\"}', { status: 404 })"]
+)
+def test_a_passing_failure_does_not_stay(demo: str, browser: Browser, reply: str) -> None:
+    """A reply that ends in the middle, and a model that is unloaded while it is read."""
+    browser.open(f"{demo}/#models")
+    assert browser.wait("document.querySelector('tbody button.link')")
+    browser.evaluate(FAULT.replace("REPLY", reply))
+    assert browser.evaluate("failed")
+    browser.evaluate("document.querySelector('tbody button.link').click()")
+    shown = f"document.querySelector('tr.chosen') && !{ERRORS}"
+    assert browser.wait(shown), browser.evaluate(ERRORS)
+    assert browser.errors() == []
+
+
 def test_a_page_asks_for_the_token(tmp_path: Path, browser: Browser) -> None:
     models, data = tmp_path / "models", tmp_path / "data"
     models.mkdir()
