@@ -7,13 +7,15 @@ viewer, one and five, in turns.
 The server runs on the CPU with a model of one FP32 input; clients keep one request each in flight
 over REST. Each round measures every number of viewers once, in an order that rotates. Viewers ask
 for spans, as the page Timeline does, and read at once. The table has medians over the rounds, and
-the median of each round's change against no viewer.
+the median of each round's change against no viewer. A second table has the share of a core that the
+server takes, without requests and with some at a steady pace.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import selectors
 import socket
 import statistics
@@ -110,6 +112,57 @@ def load(port: int, model: str, clients: int, seconds: float) -> tuple[float, fl
     return len(times) / (now - began), times[int(len(times) * 0.99)] * 1e3
 
 
+def processor_seconds(process: int) -> float:
+    """What a process took of the processors so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def paced(port: int, model: str, rate: float, seconds: float) -> None:
+    """Sends requests at a steady pace, over one connection."""
+    request = (
+        f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
+    ).encode() + BODY
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        began = time.perf_counter()
+        for number in range(int(rate * seconds)):
+            time.sleep(max(0.0, began + number / rate - time.perf_counter()))
+            connection.sendall(request)
+            reply = connection.recv(65536)
+            assert reply.startswith(b"HTTP/1.1 200"), reply[:300]
+        time.sleep(max(0.0, began + seconds - time.perf_counter()))
+
+
+def shares(
+    process: subprocess.Popen[bytes], port: int, model: str, args: argparse.Namespace
+) -> dict[str, dict[int, float]]:
+    """Share of a core that the server takes: by pace and number of viewers, medians of rounds."""
+    taken: dict[tuple[int, int], list[float]] = {}
+    cases = [(rate, count) for rate in (0, args.rate) for count in VIEWERS]
+    for number in range(args.share_rounds):
+        shift = number % len(cases)
+        for rate, count in cases[shift:] + cases[:shift]:
+            viewers = [Viewer(port) for _ in range(count)]
+            time.sleep(0.5)
+            before, began = processor_seconds(process.pid), time.perf_counter()
+            if rate:
+                paced(port, model, rate, args.seconds)
+            else:
+                time.sleep(args.seconds)
+            took = time.perf_counter() - began
+            share = (processor_seconds(process.pid) - before) / took
+            taken.setdefault((rate, count), []).append(share)
+            for viewer in viewers:
+                viewer.close()
+    return {
+        f"{rate} requests/s": {
+            count: round(statistics.median(taken[rate, count]), 4) for count in VIEWERS
+        }
+        for rate in (0, args.rate)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("binary")
@@ -117,6 +170,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--rate", type=int, default=500, help="requests a second of the pace")
+    parser.add_argument("--share-rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         process, port = start(args.binary, args.model, folder)
@@ -132,19 +188,39 @@ def main() -> None:
                     for viewer in viewers:
                         viewer.close()
                         assert viewer.bytes > 0
+            taken = shares(process, port, args.model.stem, args)
         finally:
             process.terminate()
             process.wait()
+    rows = []
     print("viewers  requests/s  change     p99 ms  change")
     for count, measured in results.items():
         rates, p99s = zip(*measured, strict=True)
         changes = [
-            [one[i] / none[i] - 1 for one, none in zip(measured, results[0], strict=True)]
+            statistics.median(
+                one[i] / none[i] - 1 for one, none in zip(measured, results[0], strict=True)
+            )
             for i in (0, 1)
         ]
-        print(f"{count:7}  {statistics.median(rates):10.0f}  "
-              f"{statistics.median(changes[0]):+7.2%}  {statistics.median(p99s):9.3f}  "
-              f"{statistics.median(changes[1]):+7.2%}")
+        row = {
+            "viewers": count,
+            "requests_per_second": round(statistics.median(rates)),
+            "rate_change": round(changes[0], 5),
+            "p99_ms": round(statistics.median(p99s), 3),
+            "p99_change": round(changes[1], 5),
+            "rounds": [[round(rate), round(p99, 3)] for rate, p99 in measured],
+        }
+        rows.append(row)
+        print(f"{count:7}  {row['requests_per_second']:10}  {changes[0]:+7.2%}  "
+              f"{row['p99_ms']:9.3f}  {changes[1]:+7.2%}")
+    print("\nshare of a core that the server takes, by viewers")
+    for pace, by_viewers in taken.items():
+        words = ", ".join(f"{count}: {share:.2%}" for count, share in by_viewers.items())
+        print(f"{pace:>16}  {words}")
+    if args.json:
+        figures = {"seconds": args.seconds, "clients": args.clients, "rows": rows,
+                   "shares_of_a_core": taken, "cores": os.cpu_count()}
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

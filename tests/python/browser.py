@@ -21,6 +21,10 @@ if "ATOLL_NO_BROWSER" not in os.environ:
     CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
+# Pages of the console.
+PAGES = ["now", "timeline", "models", "plan", "cluster"]
+
+
 class Browser:
     """One page of a browser of its own."""
 
@@ -135,6 +139,12 @@ class Browser:
         """Whether `expression` became true within `seconds`."""
         # An element as a value is an empty object, which Python takes for false.
         return wait_for(lambda: self.evaluate(f"Boolean({expression})"), seconds)
+
+    def go(self, page: str) -> None:
+        """Goes to a page of the console that is open, and waits until it is shown."""
+        self.evaluate(f"location.hash = '#{page}'")
+        title = "document.querySelector('main h1')?.textContent.toLowerCase()"
+        assert self.wait(f"{title} === '{page}'"), self.evaluate(title)
 
     def drag(self, points: list[tuple[float, float]]) -> None:
         """Moves the pressed mouse along `points`."""

@@ -15,7 +15,18 @@ import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 
-from support import BINARY, CACHE, Server, make_repository, make_models, serve
+from browser import CHROMIUM, Browser
+from support import (
+    BINARY,
+    CACHE,
+    STOP_SECONDS,
+    Demo,
+    Server,
+    make_models,
+    make_repository,
+    serve,
+    wait_for,
+)
 
 # Servers of tests stop at once, unless a test is about how they stop.
 os.environ.setdefault("ATOLL_LAME_DUCK_MS", "0")
@@ -66,3 +77,37 @@ def grpc(server: Server) -> Iterator[grpc_client.InferenceServerClient]:
     client = grpc_client.InferenceServerClient(server.grpc)
     yield client
     client.close()
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    if not CHROMIUM:
+        pytest.skip("Chromium is missing: apt-get install chromium")
+    running = Browser(tmp_path / "profile")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def demo_process() -> Iterator[Demo]:
+    running = Demo()
+    assert wait_for(running.is_ready)
+    yield running
+    running.process.terminate()
+    assert running.process.wait(timeout=STOP_SECONDS) == 0
+
+
+@pytest.fixture
+def demo(browser: Browser, demo_process: Demo) -> str:
+    """The URL of a demo under load."""
+    return demo_process.url
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server without models that keeps those which are registered."""
+    folder = tmp_path_factory.mktemp("console")
+    (folder / "models").mkdir()
+    running = serve(folder / "models", folder / "server.log", "--data-dir", str(folder / "data"))
+    yield running
+    running.stop()

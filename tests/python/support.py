@@ -198,6 +198,25 @@ def serve(folder: Path, log: Path, *flags: str, ports: list[int] | None = None) 
     return Server(ports, [*command, *flags], log).start()
 
 
+class Demo:
+    """`atoll demo` under load for as long as the tests take."""
+
+    def __init__(self) -> None:
+        http, grpc, metrics = free_ports(3)
+        command = [str(BINARY), "demo", "--seconds", "3600", "--http-port", str(http),
+                   "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self.url = f"http://127.0.0.1:{http}"
+
+    def is_ready(self) -> bool:
+        try:
+            return requests.get(f"{self.url}/v2/health/ready", timeout=5).ok
+        except requests.ConnectionError:
+            return False
+
+
 def make_repository(models: Path, folder: Path) -> Path:
     """A repository with both layouts a user may have: MODEL/1/model.onnx and MODEL.onnx."""
     folder.mkdir(parents=True, exist_ok=True)

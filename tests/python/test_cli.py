@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import select
+import struct
 import subprocess
+import termios
 import time
 from pathlib import Path
 
@@ -168,3 +174,45 @@ def test_bench_padding_explains_bad_flags() -> None:
         done = atoll("bench", "padding", *args)
         assert done.returncode == 2, done.stderr
         assert word in done.stderr
+
+
+def on_a_terminal(*args: str | Path) -> str:
+    """What a command writes to standard error if that is a terminal."""
+    main, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    process = subprocess.Popen(
+        [str(BINARY), *map(str, args)], stdin=follower, stdout=subprocess.DEVNULL, stderr=follower,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )
+    seen = b""
+    try:
+        while process.poll() is None:
+            if select.select([main], [], [], 0.1)[0]:
+                seen += os.read(main, 65536)
+        while select.select([main], [], [], 0)[0]:
+            seen += os.read(main, 65536)
+        assert process.wait() == 0, seen
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+        os.close(follower)
+    return seen.decode(errors="replace")
+
+
+def test_long_work_shows_progress_on_a_terminal_and_nothing_in_a_pipe(tmp_path: Path) -> None:
+    samples = tmp_path / "samples"
+    samples.mkdir()
+    random = np.random.default_rng(1)
+    for number in range(100):
+        np.save(samples / f"{number}.npy", random.random((1, 1, 8, 8), np.float32))
+    quantize = ["quantize", DIGITS, "--calibrate", samples, "--output", tmp_path / "q.onnx"]
+    for command, words in [
+        (["run", DIGITS, "--repeat", "3000"], ["3000 runs", "left"]),
+        (quantize, ["ranges", "accuracy", "100 samples"]),
+    ]:
+        shown = on_a_terminal(*command)
+        assert all(word in shown for word in words), shown[-2000:]
+        done = atoll(*command)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stderr and words[0] not in done.stderr, done.stderr

@@ -3,59 +3,13 @@
 from __future__ import annotations
 
 import base64
-import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import requests
 
-from browser import CHROMIUM, Browser
-from support import ASSETS, BINARY, STOP_SECONDS, Server, free_ports, serve, wait_for
-
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM, reason="Chromium is missing: apt-get install chromium"
-)
-PAGES = ["now", "timeline", "models", "plan", "cluster"]
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    running = Browser(tmp_path / "profile")
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[str]:
-    """A demo under load for as long as the tests take; its URL."""
-    http, grpc, metrics = free_ports(3)
-    command = [str(BINARY), "demo", "--seconds", "600", "--http-port", str(http), "--grpc-port",
-               str(grpc), "--metrics-port", str(metrics)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{http}"
-
-    def ready() -> bool:
-        try:
-            return requests.get(f"{url}/v2/health/ready", timeout=5).ok
-        except requests.ConnectionError:
-            return False
-
-    assert wait_for(ready)
-    yield url
-    process.terminate()
-    assert process.wait(timeout=STOP_SECONDS) == 0
-
-
-@pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("console")
-    (folder / "models").mkdir()
-    running = serve(folder / "models", folder / "server.log", "--data-dir", str(folder / "data"))
-    yield running
-    running.stop()
-
+from browser import PAGES, Browser
+from support import ASSETS, Server
 
 @pytest.mark.parametrize("width", [1280, 380])
 def test_every_page_opens_without_an_error(demo: str, browser: Browser, width: int) -> None:
@@ -64,10 +18,7 @@ def test_every_page_opens_without_an_error(demo: str, browser: Browser, width: i
     for scheme in ["light", "dark"]:
         browser.scheme(scheme)
         for page in PAGES:
-            browser.evaluate(f"location.hash = '#{page}'")
-            assert browser.wait("document.querySelector('main h1')")
-            title = browser.evaluate("document.querySelector('main h1').textContent")
-            assert title.lower() == page
+            browser.go(page)
             current = "document.querySelector('nav [aria-current]').textContent.toLowerCase()"
             assert browser.evaluate(current) == page
             # Tables scroll by themselves; the page does not.

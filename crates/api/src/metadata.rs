@@ -157,6 +157,8 @@ pub struct QueryStageMetadata {
     pub name: String,
     /// Its model.
     pub model: String,
+    /// Positions of the stages whose outputs it reads.
+    pub after: Vec<usize>,
     /// Whether a backend serves the model.
     pub ready: bool,
     /// Its latency budget in milliseconds, once it is known.

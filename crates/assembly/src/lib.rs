@@ -18,6 +18,7 @@ mod files;
 mod load_checks;
 mod memory_available;
 pub mod model_check;
+pub mod progress;
 pub mod sample_inputs;
 mod sandbox;
 mod task_runner;

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use assembly::progress::{self, Progress};
 use assembly::sample_inputs::{Bindings, random_inputs};
 use assembly::{DeviceArgs, Failure, compile_file};
 use base::Random;
@@ -222,6 +223,8 @@ impl FaultBench<'_> {
         random: &mut Random,
     ) -> (Vec<FaultRow>, Result<(), String>) {
         let mut rows = Vec::new();
+        let all = kinds.len() as u64 * u64::from(self.args.repeat);
+        let progress = Progress::new(all, "faults");
         for kind in kinds {
             let before = self.memory();
             let mut row = FaultRow { kind: kind.name.clone(), ..FaultRow::default() };
@@ -229,6 +232,7 @@ impl FaultBench<'_> {
             for number in 0..self.args.repeat {
                 std::thread::sleep(Duration::from_millis(100 + random.below(200)));
                 result = self.inject(kind, number, &mut row);
+                progress.advance();
                 if result.is_err() {
                     break;
                 }
@@ -236,7 +240,7 @@ impl FaultBench<'_> {
             let after = self.memory();
             row.host_mib = [before.0, after.0];
             row.device_mib = [before.1, after.1];
-            eprintln!("{}: {} times", row.kind, row.count);
+            progress::note(&format!("{}: {} times", row.kind, row.count));
             rows.push(row);
             if result.is_err() {
                 return (rows, result);

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use assembly::progress::{self, Progress};
 use assembly::{Failure, sample_inputs};
 use base::Random;
 use bench::live::LiveModel;
@@ -20,12 +21,15 @@ pub(crate) fn load(
     names: &[&str],
 ) -> Result<Vec<LiveModel>, Failure> {
     let mut random = Random::new(seed);
+    let progress = Progress::new(names.len() as u64, "models");
     let mut one = |name: &&str| {
+        progress.describe(&format!("loading {name} "));
         let (plan, inputs) = read(folder, name, &mut random)?;
         let failed = |err| Failure::failed(format!("{name}: {err}"));
         let inputs = sample_inputs::in_host_pool(device.host_pool(), inputs);
         let program = device.load(Arc::new(plan)).map_err(failed)?;
-        eprintln!("{name}: loaded, {} on the device", program.resident());
+        progress::note(&format!("{name}: loaded, {} on the device", program.resident()));
+        progress.advance();
         Ok(LiveModel { name: (*name).to_string(), program, inputs })
     };
     names.iter().map(&mut one).collect()

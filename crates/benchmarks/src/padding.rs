@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use assembly::progress::{self, Progress};
 use assembly::{DeviceArgs, DeviceSettings, Failure, write_file};
 use base::Random;
 use bench::disb;
@@ -15,7 +16,6 @@ use cuda::{
     CoRunMethod, CudaDevice, PaddingBench, PaddingOptions, PaddingPair, PaddingTiming, PairTiming,
 };
 use device::Device;
-use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::{environment, models};
 
@@ -113,9 +113,11 @@ pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
     };
     let turn = Duration::from_secs_f64(args.seconds / TURNS as f64);
     let options = PaddingOptions { methods, turns: TURNS, turn };
+    let progress = Progress::new(pairs.len() as u64, "pairs");
     for (number, pair) in pairs.iter().enumerate() {
         let measured = table.measure(pair, &options)?;
         print_pair(number + 1, pairs.len(), &measured);
+        progress.advance();
         report.pairs.push(measured);
         report.summaries = summaries(&report.pairs);
         // After every pair, so that an interrupted run keeps its results.
@@ -123,6 +125,7 @@ pub(crate) fn run(args: &PaddingArgs) -> Result<(), Failure> {
             write_file(path, &to_json(&report)?)?;
         }
     }
+    drop(progress);
     finish(args, &report)
 }
 
@@ -188,11 +191,12 @@ impl NetworkTable {
         let mut table = NetworkTable { bench: device.padding_bench(), numbers: BTreeMap::new() };
         for name in names {
             let (plan, inputs) = models::read(args.models.as_deref(), name, &mut random)?;
-            let (began, bar) = (Instant::now(), bar(name)?);
-            let number = table.bench.add(&plan, &inputs, &|done, all| advance(&bar, done, all));
+            let (began, bar) = (Instant::now(), Progress::new(0, "kernels"));
+            bar.describe(&format!("{name} "));
+            let number = table.bench.add(&plan, &inputs, &|done, all| bar.set(done, all));
             let number = number.map_err(|err| Failure::failed(format!("{name}: {err}")))?;
-            bar.finish_and_clear();
-            eprintln!("{name}: loaded in {:.1} s", began.elapsed().as_secs_f64());
+            drop(bar);
+            progress::note(&format!("{name}: loaded in {:.1} s", began.elapsed().as_secs_f64()));
             table.numbers.insert(name.clone(), number);
         }
         Ok(table)
@@ -214,19 +218,6 @@ impl NetworkTable {
             methods: method_reports(&timed),
         })
     }
-}
-
-fn bar(message: &str) -> Result<ProgressBar, Failure> {
-    let bar = ProgressBar::new(0);
-    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}, {elapsed}");
-    bar.set_style(style.map_err(Failure::failed)?);
-    bar.set_message(message.to_string());
-    Ok(bar)
-}
-
-fn advance(bar: &ProgressBar, done: usize, all: usize) {
-    bar.set_length(all as u64);
-    bar.set_position(done as u64);
 }
 
 fn spread(timing: &PaddingTiming) -> TimingSummary {
@@ -273,7 +264,7 @@ fn print_pair(number: usize, of: usize, pair: &PairReport) {
     };
     let methods: Vec<String> = pair.methods.iter().skip(1).map(method).collect();
     let (real_time, best_effort) = (&pair.real_time, &pair.best_effort);
-    eprintln!("{number}/{of} {real_time}+{best_effort}: {}", methods.join(", "));
+    progress::note(&format!("{number}/{of} {real_time}+{best_effort}: {}", methods.join(", ")));
 }
 
 fn to_json(report: &PaddingReport) -> Result<String, Failure> {

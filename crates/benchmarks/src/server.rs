@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use assembly::Failure;
+use assembly::progress::{self, Progress};
 
 pub(crate) use self::args::ServerBenchArgs;
 use self::child::{ServerProcess, common_arguments};
@@ -113,20 +114,25 @@ pub(crate) fn run(args: &ServerBenchArgs, parse_serve: ParseServeArguments) -> R
     warm(limit, || measure_engine(short))?;
     servers.iter().try_for_each(|one| warm(limit, || one.measure(short)))?;
     let mut rounds = Vec::new();
+    let progress =
+        Progress::new(u64::from(args.rounds) * (1 + servers.len() as u64), "measurements");
     for number in 1..=args.rounds {
         let engine = measure_engine(window)?;
-        eprintln!("round {number}: engine {:.0}/s", engine.rps);
+        progress.advance();
+        progress::note(&format!("round {number}: engine {:.0}/s", engine.rps));
         let mut measurements = Vec::new();
         for one in &servers {
             let measurement = one.measure(window)?;
-            eprintln!(
+            progress::note(&format!(
                 "round {number}: {} {:.0}/s, server {:.2} cores, clients {:.2}",
                 one.name, measurement.rps, measurement.server_cores, measurement.client_cores
-            );
+            ));
             measurements.push(measurement);
+            progress.advance();
         }
         rounds.push(MeasurementRound { engine, servers: measurements });
     }
+    drop(progress);
     let report = ServerReport {
         device: engine.description(),
         driver: environment::driver(&args.device.device),

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
+use assembly::progress::{self, Progress};
 use assembly::{Failure, compile_file};
 
 pub(crate) use self::args::StrangersArgs;
@@ -141,14 +142,20 @@ fn measure(
             Ok::<_, Failure>(all)
         })
     };
-    eprintln!("real time alone, {} s", args.alone_seconds);
+    progress::note(&format!("real time alone, {} s", args.alone_seconds));
+    let lasting = |what: &str, seconds: f64| {
+        Progress::lasting(what, Duration::try_from_secs_f64(seconds).unwrap_or_default())
+    };
+    let progress = lasting("real time alone", args.alone_seconds);
     let before = clients(args.alone_seconds, None)?;
+    drop(progress);
     let bytes_before = server.resident_bytes();
     // Those of the start do not matter.
     drop(server.take_slow_calls());
-    eprintln!("with {} strangers, {} s", args.strangers, args.seconds);
+    progress::note(&format!("with {} strangers, {} s", args.strangers, args.seconds));
     let end = AtomicBool::new(false);
     let slow_from_ms = Latency::of(&before.latencies_ms).p50_ms + SLOW_MS;
+    let progress = lasting("with strangers", args.seconds);
     let (beside, strangers, stalls) = std::thread::scope(|scope| {
         let (slow, seen) = channel();
         let began = Instant::now();
@@ -173,11 +180,14 @@ fn measure(
         let stalls = watch.join().map_err(|_| Failure::failed("the watch panicked"))?;
         Ok::<_, Failure>((beside?, all, stalls))
     })?;
+    drop(progress);
     let bytes_after = server.resident_bytes();
     let slow_calls = server.take_slow_calls();
     unload(server, be, usize::from(args.strangers));
-    eprintln!("real time alone again, {} s", args.alone_seconds);
+    progress::note(&format!("real time alone again, {} s", args.alone_seconds));
+    let progress = lasting("real time alone again", args.alone_seconds);
     let after = clients(args.alone_seconds, None)?;
+    drop(progress);
     let alone: Vec<f64> = [&before.latencies_ms[..], &after.latencies_ms].concat();
     let real_time_failed = before.failed + beside.failed + after.failed;
     let failures = [&before, &beside, &after, &strangers];

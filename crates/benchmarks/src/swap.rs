@@ -8,6 +8,7 @@ mod soak;
 use std::sync::Arc;
 
 use ::device::Device;
+use assembly::progress::{self, Progress};
 use assembly::{Failure, sample_inputs, write_file};
 use base::Random;
 use bench::swap::{
@@ -54,9 +55,11 @@ pub(crate) fn run(args: &SwapArgs) -> Result<(), Failure> {
         rows: Vec::new(),
         co_located: Vec::new(),
     };
+    let progress = Progress::new(cases.len() as u64, "cases");
     for case in cases {
         let row = swap.run(case).map_err(Failure::failed)?;
-        eprintln!(
+        progress.advance();
+        progress::note(&format!(
             "{} of {} {} x{}: {}/s, cold p50 {} us of {} us, {} errors",
             row.resident,
             row.models,
@@ -66,10 +69,11 @@ pub(crate) fn run(args: &SwapArgs) -> Result<(), Failure> {
             row.cold.p50_us,
             row.bound_us,
             row.errors + row.wrong
-        );
+        ));
         report.rows.push(row);
         write_report(args, &report)?;
     }
+    drop(progress);
     if args.co_located || only_large_model {
         run_co_located(args, &opened, &swap, &mut report)?;
     }
@@ -132,7 +136,7 @@ fn load(args: &SwapArgs, device: &dyn Device) -> Result<Vec<SwapModel>, Failure>
         let program = device.load(Arc::new(with_distinct_weights(plan, copy))).map_err(failed)?;
         models.push(SwapModel { name: format!("{name}#{copy}"), program, inputs: inputs.clone() });
     }
-    eprintln!("{count} models are packed");
+    progress::note(&format!("{count} models are packed"));
     Ok(models)
 }
 
@@ -175,10 +179,11 @@ fn run_co_located(
             });
         }
     }
+    let progress = Progress::new(backgrounds.len() as u64, "loads");
     for background in backgrounds {
         let row =
             swap.co_located(&background, 50.0, args.seconds * 3.0).map_err(Failure::failed)?;
-        eprintln!(
+        progress::note(&format!(
             "beside {}: p99 {} us, {:+.2} %, {} rounds, {} GB/s, {} errors {:?}",
             row.background,
             row.with_background.p99_us,
@@ -187,8 +192,9 @@ fn run_co_located(
             row.gigabytes_per_second,
             row.errors,
             row.first_error
-        );
+        ));
         report.co_located.push(row);
+        progress.advance();
         write_report(args, report)?;
     }
     Ok(())

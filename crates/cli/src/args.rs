@@ -304,11 +304,11 @@ pub(crate) struct ServeArgs {
 
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Examples:
-  atoll demo                      load for a few seconds, then keep serving
+  atoll demo                      load for a few seconds, then some load until stopped
   atoll demo --seconds 5          load for five seconds, then exit
   atoll demo --seconds 5 --json   the same, for machines")]
 pub(crate) struct DemoArgs {
-    /// Seconds of load, then exit [default: 5 seconds, then serve until stopped]
+    /// Seconds of load, then exit [default: 5 seconds, then some load until stopped]
     #[arg(
         long,
         env = "ATOLL_DEMO_SECONDS",

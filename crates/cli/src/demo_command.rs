@@ -20,6 +20,7 @@ use model::config::{ChannelOrder, Class, Preprocessing};
 use runtime::{DeviceGroup, NodeOptions};
 use serde::{Deserialize, Serialize};
 use server::{LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry};
+use tokio::task::JoinHandle;
 use tonic::transport::Channel;
 
 use crate::args::DemoArgs;
@@ -116,8 +117,12 @@ async fn demo(args: &DemoArgs, device: Arc<dyn Device>) -> Result<(), Failure> {
         print(&report);
     }
     if args.seconds.is_none() {
-        eprintln!("serving until Ctrl-C");
-        stop.wait().await;
+        let console = address_text(server.http_addr);
+        eprintln!("some load goes on until Ctrl-C; watch it at http://{console}/");
+        tokio::select! {
+            ended = load.go_on() => ended?,
+            () = stop.wait() => {}
+        }
     }
     finish(server).await
 }
@@ -206,6 +211,30 @@ impl DemoClients {
         Ok(client.max_decoding_message_size(64 << 20))
     }
 
+    /// Clients of best effort, until `stop` is set.
+    async fn best_effort(
+        &self,
+        stop: &Arc<AtomicBool>,
+        pace: Pace,
+    ) -> Result<Vec<JoinHandle<ClientStats>>, Failure> {
+        let mut clients = Vec::with_capacity(BEST_EFFORT_CLIENTS);
+        for _ in 0..BEST_EFFORT_CLIENTS {
+            let (client, samples) = (self.client().await?, self.samples.clone());
+            clients.push(tokio::spawn(send_batches(client, samples, stop.clone(), pace)));
+        }
+        Ok(clients)
+    }
+
+    /// Both classes, without end, for those who watch: part of the machine stays free.
+    async fn go_on(&self) -> Result<(), Failure> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let _stop_at_end = SetOnDrop(stop.clone());
+        let _clients = self.best_effort(&stop, Pace::HalfOfTheTime).await?;
+        loop {
+            self.real_time(MAX_ALONE).await?;
+        }
+    }
+
     /// Real time alone, half of the time and not for long, then beside best effort.
     async fn run(&self, span: Duration) -> Result<DemoReport, Failure> {
         let alone_span = (span / 2).min(MAX_ALONE);
@@ -216,15 +245,7 @@ impl DemoClients {
         // Set also when a signal drops this future: a client that goes on after its server has
         // gone would keep the process from ending.
         let stop_at_end = SetOnDrop(stop.clone());
-        let mut best_effort = Vec::with_capacity(BEST_EFFORT_CLIENTS);
-        for _ in 0..BEST_EFFORT_CLIENTS {
-            let client = self.client().await?;
-            best_effort.push(tokio::spawn(send_batches(
-                client,
-                self.samples.clone(),
-                stop.clone(),
-            )));
-        }
+        let best_effort = self.best_effort(&stop, Pace::ClosedLoop).await?;
         let beside = self.real_time(beside_span).await?;
         drop(stop_at_end);
         let mut best_effort_stats = ClientStats::default();
@@ -262,17 +283,31 @@ impl DemoClients {
     }
 }
 
-/// Large batches in a closed loop.
+/// How much a client of best effort sends.
+#[derive(Clone, Copy, PartialEq)]
+enum Pace {
+    /// The next request follows the reply.
+    ClosedLoop,
+    /// After a reply it pauses for as long as the request took.
+    HalfOfTheTime,
+}
+
+/// Large batches, one after another.
 async fn send_batches(
     mut client: Client,
     samples: Arc<DigitSamples>,
     stop: Arc<AtomicBool>,
+    pace: Pace,
 ) -> ClientStats {
     let mut stats = ClientStats::default();
     // Encoded once, because encoding is no work of the server.
     let message = request(&samples, 0, BEST_EFFORT_BATCH, Class::BestEffort);
     while !stop.load(Ordering::Relaxed) {
+        let began = Instant::now();
         stats.send(&mut client, message.clone(), &samples, 0, BEST_EFFORT_BATCH).await;
+        if pace == Pace::HalfOfTheTime {
+            tokio::time::sleep(began.elapsed()).await;
+        }
     }
     stats
 }

@@ -13,8 +13,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
+use assembly::progress::Progress;
 use assembly::{Failure, sample_inputs};
-use indicatif::{ProgressBar, ProgressStyle};
 use planner::GpuKind;
 
 pub(crate) use self::member::run_member;
@@ -33,8 +33,7 @@ const MIB: u64 = 1 << 20;
 pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
     let points = points(args)?;
     let shares = SliceShares::new(args)?;
-    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} points, {eta} left");
-    let bar = ProgressBar::new(points.len() as u64).with_style(style.map_err(Failure::failed)?);
+    let progress = Progress::new(points.len() as u64, "points");
     let name = match &args.name {
         Some(name) => name.clone(),
         None => {
@@ -52,9 +51,9 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
             }
         };
         table.push(&row);
-        bar.inc(1);
+        progress.advance();
     }
-    bar.finish_and_clear();
+    drop(progress);
     if table.measured() == 0 {
         return Err(Failure::failed("no point could be measured"));
     }

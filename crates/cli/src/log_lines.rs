@@ -3,6 +3,7 @@
 
 use std::io::{self, Write};
 
+use assembly::progress;
 use tracing_subscriber::fmt::MakeWriter;
 
 /// Longest line in bytes.
@@ -47,7 +48,8 @@ impl<W: Write> Drop for EventWriter<W> {
     fn drop(&mut self) {
         if !self.line.is_empty() {
             // There is no other place to report that standard error is closed.
-            let _ = self.target.write_all(&cleaned(&self.line, self.colours));
+            let line = cleaned(&self.line, self.colours);
+            let _ = progress::above(|| self.target.write_all(&line));
         }
     }
 }

@@ -12,9 +12,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use assembly::progress::Progress;
 use assembly::{Failure, read_file, write_file};
 use base::MonotonicClock;
-use indicatif::ProgressBar;
 use planner::certified::SearchEnd;
 use planner::plan::GpuFile;
 use planner::replan::steps::{TransitionStep, steps};
@@ -116,14 +116,12 @@ fn has_plan(args: &PlanArgs) -> bool {
 fn solve(args: &PlanArgs, inputs: PlanInputs) -> Result<PlanOutcome, Failure> {
     let PlanInputs { problem, faults } = inputs;
     let stop = stop_on_interrupt();
-    let bar = match std::io::stderr().is_terminal() && !args.json {
-        true => ProgressBar::new_spinner(),
-        false => ProgressBar::hidden(),
-    };
+    // How long a search takes cannot be known; the bound says how much better a plan may become.
+    let shown = Progress::endless("searching; Ctrl-C ends with the best plan so far");
     let mut report = |progress: SearchProgress| {
-        let gpus = progress.gpus.map_or("-".to_string(), |gpus| gpus.to_string());
-        bar.set_message(format!("{}: {gpus} gpus, bound {:.2}", progress.phase, progress.bound));
-        bar.tick();
+        let gpus = progress.gpus.map_or("no plan yet".to_string(), |gpus| format!("{gpus} GPUs"));
+        let (phase, bound) = (progress.phase, progress.bound);
+        shown.describe(&format!("{phase}: {gpus}, bound {bound:.2}; Ctrl-C ends with the best"));
         !stop.load(Ordering::Relaxed)
     };
     let clock = MonotonicClock::new();
@@ -137,7 +135,7 @@ fn solve(args: &PlanArgs, inputs: PlanInputs) -> Result<PlanOutcome, Failure> {
             (planner::run(&problem, args.algorithm, &mut control).map_err(Failure::failed)?, None)
         }
     };
-    bar.finish_and_clear();
+    drop(shown);
     Ok(PlanOutcome { problem, faults, answer, steps })
 }
 

@@ -4,12 +4,12 @@ mod sections;
 
 use std::sync::Arc;
 
+use assembly::progress::Progress;
 use assembly::{
     Failure,
     sample_inputs::{self, Bindings},
 };
 use cuda::{ClassTiming, CudaDevice, PlanProfile, ProfileOptions, StepProfile};
-use indicatif::{ProgressBar, ProgressStyle};
 use model::{Dim, LaunchPlan};
 use serde::Serialize;
 
@@ -205,20 +205,13 @@ fn profile(
     sizes: &[(String, usize)],
     args: &ProfileArgs,
 ) -> Result<PlanProfile, Failure> {
-    let bar = ProgressBar::new(0);
-    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}, {elapsed}");
-    bar.set_style(style.map_err(Failure::failed)?);
-    let named = |(name, size): &(String, usize)| format!("{name}={size}");
-    bar.set_message(sizes.iter().map(named).collect::<Vec<_>>().join(" "));
-    let progress = |done: usize, all: usize| {
-        bar.set_length(all as u64);
-        bar.set_position(done as u64);
-    };
+    let bar = Progress::new(0, "kernels");
+    let named = |(name, size): &(String, usize)| format!("{name}={size} ");
+    bar.describe(&sizes.iter().map(named).collect::<String>());
+    let progress = |done: usize, all: usize| bar.set(done, all);
     let options =
         ProfileOptions { plan_replays: args.replays as usize, ..ProfileOptions::default() };
-    let profiled = device.profile(plan, sizes, options, &progress).map_err(Failure::failed);
-    bar.finish_and_clear();
-    profiled
+    device.profile(plan, sizes, options, &progress).map_err(Failure::failed)
 }
 
 /// The symbols of the inputs' dimensions.

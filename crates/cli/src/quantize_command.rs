@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use assembly::progress::Progress;
 use assembly::{Failure, TaskRunner};
 use bytes::Bytes;
 use clap::{Args, ValueEnum};
@@ -237,6 +238,8 @@ fn ranges(
         Method::Entropy => RangeMethod::Entropy,
     };
     let rounds = if method == RangeMethod::Max { 1 } else { 2 };
+    let progress = Progress::new((rounds * paths.len()) as u64, "samples");
+    progress.describe("ranges ");
     for round in 0..rounds {
         for path in paths {
             let outputs = float.run(&Sample::read(path)?)?;
@@ -250,6 +253,7 @@ fn ranges(
                     _ => observer.count(&values),
                 }
             }
+            progress.advance();
         }
     }
     let range = |(name, observer): (String, RangeObserver)| {
@@ -273,6 +277,8 @@ fn accuracy(
     };
     let (float, quantized) = (load(&args.model)?, load(&args.output)?);
     let mut errors = vec![OutputError::default(); float.plan.outputs.len()];
+    let progress = Progress::new(paths.len() as u64, "samples");
+    progress.describe("accuracy ");
     for path in paths {
         let sample = Sample::read(path)?;
         let (expected, got) = (float.run(&sample)?, quantized.run(&sample)?);
@@ -280,6 +286,7 @@ fn accuracy(
             let add = error.add(expected, got);
             add.map_err(|err| Failure::failed(format!("{}: {err}", path.display())))?;
         }
+        progress.advance();
     }
     let each = |(id, error): (&model::ValueId, OutputError)| OutputReport {
         name: float.plan.value(*id).name.clone(),

@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
+use assembly::progress::Progress;
 use assembly::{Failure, TaskRunner, sample_inputs};
 use base::{Histogram, Nanos, Random};
 use device::{Device, Outcome, Program};
-use indicatif::{ProgressBar, ProgressStyle};
 use model::config::Class;
 use model::{LaunchPlan, Tensor};
 use serde::Serialize;
@@ -145,18 +145,16 @@ impl ModelRunner {
         for _ in 0..args.warmup {
             self.run_once(false)?;
         }
-        let bar = ProgressBar::new(u64::from(args.repeat));
-        let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} runs, {eta} left");
-        bar.set_style(style.map_err(Failure::failed)?);
+        let progress = Progress::new(u64::from(args.repeat), "runs");
         let mut latency = Histogram::new();
         let mut outputs = Vec::new();
         for _ in 0..args.repeat {
             let (elapsed, _, result) = self.run_once(false)?;
             latency.record(elapsed);
             outputs = result;
-            bar.inc(1);
+            progress.advance();
         }
-        bar.finish_and_clear();
+        drop(progress);
         // In separate runs: timing steps costs time, and on a GPU it prevents the graph.
         let mut step_times = Vec::new();
         for _ in 0..args.repeat.min(STEP_RUNS_MAX) {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use assembly::device_group::OnFault;
+use assembly::progress::Progress;
 use assembly::{DiskLoader, Failure, backend::address_text, device_group, tokio_runtime};
 use device::{DeviceError, InjectedFault};
 use model::repository::Repository;
@@ -349,14 +350,25 @@ async fn load_models(
         args.load_model.iter().any(|name| name == "*")
     };
     if all {
-        let failed = service.load_all(&loaded).await.map_err(Failure::failed)?;
+        let progress = Progress::new(0, "models");
+        let report = |done, all, name: &str| {
+            progress.set(done, all);
+            progress.describe(&format!("loading {name} "));
+        };
+        let failed = service.load_all(&loaded, report).await.map_err(Failure::failed)?;
+        drop(progress);
         if !failed.is_empty() {
             tracing::warn!(count = failed.len(), "models not loaded");
         }
         return Ok(());
     }
-    for name in args.load_model.iter().filter(|name| !loaded.contains(name)) {
+    let names: Vec<&String> =
+        args.load_model.iter().filter(|name| !loaded.contains(name)).collect();
+    let progress = Progress::new(names.len() as u64, "models");
+    for name in names {
+        progress.describe(&format!("loading {name} "));
         service.load_model(name).await.map_err(Failure::failed)?;
+        progress.advance();
     }
     Ok(())
 }

@@ -107,6 +107,9 @@ async fn print(args: &TopArgs) -> Result<(), Failure> {
     let mut stream = Stream::open(args).await?;
     let mut minute = Minute::default();
     while let Some(figures) = stream.next(args).await? {
+        if figures.are_empty() {
+            continue;
+        }
         minute.add(figures);
         let text = match args.json {
             true => minute.json().to_string(),

@@ -33,7 +33,9 @@ mod attempts;
 pub mod backend_link;
 mod classify;
 pub mod http2;
+pub mod live_counts;
 pub mod meter;
+mod monitor;
 mod queries;
 mod query_executor;
 mod raw_body;
@@ -344,13 +346,18 @@ impl Inner {
         let arrived = self.clock.now();
         entry.meter.arrive(count);
         let reply = self.try_infer(model, request, count, arrived, table, entry).await;
+        let took = self.clock.now() - arrived;
         match &reply {
             Ok(_) => {
                 let objective = entry.record.config.timeout_ms.map(Nanos::from_millis);
-                entry.meter.answer(self.clock.now() - arrived, objective, count);
+                entry.meter.answer(took, objective, count);
             }
             Err(error) if is_refusal(error.kind) => entry.meter.refuse(count),
-            Err(_) => {}
+            Err(_) => return reply,
+        }
+        let slo = entry.record.config.slo_ms.or(entry.record.config.timeout_ms);
+        if slo.is_some_and(|slo| took > Nanos::from_millis(slo)) {
+            entry.meter.live.miss(count);
         }
         reply
     }

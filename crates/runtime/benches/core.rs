@@ -1,4 +1,4 @@
-//! Cost of a step of the core and of a padding decision.
+//! Cost of a step of the core, of a padding decision, and of what is recorded of a request.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -7,9 +7,12 @@ use base::{Nanos, Random};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use device::sim::{KernelProfile, builtin};
 use model::config::Class;
-use runtime::core::{Action, Core, CoreOptions, Event, ModelId, QueueLayout, SimEvent};
+use runtime::ModelKey;
+use runtime::core::{Action, Core, CoreOptions, End, Event, ModelId, QueueLayout, SimEvent};
 use runtime::policy::padding::{self, PaddedTask, PaddingCandidate, PaddingDevice, PairSlowdowns};
 use runtime::policy::{PaddingRules, PreemptionPoint};
+use runtime::spans::ring::SpanRing;
+use runtime::spans::{RequestSpan, RunEnd, RunSpan, Span};
 
 const MODELS: u32 = 64;
 
@@ -128,5 +131,50 @@ fn selection(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, steps, selection);
+/// What a request that runs alone costs while nobody looks: a number, its run and itself, in a ring
+/// that is full.
+fn recording(criterion: &mut Criterion) {
+    let mut ring = SpanRing::new(65_536);
+    let (mut at, model) = (0u64, ModelKey::new(0, 1));
+    let mut record = || {
+        at += 1_000;
+        let number = ring.next_number();
+        let (class, now) = (Class::RealTime, Nanos(black_box(at)));
+        ring.record(Span::Run(RunSpan {
+            job: number,
+            model,
+            class,
+            queue: 0,
+            rows: 1,
+            first_step: 0,
+            next_step: 9,
+            step_count: 9,
+            began: now,
+            ended: now,
+            preempt_requested: Nanos::ZERO,
+            preempted_for: None,
+            end: RunEnd::Done,
+        }));
+        ring.record(Span::Request(RequestSpan {
+            number,
+            job: number,
+            model,
+            class,
+            priority: 1,
+            rows: 0,
+            arrived: now,
+            staged: now,
+            started: now,
+            answered: now,
+            deadline: Nanos::MAX,
+            end: End::Done,
+        }));
+    };
+    (0..65_536).for_each(|_| record());
+    let mut group = criterion.benchmark_group("spans");
+    group.throughput(Throughput::Elements(1));
+    group.bench_function("record a request", |bencher| bencher.iter(&mut record));
+}
+
+criterion_group!(benches, steps, selection, recording);
 criterion_main!(benches);

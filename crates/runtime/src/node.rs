@@ -55,7 +55,8 @@ pub struct ModelKey {
 }
 
 impl ModelKey {
-    pub(crate) const fn new(slot: u32, generation: u64) -> ModelKey {
+    /// A key as a node makes it, for what measures records of requests without a node.
+    pub const fn new(slot: u32, generation: u64) -> ModelKey {
         ModelKey { slot, generation }
     }
 

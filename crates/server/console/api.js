@@ -3,6 +3,8 @@
 const TOKEN = "atoll-token";
 let token = sessionStorage.getItem(TOKEN) || "";
 let asking = null;
+/** Whether the user closed the question for a token without one. */
+let declined = false;
 
 /** An error of the server, with the status of its response. */
 export class ServerError extends Error {
@@ -12,25 +14,40 @@ export class ServerError extends Error {
   }
 }
 
+/** Throws that the server is not there, unless the request was given up by the page. */
+function unreachable(error) {
+  if (error.name === "AbortError") throw error;
+  throw new ServerError("the server does not reply: it has stopped, or cannot be reached", 0);
+}
+
 function headers(given) {
   return token ? { ...given, authorization: `Bearer ${token}` } : { ...given };
 }
 
 /** Asks for a token, once for all requests that wait for one. */
-function askToken(message) {
+export function askToken(message) {
   if (asking) return asking;
+  declined = false;
   const dialog = document.getElementById("token-dialog");
   const field = document.getElementById("token");
   document.getElementById("token-error").textContent = token ? message : "";
+  const decline = () => {
+    declined = true;
+  };
   asking = new Promise((resolve) => {
     const done = () => {
       dialog.removeEventListener("close", done);
-      token = field.value.trim();
-      sessionStorage.setItem(TOKEN, token);
+      dialog.removeEventListener("cancel", decline);
+      if (!declined) {
+        token = field.value.trim();
+        sessionStorage.setItem(TOKEN, token);
+      }
+      field.value = "";
       asking = null;
       resolve();
     };
     dialog.addEventListener("close", done);
+    dialog.addEventListener("cancel", decline);
     dialog.showModal();
   });
   return asking;
@@ -44,9 +61,9 @@ export async function send(path, options = {}) {
       credentials: "omit",
       ...options,
       headers: headers(options.headers),
-    });
+    }).catch(unreachable);
     if (response.ok) return response;
-    const text = await response.text();
+    const text = await response.text().catch(unreachable);
     let message = text;
     try {
       message = JSON.parse(text).error || text;
@@ -55,11 +72,17 @@ export async function send(path, options = {}) {
     }
     if (response.status !== 401)
       throw new ServerError(message || response.statusText, response.status);
-    if (used === token) await askToken(message);
+    if (used !== token) continue;
+    if (declined) throw new ServerError("this server needs a token", 401);
+    await askToken(message);
   }
 }
 
-export const getJson = async (path) => (await send(path)).json();
+export async function getJson(path) {
+  const response = await send(path);
+  // A server that stops can end in the middle of its reply.
+  return JSON.parse(await response.text().catch(unreachable));
+}
 
 export async function postJson(path, value) {
   const body = JSON.stringify(value ?? {});
@@ -68,7 +91,7 @@ export async function postJson(path, value) {
     body,
     headers: { "content-type": "application/json" },
   });
-  const text = await response.text();
+  const text = await response.text().catch(unreachable);
   return text ? JSON.parse(text) : null;
 }
 
@@ -135,7 +158,8 @@ export class Live {
           this.#status("none", "No devices here");
           return;
         }
-        this.#status("lost", error.status ? error.message : "No connection");
+        const text = { 401: "Token needed", 403: "Not allowed", 429: "Busy" }[error.status];
+        this.#status("lost", text || "No connection", error);
       }
       await new Promise((resolve) => setTimeout(resolve, pause));
       pause = Math.min(pause * 2, 10000);

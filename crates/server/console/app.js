@@ -1,6 +1,6 @@
 // The console: pages, and the live stream they share.
 
-import { Live, getJson } from "./api.js";
+import { Live, askToken } from "./api.js";
 import { Cluster } from "./cluster.js";
 import { Models } from "./models.js";
 import { Now } from "./now.js";
@@ -10,9 +10,19 @@ import { Timeline } from "./timeline.js";
 const status = document.getElementById("status");
 const main = document.getElementById("page");
 
-function setStatus(kind, text) {
+const problem = document.getElementById("problem");
+const [problemText, tokenButton] = problem.children;
+tokenButton.addEventListener("click", () => askToken(""));
+
+/** Says how the stream is, and what is the matter where there is none. */
+function setStatus(kind, text, error) {
   status.className = `status ${kind}`;
   if (status.textContent !== text) status.textContent = text;
+  problem.hidden = kind !== "lost";
+  const why = error?.status ? error.message : "no connection to the server";
+  const said = `No live figures: ${why}. What is shown is old; the page tries again by itself.`;
+  if (problemText.textContent !== said) problemText.textContent = said;
+  tokenButton.hidden = ![401, 403].includes(error?.status);
 }
 
 const live = new Live(setStatus);
@@ -29,12 +39,14 @@ live.listen(pages.timeline);
 live.listen({
   figures(figures) {
     const names = figures.devices.map((device) => device.name).join(", ");
-    setStatus("live", `Live: ${names}`);
+    const backends = figures.backends?.length;
+    const many = backends === 1 ? "" : "s";
+    const frontend = `Live: frontend of ${backends} backend${many}`;
+    setStatus("live", figures.backends ? frontend : `Live: ${names}`);
   },
 });
 
 let open = null;
-let watch = (spans) => live.wantSpans(spans);
 
 function go() {
   const name = location.hash.slice(1);
@@ -50,7 +62,7 @@ function go() {
   }
   main.replaceChildren();
   page.open(main);
-  watch(Boolean(page.spansWanted));
+  live.wantSpans(Boolean(page.spansWanted));
 }
 
 addEventListener("hashchange", () => {
@@ -59,21 +71,7 @@ addEventListener("hashchange", () => {
   main.focus({ preventScroll: true });
 });
 
-/** A frontend of a cluster has no devices of its own to watch. */
-async function begin() {
-  const cluster = await getJson("/v2/atoll/cluster").catch(() => null);
-  if (cluster) {
-    setStatus(
-      "live",
-      `Frontend of ${cluster.backends.length} backend${cluster.backends.length === 1 ? "" : "s"}`,
-    );
-    watch = () => {};
-    if (!location.hash) location.hash = "#cluster";
-  }
-  go();
-}
-
-begin();
+go();
 
 /** For tests: the pages. */
 window.atoll = { pages };

@@ -3,6 +3,97 @@
 import { getJson } from "./api.js";
 import { el, number, show, svg, time } from "./dom.js";
 
+const STAGE_LETTERS = 16;
+
+/** A name that fits into the box of a stage, without its middle. */
+const short = (name) =>
+  name.length > STAGE_LETTERS
+    ? `${name.slice(0, STAGE_LETTERS / 2)}…${name.slice(1 - STAGE_LETTERS / 2)}`
+    : name;
+
+const [BOX_WIDTH, BOX_HEIGHT, STEP_X, STEP_Y] = [128, 40, 164, 52];
+
+/** Stages as a graph: each to the right of those whose outputs it reads, with its budget. */
+function graphOf(stages) {
+  const columns = [];
+  stages.forEach((stage) => {
+    const before = (stage.after || []).map((index) => columns[index] ?? 0);
+    columns.push(before.length ? Math.max(...before) + 1 : 0);
+  });
+  const taken = [];
+  const places = columns.map((column) => {
+    taken[column] = (taken[column] ?? -1) + 1;
+    return { x: column * STEP_X + 1, y: taken[column] * STEP_Y + 4 };
+  });
+  const width = Math.max(0, ...places.map(({ x }) => x)) + BOX_WIDTH + 2;
+  const height = Math.max(0, ...places.map(({ y }) => y)) + BOX_HEIGHT + 4;
+  const words = stages.map(
+    (stage) =>
+      `${stage.name}: ${stage.model}` +
+      (stage.after?.length ? ` after ${stage.after.map((at) => stages[at]?.name)}` : ""),
+  );
+  const line = (text, place, y, size) =>
+    svg(
+      "text",
+      {
+        x: place.x + BOX_WIDTH / 2,
+        y: place.y + y,
+        "text-anchor": "middle",
+        "font-size": size,
+        fill: "currentColor",
+      },
+      text,
+    );
+  const boxes = stages.map((stage, at) => {
+    const budget = stage.budget_ms ? time(stage.budget_ms * 1e6) : "no budget yet";
+    const many = stage.fan_out ? `, × ${number(stage.fan_out)}` : "";
+    return svg(
+      "g",
+      {},
+      svg("title", {}, words[at]),
+      svg("rect", {
+        x: places[at].x,
+        y: places[at].y,
+        width: BOX_WIDTH,
+        height: BOX_HEIGHT,
+        rx: 4,
+        fill: "var(--rt-soft)",
+        stroke: stage.ready === false ? "var(--bad)" : "var(--rt)",
+      }),
+      line(short(stage.model), places[at], 17, 12),
+      line(budget + many, places[at], 33, 11),
+    );
+  });
+  const edges = stages.flatMap((stage, at) =>
+    (stage.after || [])
+      .filter((from) => places[from])
+      .map((from) => {
+        const [x, y] = [places[from].x + BOX_WIDTH, places[from].y + BOX_HEIGHT / 2];
+        const [toX, toY] = [places[at].x, places[at].y + BOX_HEIGHT / 2];
+        const bend = (toX - x) / 2;
+        return svg("path", {
+          d:
+            `M${x} ${y}C${x + bend} ${y} ${toX - bend} ${toY} ${toX - 1} ${toY}` +
+            `m-6 -5l6 5l-6 5`,
+          fill: "none",
+          stroke: "currentColor",
+        });
+      }),
+  );
+  return svg(
+    "svg",
+    {
+      width,
+      height,
+      viewBox: `0 0 ${width} ${height}`,
+      role: "img",
+      "aria-label": `Stages: ${words.join("; ")}`,
+    },
+    edges,
+    boxes,
+  );
+}
+
 export class Cluster {
   title = "Cluster";
   #node = null;
@@ -11,7 +102,7 @@ export class Cluster {
   open(node) {
     this.#node = node;
     this.key = null;
-    this.content = el("div", { class: "grid" });
+    this.content = el("div", { class: "stack" });
     show(node, el("div", { class: "head" }, el("h1", {}, "Cluster")), this.content);
     this.#refresh();
     this.#timer = setInterval(() => this.#refresh(), 2000);
@@ -36,6 +127,7 @@ export class Cluster {
       if (this.#node) this.#show(status, queries);
     } catch (error) {
       if (!this.#node) return;
+      this.key = null;
       show(this.content, el("p", { class: "error", role: "alert" }, error.message));
     }
   }
@@ -165,58 +257,7 @@ export class Cluster {
         "div",
         { class: "body" },
         queries.map((query) => {
-          const stages = query.stages || [];
-          const width = Math.max(stages.length * 150, 150);
-          const graph = svg(
-            "svg",
-            {
-              width,
-              height: 54,
-              viewBox: `0 0 ${width} 54`,
-              role: "img",
-              "aria-label": `Stages: ${stages.map((stage) => stage.model).join(", ")}`,
-            },
-            stages.map((stage, at) => [
-              svg("rect", {
-                x: at * 150 + 1,
-                y: 8,
-                width: 118,
-                height: 38,
-                rx: 4,
-                fill: "var(--rt-soft)",
-                stroke: "var(--rt)",
-              }),
-              svg(
-                "text",
-                {
-                  x: at * 150 + 60,
-                  y: 25,
-                  "text-anchor": "middle",
-                  "font-size": 12,
-                  fill: "currentColor",
-                },
-                stage.model,
-              ),
-              svg(
-                "text",
-                {
-                  x: at * 150 + 60,
-                  y: 40,
-                  "text-anchor": "middle",
-                  "font-size": 11,
-                  fill: "currentColor",
-                },
-                stage.budget_ms ? time(stage.budget_ms * 1e6) : "",
-              ),
-              at < stages.length - 1
-                ? svg("path", {
-                    d: `M${at * 150 + 120} 27h26m-6 -5l6 5l-6 5`,
-                    fill: "none",
-                    stroke: "currentColor",
-                  })
-                : null,
-            ]),
-          );
+          const graph = graphOf(query.stages || []);
           return el(
             "div",
             {},

@@ -31,6 +31,8 @@ export class Models {
     );
     this.message = el("p", { role: "status", class: "dim" });
     this.error = el("p", { class: "error", role: "alert" });
+    /** Why there is no list now; goes when there is one again. */
+    this.lost = el("p", { class: "error", role: "status" });
     this.detail = el("div", { class: "grid" });
     this.input = el("input", {
       type: "file",
@@ -63,6 +65,7 @@ export class Models {
       this.drop,
       this.form,
       this.error,
+      this.lost,
       el(
         "section",
         { class: "panel", "aria-label": "Models" },
@@ -165,6 +168,12 @@ export class Models {
     this.error.textContent = "";
     this.#file = file || null;
     this.form.hidden = !file;
+    if (file?.size === 0) {
+      this.#file = null;
+      this.form.hidden = true;
+      this.error.textContent = `${file.name} is empty`;
+      file = null;
+    }
     if (!file) {
       this.input.value = "";
       return;
@@ -185,7 +194,13 @@ export class Models {
     await this.#work(`Checking and loading ${name}`, async () => {
       this.submit.disabled = true;
       try {
-        const response = await send("/v2/atoll/register", { method: "POST", body: data });
+        const sent = send("/v2/atoll/register", { method: "POST", body: data });
+        const response = await sent.catch((error) => {
+          // A server that refuses a body because of its size closes the connection.
+          if (error.status === 0)
+            error.message += `; or it does not take files of ${bytes(this.#file.size)}`;
+          throw error;
+        });
         const registered = await response.json();
         this.#take(null);
         this.#chosen = registered.name;
@@ -212,9 +227,12 @@ export class Models {
   async refresh() {
     try {
       const index = await postJson("/v2/repository/index", {});
-      if (this.#node) this.#list(index);
+      if (!this.#node) return;
+      if (this.lost.textContent) this.lost.textContent = "";
+      this.#list(index);
     } catch (error) {
-      if (this.#node) this.error.textContent = error.message;
+      if (this.#node && this.lost.textContent !== error.message)
+        this.lost.textContent = error.message;
     }
   }
 
@@ -258,7 +276,10 @@ export class Models {
                   {
                     class: "link",
                     "data-key": `show ${entry.name}`,
-                    onclick: () => this.#showDetail(entry.name),
+                    onclick: async () => {
+                      await this.#showDetail(entry.name);
+                      this.detail.scrollIntoView({ block: "start" });
+                    },
                   },
                   entry.name,
                 )
@@ -276,7 +297,7 @@ export class Models {
               (entry.state || "not loaded").toLowerCase(),
             ),
           ),
-          el("td", { class: "dim" }, entry.reason || ""),
+          el("td", { class: "dim words" }, entry.reason || ""),
           el(
             "td",
             { class: "actions" },
@@ -303,30 +324,43 @@ export class Models {
   async #showDetail(name) {
     this.#chosen = name;
     this.shown = name;
+    const old = () => this.shown !== name || !this.#node;
     try {
-      const details = await getJson(`/v2/atoll/models/${encodeURIComponent(name)}`);
-      if (this.shown !== name || !this.#node) return;
-      this.#detail(details);
+      const details = await this.#read(name);
+      if (old()) return;
+      if (details.settings) this.#detail(details);
+      else show(this.detail, this.#tryPanel(details));
     } catch (error) {
-      // A frontend has no details; what it knows of inputs is enough to try the model.
-      if (error.status !== 501) {
+      if (old()) return;
+      if ([0, 404, 503].includes(error.status)) {
+        // The server stops or starts, or has unloaded it: the next list of models begins anew.
+        this.lost.textContent = error.message;
+        this.#chosen = null;
+        this.key = null;
+      } else {
         this.error.textContent = error.message;
-        return;
       }
-      const metadata = await getJson(`/v2/models/${encodeURIComponent(name)}`);
-      if (this.shown !== name || !this.#node) return;
-      const tensor = (t) => ({ ...t, shape: t.shape.map(String) });
-      show(
-        this.detail,
-        this.#tryPanel({
-          name,
-          inputs: metadata.inputs.map(tensor),
-          outputs: metadata.outputs.map(tensor),
-        }),
-      );
+      return;
     }
     this.key = null;
     this.refresh();
+  }
+
+  /** What the server knows of a model; of a frontend, which has no settings, its tensors. */
+  async #read(name) {
+    const path = encodeURIComponent(name);
+    try {
+      return await getJson(`/v2/atoll/models/${path}`);
+    } catch (error) {
+      if (error.status !== 501) throw error;
+    }
+    const metadata = await getJson(`/v2/models/${path}`);
+    const tensor = (t) => ({ ...t, shape: t.shape.map(String) });
+    return {
+      name,
+      inputs: metadata.inputs.map(tensor),
+      outputs: metadata.outputs.map(tensor),
+    };
   }
 
   #tryPanel(details) {

@@ -71,10 +71,12 @@ export class Now {
   title = "Now";
   #flows = new Map();
   #devices = [];
+  #backends = new Map();
   #figures = null;
   #elapsed = 0;
   #rows = new Map();
   #cards = [];
+  #backendRows = new Map();
   #node = null;
 
   restart() {}
@@ -109,6 +111,7 @@ export class Now {
       second.preemptions += device.preemptions;
       addCounts(second.leaving, device.leaving);
     });
+    this.#countBackends(figures.backends || [], ns, turn);
     for (const [key, minute] of this.#flows) {
       if (minute.seconds.length === SECONDS && !minute.sum("done") && !minute.sum("failed")) {
         this.#flows.delete(key);
@@ -117,10 +120,27 @@ export class Now {
     if (this.#node) this.#draw();
   }
 
+  /** The backends of a frontend, which has no devices. */
+  #countBackends(backends, ns, turn) {
+    const names = new Set(backends.map((backend) => backend.name));
+    for (const name of this.#backends.keys()) if (!names.has(name)) this.#backends.delete(name);
+    for (const backend of backends) {
+      if (!this.#backends.has(backend.name)) this.#backends.set(backend.name, new Minute());
+      const minute = this.#backends.get(backend.name);
+      if (turn) minute.turn();
+      const second = minute.now();
+      second.ns += ns;
+      for (const field of ["done", "failed"]) second[field] += backend[field];
+      addCounts(second.latency, backend.latency);
+    }
+  }
+
   open(node) {
     this.#node = node;
     this.#rows.clear();
     this.#cards = [];
+    this.#backendRows = new Map();
+    this.backends = el("div");
     this.totals = el("dl", { class: "figures", "aria-label": "Totals of the last minute" });
     this.body = el("tbody");
     this.empty = el("p", { class: "empty" }, "No requests in the last minute.");
@@ -173,7 +193,7 @@ export class Now {
                   el(
                     "th",
                     { scope: "col", class: numbers.has(index) ? "number" : null },
-                    text || el("span", { "aria-hidden": "true" }, "last minute"),
+                    text || "last minute",
                   ),
                 ),
               ),
@@ -183,6 +203,7 @@ export class Now {
           this.empty,
         ),
       ),
+      this.backends,
       this.cards,
     );
     if (this.#figures) this.#draw();
@@ -202,7 +223,7 @@ export class Now {
   #draw() {
     this.#drawTotals();
     const order = (key) => (key.endsWith("rt") ? 0 : 1);
-    const keys = [...this.#flows.keys()].sort((a, b) => order(a) - order(b) || a.localeCompare(b));
+    const keys = [...this.#flows.keys()].sort((a, b) => order(a) - order(b) || a.localeCompare(b, "en", { numeric: true }));
     this.empty.hidden = keys.length > 0;
     for (const [key, row] of this.#rows) {
       if (this.#flows.has(key)) continue;
@@ -216,6 +237,7 @@ export class Now {
         this.body.insertBefore(row.node, this.body.children[index] || null);
     });
     this.#figures.devices.forEach((device, index) => this.#drawDevice(device, index));
+    if (this.#figures.backends) this.#drawBackends(this.#figures.backends);
   }
 
   #drawTotals() {
@@ -241,15 +263,118 @@ export class Now {
         el("dt", {}, name),
         el("dd", {}, value, " ", unit ? el("small", {}, unit) : null),
       );
+    const devices = this.#figures.devices.length > 0;
     show(
       this.totals,
       figure("Real time", number(rate(all.rt)), "requests/s"),
       figure("Real time, p99", time(p99(all.rt))),
       figure("Best effort", number(rate(all.be)), "requests/s"),
       figure("Best effort, p99", time(p99(all.be))),
-      figure("Preemptions", number(preemptions), "a second"),
-      figure("Leaving the device, p99", time(quantile(leaving, 0.99))),
-      figure("Waiting or running", number(pending), "requests"),
+      devices ? figure("Preemptions", number(preemptions), "a second") : null,
+      devices ? figure("Leaving the device, p99", time(quantile(leaving, 0.99))) : null,
+      figure("Waiting or running", number(pending), pending === 1 ? "request" : "requests"),
+    );
+  }
+
+  #drawBackends(backends) {
+    const names = backends.map((backend) => backend.name).join("\n");
+    if (names !== this.backendNames || !this.backends.firstChild) {
+      this.backendNames = names;
+      this.#makeBackends(backends);
+    }
+    for (const backend of backends) {
+      const row = this.#backendRows.get(backend.name);
+      const minute = this.#backends.get(backend.name);
+      const latency = minute.merged("latency");
+      const failed = minute.sum("failed");
+      const good = backend.state === "serving";
+      row.state.className = `tag ${good ? "good" : backend.state === "ejected" ? "bad" : "plain"}`;
+      const texts = {
+        state: backend.state,
+        device: backend.device || "–",
+        rate: number(this.#rate(minute, "done")),
+        p50: time(quantile(latency, 0.5)),
+        p99: time(quantile(latency, 0.99)),
+        flight: number(backend.in_flight),
+        failed: number(failed),
+        models: backend.models.join(", ") || "nothing",
+      };
+      for (const [field, text] of Object.entries(texts)) row[field].textContent = text;
+      row.failed.className = failed ? "number bad" : "number";
+      row.spark.update(
+        minute.series((second) => (second.ns ? (second.done / second.ns) * 1e9 : NaN)),
+      );
+    }
+  }
+
+  #makeBackends(backends) {
+    this.#backendRows.clear();
+    const cell = () => el("td", { class: "number" });
+    const rows = backends.map((backend) => {
+      const spark = new Spark(`Requests a second to ${backend.name}`);
+      spark.node.setAttribute("color", "var(--rt)");
+      const row = {
+        spark,
+        state: el("span"),
+        device: el("td"),
+        rate: cell(),
+        p50: cell(),
+        p99: cell(),
+        flight: cell(),
+        failed: cell(),
+        models: el("td", { class: "words" }),
+      };
+      this.#backendRows.set(backend.name, row);
+      // Its own console has its devices and spans; it may be out of a browser's reach.
+      const address = `${location.protocol}//${backend.http}/`;
+      const name = backend.http
+        ? el("a", { href: address, rel: "noreferrer" }, backend.name)
+        : backend.name;
+      return el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, name),
+        el("td", {}, row.state),
+        row.device,
+        row.rate,
+        el("td", {}, spark.node),
+        [row.p50, row.p99, row.flight, row.failed, row.models],
+      );
+    });
+    const header = ["Backend", "State", "Device", "Requests/s", "", "p50", "p99", "In flight"];
+    const numbers = new Set(["Requests/s", "p50", "p99", "In flight", "Failed"]);
+    const titles = [...header, "Failed", "Serves"].map((text) =>
+      el(
+        "th",
+        { scope: "col", class: numbers.has(text) ? "number" : null },
+        text || "last minute",
+      ),
+    );
+    const label = "Backends";
+    const table = el("table", {}, el("thead", {}, el("tr", {}, titles)), el("tbody", {}, rows));
+    const many = this.#figures.frontends;
+    show(
+      this.backends,
+      el(
+        "section",
+        { class: "panel", "aria-label": label },
+        el(
+          "div",
+          { class: "bar" },
+          el("h2", {}, label),
+          el(
+            "p",
+            { class: "dim" },
+            many > 1
+              ? `Requests of this frontend, one of ${many}. `
+              : "Requests of this frontend. ",
+            "Devices and spans are in the console of each backend.",
+          ),
+        ),
+        backends.length
+          ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, table)
+          : el("p", { class: "empty" }, "No backend has joined."),
+      ),
     );
   }
 
@@ -330,7 +455,14 @@ export class Now {
         el(
           "div",
           { class: "body" },
-          el("div", { class: "head" }, rt.node, be.node),
+          el(
+            "div",
+            { class: "head dim" },
+            el("span", {}, "real time"),
+            rt.node,
+            el("span", {}, "best effort"),
+            be.node,
+          ),
           card.use,
           card.pairs,
           card.memory,

@@ -133,7 +133,7 @@ export class Plan {
     this.error = el("p", { class: "error", role: "alert" });
     this.summary = el("dl", { class: "figures" });
     this.picture = el("div", { class: "body" });
-    this.commands = el("pre", { tabindex: 0, "aria-label": "Commands" });
+    this.commands = el("pre", { tabindex: 0, role: "region", "aria-label": "Commands" });
     const copy = el(
       "button",
       { onclick: () => navigator.clipboard?.writeText(this.commands.textContent) },

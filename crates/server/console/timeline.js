@@ -3,6 +3,7 @@
 import { getJson, send } from "./api.js";
 import { classTag, el, show, tick, time } from "./dom.js";
 import { EVICTION, F, LOAD, REQUEST, RUN, SpanStore } from "./spans.js";
+import { wayOf } from "./way.js";
 
 const LABEL_WIDTH = 132;
 const RULER = 26;
@@ -13,6 +14,10 @@ const HEADER_HEIGHT = 24;
 const GROUP_GAP = 6;
 /** How far the view is behind the server, so that frames arrive before they are shown. */
 const DELAY_NS = 600e6;
+/** Pixels below which a span is a line. */
+const THIN = 2;
+/** Opacity of what has nothing to do with the selected span. */
+const FADED = 0.35;
 const MIN_WIDTH_NS = 1e3;
 const MAX_WIDTH_NS = 600e9;
 const ENDS = [
@@ -24,12 +29,17 @@ const ENDS = [
   "not loaded",
   "shutting down",
 ];
+const EMPTY = "No runs yet: send a request, or wait.";
+const FRONTEND =
+  "A frontend runs no models. The console of each backend has a timeline; the page Now leads there.";
 const RUN_ENDS = ["done", "preempted", "failed"];
 
 export class Timeline {
   title = "Timeline";
   spansWanted = true;
   store = new SpanStore();
+  /** How long the last frame took to draw. */
+  drawMs = 0;
   #names = new Map();
   #deviceNames = [];
   #clock = null;
@@ -44,6 +54,9 @@ export class Timeline {
   #frame = 0;
   #pointers = new Map();
   #slowest = 0;
+  #frontend = false;
+  /** Labels as they fit, by their text. */
+  #fitting = new Map();
 
   restart() {
     this.store.clear();
@@ -56,6 +69,7 @@ export class Timeline {
     this.#deviceNames = figures.devices.map((device) => device.name);
     this.#clock = { now: figures.now_ns, at: performance.now() };
     this.store.lost += figures.lost;
+    this.#frontend = Boolean(figures.backends);
     this.#dirty = true;
   }
 
@@ -113,6 +127,7 @@ export class Timeline {
     });
     this.info = el("p", { class: "dim" });
     this.slow = el("tbody");
+    this.empty = el("p", { class: "empty", role: "status", hidden: true });
     this.error = el("p", { class: "error", role: "alert" });
     show(
       node,
@@ -139,6 +154,7 @@ export class Timeline {
         el(
           "div",
           { class: "panel timeline" },
+          this.empty,
           this.canvas,
           el(
             "div",
@@ -180,7 +196,7 @@ export class Timeline {
             el("div", { class: "bar" }, el("h2", {}, "Slowest requests in view")),
             el(
               "table",
-              {},
+              { class: "slow" },
               el(
                 "thead",
                 {},
@@ -415,7 +431,7 @@ export class Timeline {
       const why = await getJson(`/v2/atoll/trace/devices/${device}/requests/${number}`);
       if (this.#selected !== slot) return;
       for (const { job: other } of why.preempted) this.#relate(device, other, -1);
-      this.#showWhy(why, slot);
+      this.#showWhy(why);
     } catch (error) {
       if (this.#selected !== slot) return;
       this.#showSpan(slot, error.message);
@@ -455,88 +471,9 @@ export class Timeline {
     );
   }
 
-  #showWhy(why, slot) {
-    const fills = {
-      staging: "fill-6",
-      load: "fill-load",
-      leaving: "fill-cut",
-      "behind real time": "fill-rt",
-      "behind best effort": "fill-be",
-      waiting: "fill-dim",
-      computing: "fill-good",
-      reply: "fill-7",
-    };
-    const bar = el(
-      "div",
-      {
-        class: "meter tall",
-        role: "img",
-        "aria-label": why.parts.map((part) => `${time(part.ns)} ${part.text}`).join(", "),
-      },
-      why.parts.map((part) => {
-        const piece = el("i", { class: fills[part.kind], title: part.text });
-        piece.style.width = `${(part.ns / Math.max(why.total_ns, 1)) * 100}%`;
-        return piece;
-      }),
-    );
-    const at = (ns) => el("span", { class: "at" }, `+${time(ns - why.arrived_ns)}`);
-    const steps = [[why.arrived_ns, "arrived"]];
-    if (why.staged_ns > why.arrived_ns) steps.push([why.staged_ns, "inputs staged, admitted"]);
-    if (why.members.length) {
-      const others = why.members.slice(0, 12).map((other) => `#${other}`);
-      if (why.members.length > others.length) others.push("…");
-      const text = `batched with ${why.members.length} other`;
-      steps.push([why.runs[0]?.began_ns ?? why.started_ns, `${text}: ${others.join(", ")}`]);
-    }
-    for (const other of why.preempted)
-      steps.push([
-        why.staged_ns,
-        `preempted job ${other.job}${other.model ? ` of ${other.model}` : ""}`,
-      ]);
-    why.runs.forEach((run, index) => {
-      steps.push([
-        run.began_ns,
-        `${index ? "resumed" : "started"} on queue ${run.queue}, ` +
-          `step ${run.steps[0]} of ${run.steps[2]}`,
-      ]);
-      if (run.preempt_requested_ns)
-        steps.push([
-          run.preempt_requested_ns,
-          `asked to leave${run.preempted_for ? ` for ${run.preempted_for}` : ""}`,
-        ]);
-      if (run.end === "preempted")
-        steps.push([
-          run.ended_ns,
-          `left the device after ${time(run.ended_ns - run.preempt_requested_ns)}, ` +
-            `before step ${run.steps[1]}`,
-        ]);
-      else steps.push([run.ended_ns, run.end === "done" ? "finished" : "failed"]);
-    });
-    steps.push([why.answered_ns, why.end === "done" ? "answered" : `answered: ${why.end}`]);
-    steps.sort((a, b) => a[0] - b[0]);
+  #showWhy(why) {
     this.#showDetail(
-      [
-        el("p", { class: "why" }, why.sentence),
-        bar,
-        el(
-          "ul",
-          { class: "legend" },
-          why.parts.map((part) =>
-            el("li", {}, el("i", { class: fills[part.kind] }), `${time(part.ns)} ${part.text}`),
-          ),
-        ),
-        el("h3", {}, "Its way"),
-        el(
-          "ol",
-          { class: "way" },
-          steps.map(([when, text]) => el("li", {}, at(when), el("span", {}, text))),
-        ),
-        el(
-          "div",
-          { class: "head" },
-          el("button", { onclick: () => this.look(why.arrived_ns, why.answered_ns) }, "Show it"),
-        ),
-      ],
+      wayOf(why, (from, to) => this.look(from, to)),
       `Request #${why.request} of ${why.model}`,
       classTag(why.class),
     );
@@ -659,8 +596,10 @@ export class Timeline {
     }
     if (!this.#dirty || !this.canvas.clientWidth) return;
     this.#dirty = false;
+    const began = performance.now();
     this.#draw();
     const now = performance.now();
+    this.drawMs = now - began;
     if (now - this.#slowest > 500) {
       this.#slowest = now;
       this.#listSlowest();
@@ -683,7 +622,8 @@ export class Timeline {
         y += HEADER_HEIGHT;
         group = null;
       }
-      if (lane.kind === REQUEST && lane.group !== group) {
+      const first = lane.kind === REQUEST && lane.group !== group;
+      if (first) {
         group = lane.group;
         y += GROUP_GAP;
         const [, , kind, model] = group.split("/");
@@ -694,10 +634,7 @@ export class Timeline {
       rows.push({ y, height, lane, label: lane.label });
       y += height + 2;
       // A group of one row still needs room for its name.
-      if (lane.kind === REQUEST) {
-        const next = rows.filter((row) => row.lane?.group === group).length;
-        if (next === 1) y += 6;
-      }
+      if (first) y += 6;
     }
     return { rows, height: Math.max(y + 8, Math.min(560, innerHeight - 300), 220) };
   }
@@ -729,10 +666,10 @@ export class Timeline {
     c.restore();
     this.#labels(c, rows, width);
     if (this.#hover >= 0) this.#tooltip(c, rows);
-    if (!this.store.size) {
-      c.fillStyle = this.colours.dim;
-      c.font = "13px system-ui, sans-serif";
-      c.fillText("No runs yet: send a request, or wait.", LABEL_WIDTH + 16, RULER + 40);
+    const empty = this.store.size ? "" : this.#frontend ? FRONTEND : EMPTY;
+    if (this.empty.textContent !== empty) {
+      this.empty.textContent = empty;
+      this.empty.hidden = !empty;
     }
   }
 
@@ -763,9 +700,10 @@ export class Timeline {
     c.moveTo(LABEL_WIDTH - 0.5, RULER);
     c.lineTo(LABEL_WIDTH - 0.5, height);
     c.stroke();
-    this.info.textContent =
+    const info =
       `${time(width)} shown, ${this.store.size.toLocaleString("en")} spans kept` +
       (this.store.lost ? `, ${this.store.lost.toLocaleString("en")} lost` : "");
+    if (this.info.textContent !== info) this.info.textContent = info;
   }
 
   /** The zero of the ruler while paused: the selected span, else the middle of the view. */
@@ -783,6 +721,15 @@ export class Timeline {
     const to = from + width;
     let merged = -Infinity;
     const data = store.data;
+    // Spans of a pixel or two that touch and have one colour become one rectangle.
+    const thin = { colour: null, x: 0, right: 0 };
+    const flush = () => {
+      if (!thin.colour) return;
+      c.fillStyle = thin.colour;
+      c.fillRect(thin.x, y, Math.max(thin.right - thin.x, 0.8), height);
+      thin.colour = null;
+    };
+    c.globalAlpha = this.#selected >= 0 ? FADED : 1;
     for (let at = store.first(lane, from); at < lane.slots.length; at += 1) {
       const slot = lane.slots[at];
       const base = slot * 14;
@@ -794,27 +741,50 @@ export class Timeline {
       }
       const x = LABEL_WIDTH + (begin - from) * scale;
       const right = LABEL_WIDTH + (end - from) * scale;
+      const marked = slot === this.#selected || slot === this.#hover || this.#related.has(slot);
       // What is narrower than a pixel is drawn once for all spans of that pixel.
-      if (right - merged < 0.7 && !this.#related.has(slot)) continue;
+      if (right - merged < 0.7 && !marked) continue;
       merged = right;
       const wide = Math.max(right - x, 0.8);
+      if (wide < THIN && !marked) {
+        const colour = this.#thinColour(base);
+        if (colour === thin.colour && x - thin.right < 0.7) {
+          thin.right = right;
+          continue;
+        }
+        flush();
+        Object.assign(thin, { colour, x, right });
+        continue;
+      }
+      flush();
+      if (marked) c.globalAlpha = 1;
       const best = data[base + 3] === 1;
       const kind = data[base];
       const colour =
         kind === LOAD || kind === EVICTION ? colours.load : best ? colours.be : colours.rt;
-      const faded = this.#selected >= 0 && !this.#related.has(slot) && slot !== this.#selected;
-      c.globalAlpha = faded ? 0.35 : 1;
       if (kind === REQUEST) this.#request(c, base, x, wide, y, height, colour, scale);
       else this.#run(c, slot, base, x, wide, y, height, colour, scale);
       if (slot === this.#selected || slot === this.#hover) {
-        c.globalAlpha = 1;
         c.strokeStyle = colours.text;
         c.lineWidth = 1.5;
         c.strokeRect(x - 1, y - 0.5, wide + 2, height + 1);
         c.lineWidth = 1;
       }
+      if (marked) c.globalAlpha = this.#selected >= 0 ? FADED : 1;
     }
+    flush();
     c.globalAlpha = 1;
+  }
+
+  /** The colour of a span that is too narrow for more: the one that matters most. */
+  #thinColour(base) {
+    const { data } = this.store;
+    const { colours } = this;
+    const kind = data[base];
+    if (kind === LOAD || kind === EVICTION) return colours.load;
+    if (kind === REQUEST && data[base + F.end] !== 0) return colours.bad;
+    if (kind === RUN && data[base + F.preemptAsked]) return colours.cut;
+    return data[base + 3] === 1 ? colours.be : colours.rt;
   }
 
   #request(c, base, x, wide, y, height, colour, scale) {
@@ -881,12 +851,23 @@ export class Timeline {
         c.font = "12px system-ui, sans-serif";
         c.fillStyle =
           row.kind === undefined ? this.colours.dim : row.kind ? this.colours.be : this.colours.rt;
-        let text = row.label;
-        while (text.length > 4 && c.measureText(text).width > LABEL_WIDTH - 20)
-          text = `${text.slice(0, -2)}…`;
-        c.fillText(text, 10, row.y + (row.height || 12) / 2 + 0.5);
+        c.fillText(this.#short(c, row.label), 10, row.y + (row.height || 12) / 2 + 0.5);
       }
     }
+  }
+
+  /** A label that fits, without its middle: names differ at their ends. */
+  #short(c, text) {
+    const known = this.#fitting.get(text);
+    if (known) return known;
+    let [short, left] = [text, text.length];
+    while (left > 4 && c.measureText(short).width > LABEL_WIDTH - 20) {
+      left -= 1;
+      short = `${text.slice(0, Math.ceil(left / 2))}…${text.slice(-Math.floor(left / 2))}`;
+    }
+    if (this.#fitting.size > 5000) this.#fitting.clear();
+    this.#fitting.set(text, short);
+    return short;
   }
 
   #tooltip(c, rows) {
@@ -941,7 +922,11 @@ export class Timeline {
             {},
             el(
               "button",
-              { class: "link", onclick: () => this.select(slot) },
+              {
+                class: "link",
+                title: this.#nameOf(slot),
+                onclick: () => this.select(slot),
+              },
               `#${store.at(slot, F.number)} ${this.#nameOf(slot)}`,
             ),
           ),

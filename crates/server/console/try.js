@@ -66,6 +66,14 @@ export function shrink(pixels, side, height, width) {
   return out;
 }
 
+function parse(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`this is not JSON: ${error.message}`);
+  }
+}
+
 export class TryForm {
   constructor(details) {
     this.details = details;
@@ -336,7 +344,7 @@ export class TryForm {
     );
     const go = () =>
       this.#run(async () => {
-        const body = JSON.parse(text.value);
+        const body = parse(text.value);
         if (kind.value) body.parameters = { ...body.parameters, atoll_class: kind.value };
         const answer = await this.#infer(body);
         return answer.outputs.map((output) => {

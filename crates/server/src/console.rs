@@ -49,7 +49,7 @@ macro_rules! files {
     };
 }
 
-static FILES: [ConsoleFile; 15] = files![
+static FILES: [ConsoleFile; 16] = files![
     "index.html",
     "docs.html",
     "style.css",
@@ -65,6 +65,7 @@ static FILES: [ConsoleFile; 15] = files![
     "spans.js",
     "timeline.js",
     "try.js",
+    "way.js",
 ];
 
 impl ConsoleFile {

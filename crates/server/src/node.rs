@@ -139,8 +139,13 @@ impl LocalNode {
     }
 
     /// Loads the newest version of every model of the repository but those already `loaded`, and
-    /// returns those that failed.
-    pub async fn load_all(&self, loaded: &[String]) -> ApiResult<Vec<(String, ApiError)>> {
+    /// returns those that failed. Calls `progress` before each with the number of those done, the
+    /// number of all, and its name.
+    pub async fn load_all(
+        &self,
+        loaded: &[String],
+        mut progress: impl FnMut(usize, usize, &str),
+    ) -> ApiResult<Vec<(String, ApiError)>> {
         let loader = self.inner.loader.clone();
         let entries = blocking(move || loader.index()).await?;
         let mut names: Vec<String> = entries.into_iter().map(|entry| entry.name).collect();
@@ -149,7 +154,9 @@ impl LocalNode {
         names.retain(|name| !loaded.contains(name));
         self.announce(&names);
         let mut failed = Vec::new();
-        for name in names {
+        let count = names.len();
+        for (done, name) in names.into_iter().enumerate() {
+            progress(done, count, &name);
             if let Err(error) = self.load_model(&name).await {
                 failed.push((name, error));
             }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use assembly::progress::{self, Progress};
 use assembly::{DeviceArgs, Failure, sample_inputs, write_file};
 use base::Random;
 use bench::load::{
@@ -40,20 +41,22 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
         networks: Vec::new(),
     };
     let load = LoadBenchmark::new(device.clone(), options, timeline);
+    let progress = Progress::new((args.network.len() * settings.len()) as u64, "results");
     for name in &args.network {
         let (plan, inputs) = read(args, &*device, name)?;
         let memory = memory(&*device, &plan)?;
         let program = device.load(plan).map_err(|err| Failure::failed(format!("{name}: {err}")))?;
         let model = LoadModel { name: name.clone(), program, inputs };
         let report_result = |c: &load::PolicyResult| {
-            eprintln!(
+            progress.advance();
+            progress::note(&format!(
                 "{name} {}: low {:.0} us, high {:.0} us in batches of {:.1}, at most {:.0}/s",
                 c.policy,
                 c.low.latency.mean_us,
                 c.high.latency.mean_us,
                 c.high.mean_batch,
                 c.best_rps
-            );
+            ));
         };
         let mut network = load.run(&model, &settings, report_result).map_err(Failure::failed)?;
         (network.memory_one, network.memory_six) = memory;
@@ -66,6 +69,7 @@ pub(crate) fn run(args: &BatchingArgs) -> Result<(), Failure> {
             write_file(path, &plot::svg(&charts(&report.networks)))?;
         }
     }
+    drop(progress);
     match &args.json {
         Some(None) => print!("{}", to_json(&report)?),
         _ => print!("{}", table(&report.networks)),

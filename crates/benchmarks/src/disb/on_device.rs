@@ -1,6 +1,9 @@
 //! `atoll bench disb` on a real device: loads the models of DISB and runs every policy in real
 //! time.
 
+use std::time::Duration;
+
+use assembly::progress::{self, Progress};
 use assembly::{DeviceArgs, Failure, write_file};
 use bench::disb;
 use bench::live::{
@@ -36,11 +39,13 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
         skipped,
         cells: Vec::new(),
     };
+    let all = rates(args)?.len() * workloads.len() * policies.len();
+    let progress = Progress::new(all as u64, "cells");
     for rates in rates(args)? {
         for workload in &workloads {
             for policy in &policies {
                 let cell = live.run(workload, rates, policy).map_err(Failure::failed)?;
-                eprintln!(
+                progress::note(&format!(
                     "{} {} {policy}: RT mean {} us, p99 {} us, {}/s in all, {} errors",
                     workload.name,
                     rates.name(),
@@ -48,7 +53,8 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
                     cell.rt.p99_us,
                     cell.throughput_rps,
                     cell.errors
-                );
+                ));
+                progress.advance();
                 report.cells.push(cell);
                 live.finish(&mut report.cells);
                 // After every cell, so that an interrupted run keeps its results.
@@ -58,6 +64,7 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
             }
         }
     }
+    drop(progress);
     finish(args, &report)
 }
 
@@ -80,7 +87,10 @@ fn open(args: &DisbArgs, workloads: &[Workload]) -> Result<(LiveBenchmark, Strin
     let live = LiveBenchmark::new(device, models, options).map_err(Failure::failed)?;
     for alone in live.alone() {
         let latency = &alone.latency;
-        eprintln!("{} alone: mean {} us, p99 {} us", alone.model, latency.mean_us, latency.p99_us);
+        progress::note(&format!(
+            "{} alone: mean {} us, p99 {} us",
+            alone.model, latency.mean_us, latency.p99_us
+        ));
     }
     Ok((live, description))
 }
@@ -111,9 +121,9 @@ fn soak(args: &DisbArgs, seconds: f64) -> Result<(), Failure> {
     };
     let (live, device) = open(args, &workloads)?;
     let options = SoakOptions { seconds, policy: policy.to_string(), seed: args.seed };
-    let soak = live
-        .soak(workload, rates, &options, &|line| eprintln!("{line}"))
-        .map_err(Failure::failed)?;
+    let progress = Progress::lasting("soaking", Duration::from_secs_f64(seconds));
+    let soak = live.soak(workload, rates, &options, &progress::note).map_err(Failure::failed)?;
+    drop(progress);
     let failures = soak.failures();
     let file = SoakFile {
         device,

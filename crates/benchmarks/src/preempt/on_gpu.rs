@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use assembly::progress::{self, Progress};
 use assembly::{DeviceArgs, Failure, TaskRunner, write_file};
 use base::Random;
 use bench::live::LiveModel;
@@ -133,16 +134,20 @@ pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
         real_time_alone: bench.alone,
         cases: Vec::new(),
     };
+    let progress = Progress::new((names.len() + PRODUCT_ROWS.len()) as u64, "cases");
     for name in names {
         let models = models::load(folder, args.seed, &device, &[name])?;
         for model in models {
             report.add(bench.case(&device, &model, &real_time)?);
         }
+        progress.advance();
     }
     for rows in PRODUCT_ROWS {
         let model = products(&device, rows, &mut bench.random)?;
         report.add(bench.case(&device, &model, &real_time)?);
+        progress.advance();
     }
+    drop(progress);
     let text = serde_json::to_string_pretty(&report).map_err(Failure::failed)? + "\n";
     match &args.json {
         Some(Some(path)) => write_file(path, &text)?,
@@ -160,7 +165,7 @@ pub(crate) fn run(args: &PreemptArgs) -> Result<(), Failure> {
 
 impl PreemptReport {
     fn add(&mut self, case: BestEffortCase) {
-        eprintln!(
+        progress::note(&format!(
             "{}: first block p50 {} p99 {} us, everywhere p50 {} p99 {}, preempted p50 {} p99 {}; \
              real time {:+.1} % mean, \
              {:+.1} % p99, {:+.1} % mean when it was gone before; {:.1} us lost a preemption",
@@ -175,7 +180,7 @@ impl PreemptReport {
             case.real_time_p99_increase_pct,
             case.real_time_after_mean_increase_pct,
             case.lost_us_per_preemption,
-        );
+        ));
         self.cases.push(case);
     }
 }

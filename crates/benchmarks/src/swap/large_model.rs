@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use assembly::progress;
 use assembly::{Failure, PrecisionArg};
 use base::Random;
 use device::residency::{LoadProgress, Residency};
@@ -67,7 +68,7 @@ impl LargeModel {
             let requested = args.large_model_mb;
             return Err(Failure::failed(format!("{bytes} bytes of weights, not {requested} MB")));
         }
-        eprintln!("{name}: {:.2} GB of weights on the device", bytes as f64 / 1e9);
+        progress::note(&format!("{name}: {:.2} GB of weights on the device", bytes as f64 / 1e9));
         Ok(LargeModel { name, bytes, device, plan, _program: program, weights })
     }
 

@@ -19,6 +19,7 @@ use api::{
 };
 use assembly::demo_model::DIGITS_ONNX;
 use assembly::device_group::device_group_on;
+use assembly::progress::{self, Progress};
 use assembly::{DiskLoader, Failure, tokio_runtime, write_file};
 use base::{Bytes, Nanos, Random};
 use bytes::Bytes as RawBytes;
@@ -144,6 +145,7 @@ async fn soak(
     let mut all = OperationStats::default();
     let began = Instant::now();
     let warm = report.operations / WARM_OF;
+    let progress = Progress::new(ROUNDS + 1, "rounds");
     for round in 0..=ROUNDS {
         let done = warm + (report.operations - warm) * round / ROUNDS;
         let before =
@@ -154,7 +156,12 @@ async fn soak(
             _ => format!("after {done} operations"),
         };
         report.rests.push(sample_memory(opened, &when));
-        eprintln!("{when}: {:.0} s, {} wrong", began.elapsed().as_secs_f64(), all.wrong);
+        progress::note(&format!(
+            "{when}: {:.0} s, {} wrong",
+            began.elapsed().as_secs_f64(),
+            all.wrong
+        ));
+        progress.advance();
     }
     report.seconds = began.elapsed().as_secs_f64();
     report.add(all);

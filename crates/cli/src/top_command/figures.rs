@@ -19,6 +19,27 @@ pub(super) struct Figures {
     devices: Vec<DeviceFigures>,
     models: Vec<ModelFigures>,
     flows: Vec<Flow>,
+    /// Of a frontend, which has no devices.
+    #[serde(default)]
+    backends: Vec<BackendFigures>,
+}
+
+impl Figures {
+    /// The first figures of a frontend are those of no time.
+    pub(super) fn are_empty(&self) -> bool {
+        self.interval_ns == 0
+    }
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+pub(super) struct BackendFigures {
+    pub(super) name: String,
+    pub(super) device: Option<String>,
+    pub(super) state: String,
+    pub(super) in_flight: u64,
+    done: u64,
+    failed: u64,
+    latency: Vec<(u32, u64)>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -176,6 +197,15 @@ pub(super) struct DeviceRow {
     pub(super) leaving_p99_us: Option<f64>,
 }
 
+/// A backend and what a frontend sent to it.
+#[derive(Clone, Debug)]
+pub(super) struct BackendRow {
+    pub(super) figures: BackendFigures,
+    pub(super) rate: f64,
+    pub(super) p99_us: Option<f64>,
+    pub(super) failed: u64,
+}
+
 /// The last minute.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Minute {
@@ -183,6 +213,8 @@ pub(super) struct Minute {
     /// By model and class.
     flows: BTreeMap<(String, String), History>,
     devices: Vec<History>,
+    /// By name.
+    backends: BTreeMap<String, History>,
     elapsed_ns: u64,
 }
 
@@ -192,14 +224,17 @@ impl Minute {
         self.elapsed_ns += figures.interval_ns;
         if self.elapsed_ns >= 1_000_000_000 {
             self.elapsed_ns = 0;
-            self.flows.values_mut().chain(&mut self.devices).for_each(History::turn);
+            self.histories().for_each(History::turn);
         }
         for flow in &figures.flows {
             self.flows.entry((flow.model.clone(), flow.class.clone())).or_default();
         }
         self.devices.resize_with(figures.devices.len(), History::default);
-        let seconds = self.flows.values_mut().chain(&mut self.devices);
-        for second in seconds.filter_map(|history| history.0.back_mut()) {
+        self.backends.retain(|name, _| figures.backends.iter().any(|b| b.name == *name));
+        for backend in &figures.backends {
+            self.backends.entry(backend.name.clone()).or_default();
+        }
+        for second in self.histories().filter_map(|history| history.0.back_mut()) {
             second.ns += figures.interval_ns;
         }
         for flow in &figures.flows {
@@ -218,11 +253,22 @@ impl Minute {
             second.preemptions += device.preemptions;
             second.leaving.add(&device.leaving);
         }
+        for backend in &figures.backends {
+            let history = self.backends.get_mut(&backend.name);
+            let Some(second) = history.and_then(|history| history.0.back_mut()) else { continue };
+            second.done += backend.done;
+            second.failed += backend.failed;
+            second.latency.add(&backend.latency);
+        }
         // What a model did not do for a minute is no longer shown.
         self.flows.retain(|_, history| {
             history.0.len() < SECONDS || history.sum(|second| second.done + second.failed) > 0
         });
         self.figures = figures;
+    }
+
+    fn histories(&mut self) -> impl Iterator<Item = &mut History> {
+        self.flows.values_mut().chain(&mut self.devices).chain(self.backends.values_mut())
     }
 
     /// Models by name and class; those without requests are there too.
@@ -275,6 +321,20 @@ impl Minute {
         self.figures.devices.iter().zip(&self.devices).map(row).collect()
     }
 
+    pub(super) fn backends(&self) -> Vec<BackendRow> {
+        let row = |figures: &BackendFigures| {
+            let history = self.backends.get(&figures.name)?;
+            Some(BackendRow {
+                figures: figures.clone(),
+                rate: history.rate(|second| second.done),
+                p99_us: Counts::merge(history.0.iter().map(|second| &second.latency))
+                    .quantile_us(0.99),
+                failed: history.sum(|second| second.failed),
+            })
+        };
+        self.figures.backends.iter().filter_map(row).collect()
+    }
+
     /// The figures for other programs.
     pub(super) fn json(&self) -> Value {
         let model = |row: ModelRow| {
@@ -302,10 +362,25 @@ impl Minute {
                 "power_milliwatts": row.figures.power_milliwatts,
             })
         };
-        json!({
+        let backend = |row: BackendRow| {
+            json!({
+                "name": row.figures.name,
+                "state": row.figures.state,
+                "in_flight": row.figures.in_flight,
+                "requests_per_second": row.rate,
+                "p99_us": row.p99_us,
+                "failed": row.failed,
+            })
+        };
+        let mut figures = json!({
             "models": self.models().into_iter().map(model).collect::<Vec<_>>(),
             "devices": self.devices().into_iter().map(device).collect::<Vec<_>>(),
-        })
+        });
+        let backends = self.backends();
+        if !backends.is_empty() {
+            figures["backends"] = backends.into_iter().map(backend).collect();
+        }
+        figures
     }
 }
 
@@ -359,6 +434,39 @@ pub(super) mod tests {
         assert!((device.busy[0] - 0.2).abs() < 1e-9 && (device.busy[1] - 0.4).abs() < 1e-9);
         assert!((device.preemption_rate - 20.0).abs() < 1e-9);
         assert_eq!(minute.json()["models"][1]["name"], "resnet");
+    }
+
+    /// A frontend of two backends, one of them ejected.
+    pub(in crate::top_command) fn frontend_example() -> Figures {
+        let backend = |name: &str, state: &str, done: u64| {
+            json!({
+                "name": name, "address": "10.0.0.1:1", "http": "", "device": "CPU, 2 threads",
+                "models": ["resnet"], "state": state, "in_flight": 2, "done": done, "failed": 1,
+                "late": 0, "latency": [[80, done]],
+            })
+        };
+        let backends = [backend("b1", "serving", 20), backend("b2", "ejected", 5)];
+        let mut figures = Figures { devices: Vec::new(), ..example() };
+        figures.backends = backends
+            .into_iter()
+            .map(|backend| serde_json::from_value(backend).expect("a backend"))
+            .collect();
+        figures
+    }
+
+    #[test]
+    fn a_frontend_has_backends_instead_of_devices() {
+        let mut minute = Minute::default();
+        (0..8).for_each(|_| minute.add(frontend_example()));
+        assert!(minute.devices().is_empty());
+        let backends = minute.backends();
+        assert!((backends[0].rate - 80.0).abs() < 1e-9, "{}", backends[0].rate);
+        assert_eq!(backends[0].p99_us.map(|us| us.round()), Some(1069.0));
+        assert_eq!((backends[1].failed, backends[1].figures.in_flight), (8, 2));
+        assert_eq!(minute.json()["backends"][1]["state"], "ejected");
+        let gone = Figures { backends: Vec::new(), ..frontend_example() };
+        minute.add(gone);
+        assert!(minute.backends().is_empty() && minute.json().get("backends").is_none());
     }
 
     #[test]

@@ -1,12 +1,13 @@
 //! What `atoll top` draws.
 
+use base::Bytes;
 use ratatui::buffer::Buffer;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Row, Table, Widget};
 
-use super::figures::{DeviceRow, Minute, ModelRow};
+use super::figures::{BackendRow, DeviceRow, Minute, ModelRow};
 
 /// Columns of a bar.
 const BAR: usize = 20;
@@ -16,6 +17,11 @@ const HEIGHTS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '�
 const HISTORY: usize = 16;
 /// Lines of a device.
 const DEVICE_LINES: u16 = 3;
+
+/// Columns that a name has at least.
+const MIN_NAME: u16 = 12;
+/// Indices of columns, the least important first: rows, failures, SLO, queue, p50, requests, p99.
+const LEAST_FIRST: [usize; 7] = [4, 6, 5, 3, 1, 0, 2];
 
 /// Lines that are not for devices: totals, some models, keys.
 const TABLE_LINES: usize = 10;
@@ -122,10 +128,6 @@ fn time(micros: Option<f64>) -> String {
     }
 }
 
-fn mebibytes(bytes: u64) -> String {
-    format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20))
-}
-
 fn class_color(class: &str) -> Color {
     if class == "rt" { REAL_TIME } else { BEST_EFFORT }
 }
@@ -156,7 +158,8 @@ fn history(row: &ModelRow) -> String {
 fn head(minute: &Minute, view: &View) -> Vec<Line<'static>> {
     let models = minute.models();
     let rate = |class: &str| -> f64 {
-        models.iter().filter(|row| row.class == class).map(|row| row.rate).sum()
+        // The sum of no rates would be a negative zero.
+        models.iter().filter(|row| row.class == class).fold(0.0, |sum, row| sum + row.rate)
     };
     let worst = |class: &str| {
         let times = models.iter().filter(|row| row.class == class).filter_map(|row| row.p99_us);
@@ -211,10 +214,10 @@ fn device(row: &DeviceRow) -> Vec<Line<'static>> {
         "  {} preemptions/s, leaving p99 {}, weights {}",
         number(row.preemption_rate),
         time(row.leaving_p99_us),
-        mebibytes(figures.resident_bytes)
+        Bytes(figures.resident_bytes)
     );
     if figures.budget_bytes > 0 {
-        third += &format!(" of {}", mebibytes(figures.budget_bytes));
+        third += &format!(" of {}", Bytes(figures.budget_bytes));
     }
     if let Some(power) = figures.power_milliwatts {
         third += &format!(", {} W", power / 1000);
@@ -225,26 +228,58 @@ fn device(row: &DeviceRow) -> Vec<Line<'static>> {
     vec![Line::from(first), Line::from(second), Line::from(third)]
 }
 
+fn backend(row: &BackendRow) -> Line<'static> {
+    let figures = &row.figures;
+    let color = if figures.state == "serving" { Color::LightGreen } else { Color::LightRed };
+    let device = figures.device.as_deref().unwrap_or_default();
+    Line::from(vec![
+        Span::styled(figures.name.clone(), Style::new().add_modifier(Modifier::BOLD)),
+        Span::styled(format!("  {}", figures.state), Style::new().fg(color)),
+        Span::raw(format!(
+            "  {}/s, p99 {}, {} in flight, {} failed  {device}",
+            number(row.rate),
+            time(row.p99_us),
+            figures.in_flight,
+            row.failed
+        )),
+    ])
+}
+
+/// Columns that fit beside a name: on a narrow screen those that matter least are left out, never
+/// the one that the table is sorted by.
+fn fitting(view: &View, width: u16) -> Vec<usize> {
+    let mut shown: Vec<usize> = (0..COLUMNS.len()).collect();
+    let taken = |shown: &[usize]| shown.iter().map(|at| COLUMNS[*at].width + 1).sum::<u16>() + 3;
+    for least in LEAST_FIRST.into_iter().filter(|at| *at != view.column) {
+        if taken(&shown) + MIN_NAME > width {
+            shown.retain(|at| *at != least);
+        }
+    }
+    shown
+}
+
 fn table(minute: &Minute, view: &View, width: u16) -> Table<'static> {
+    let shown = fitting(view, width);
     let fixed: u16 = COLUMNS.iter().map(|column| column.width + 1).sum::<u16>() + 3;
     let with_history = width >= fixed + 14 + HISTORY as u16;
-    let title = |(index, column): (usize, &Column)| {
-        let mark = match (index == view.column, view.direction) {
+    let title = |index: &usize| {
+        let mark = match (*index == view.column, view.direction) {
             (false, _) => "",
             (true, Direction::Descending) => "v",
             (true, Direction::Ascending) => "^",
         };
-        Cell::from(Line::from(format!("{}{mark}", column.title)).right_aligned())
+        Cell::from(Line::from(format!("{}{mark}", COLUMNS[*index].title)).right_aligned())
     };
     let mut titles = vec![Cell::from("MODEL"), Cell::from("CL")];
-    titles.extend(COLUMNS.iter().enumerate().map(title));
+    titles.extend(shown.iter().map(title));
     let rows: Vec<Row<'static>> = sorted(minute, view)
         .iter()
         .map(|row| {
             let class = Span::styled(row.class.clone(), Style::new().fg(class_color(&row.class)));
             let mut cells = vec![Cell::from(row.name.clone()), Cell::from(class)];
-            let text = |column: &Column| Cell::from(Line::from((column.text)(row)).right_aligned());
-            cells.extend(COLUMNS.iter().map(text));
+            let text =
+                |at: &usize| Cell::from(Line::from((COLUMNS[*at].text)(row)).right_aligned());
+            cells.extend(shown.iter().map(text));
             if with_history {
                 cells.push(Cell::from(history(row)));
             }
@@ -252,7 +287,7 @@ fn table(minute: &Minute, view: &View, width: u16) -> Table<'static> {
         })
         .collect();
     let mut widths = vec![Constraint::Fill(1), Constraint::Length(2)];
-    widths.extend(COLUMNS.iter().map(|column| Constraint::Length(column.width)));
+    widths.extend(shown.iter().map(|at| Constraint::Length(COLUMNS[*at].width)));
     if with_history {
         titles.push(Cell::from("REQUESTS"));
         widths.push(Constraint::Length(HISTORY as u16));
@@ -272,6 +307,12 @@ pub(super) fn draw(minute: &Minute, view: &View, area: Rect, buffer: &mut Buffer
     above.extend(shown.iter().flat_map(device));
     if shown.len() < devices.len() {
         above.push(Line::from(format!("and {} more devices", devices.len() - shown.len())));
+    }
+    let backends = minute.backends();
+    let shown = &backends[..backends.len().min((room as usize).max(1))];
+    above.extend(shown.iter().map(backend));
+    if shown.len() < backends.len() {
+        above.push(Line::from(format!("and {} more backends", backends.len() - shown.len())));
     }
     let below = Line::from("left/right: sort by  up/down: order  q: quit")
         .style(Style::new().fg(Color::DarkGray));
@@ -293,7 +334,8 @@ pub(super) fn draw(minute: &Minute, view: &View, area: Rect, buffer: &mut Buffer
 /// The screen as plain text, as high as it needs to be up to `max_lines`.
 pub(super) fn text(minute: &Minute, width: u16, max_lines: u16) -> String {
     let view = View { url: "last second".to_string(), ..View::new("") };
-    let lines = minute.devices().len() * DEVICE_LINES as usize + minute.models().len();
+    let devices = minute.devices().len() * DEVICE_LINES as usize;
+    let lines = devices + minute.backends().len() + minute.models().len();
     let height = u16::try_from(lines + TABLE_LINES + 4).unwrap_or(max_lines).min(max_lines);
     let area = Rect::new(0, 0, width, height);
     let mut buffer = Buffer::empty(area);
@@ -311,7 +353,7 @@ mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
-    use super::super::figures::tests::example;
+    use super::super::figures::tests::{example, frontend_example};
     use super::*;
 
     fn minute() -> Minute {
@@ -356,6 +398,17 @@ mod tests {
     }
 
     #[test]
+    fn the_backends_of_a_frontend_have_a_line_each() {
+        let mut minute = Minute::default();
+        (0..8).for_each(|_| minute.add(frontend_example()));
+        let lines = drawn(&minute, &View::new("http://host:8000"), 80, 24);
+        let line = |text: &str| lines.iter().any(|line| line.starts_with(text));
+        assert!(line("b1  serving  80/s, p99 1.1 ms, 2 in flight, 8 failed"), "{lines:?}");
+        assert!(line("b2  ejected") && line("resnet"), "{lines:?}");
+        assert!(text(&minute, 100, 1_000).contains("b2  ejected"));
+    }
+
+    #[test]
     fn rows_are_sorted_by_the_chosen_column() {
         let first = |view: &View| {
             let lines = drawn(&minute(), view, 80, 24);
@@ -384,6 +437,18 @@ mod tests {
         assert!(drawn(&minute(), &lost, 80, 24)[0].contains("no connection"));
         // A wide screen shows the requests of each second, too.
         assert!(drawn(&minute(), &lost, 120, 24).join("\n").contains("█"));
+    }
+
+    #[test]
+    fn a_narrow_screen_keeps_names_and_the_sorted_column() {
+        let view = View { column: 4, ..View::new("") };
+        let lines = drawn(&minute(), &view, 44, 24);
+        let head = lines.iter().find(|line| line.starts_with("MODEL")).expect("a table");
+        assert!(head.contains("P99") && head.contains("ROWSv") && !head.contains("FAIL"), "{head}");
+        let row = lines.iter().find(|line| line.starts_with("resnet")).expect("a row");
+        assert!(row.contains("4.3 ms") && row.contains("1.8"), "{row}");
+        // Nothing was sent: no rate is negative.
+        assert!(drawn(&Minute::default(), &view, 80, 24)[1].starts_with("real time 0/s"));
     }
 
     #[test]

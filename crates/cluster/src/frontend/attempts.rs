@@ -361,6 +361,10 @@ impl Inner {
         let mut client = target.link.client();
         let reply = tokio::time::timeout(limit, client.model_infer(message)).await;
         let now = self.clock.now();
+        match &reply {
+            Ok(Ok(_)) => target.link.live.answer(now - sent, 1),
+            _ => target.link.live.fail(1),
+        }
         let status = match reply {
             Ok(Ok(reply)) => {
                 self.judge_reply(entry, target, now, sent);

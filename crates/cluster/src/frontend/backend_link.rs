@@ -9,6 +9,7 @@ use base::Nanos;
 use http::Uri;
 
 use super::http2::Http2Connection;
+use super::live_counts::LiveCounts;
 use crate::balance::backend_health::{Availability, BackendHealth};
 use crate::tls::ClientTls;
 
@@ -27,6 +28,8 @@ pub struct BackendLink {
     steady: AtomicBool,
     /// Requests in flight, over all models.
     pub outstanding: AtomicUsize,
+    /// Requests that were sent to it, for viewers.
+    pub live: LiveCounts,
 }
 
 impl BackendLink {
@@ -45,6 +48,7 @@ impl BackendLink {
             health: Mutex::new(BackendHealth::new(now)),
             steady: AtomicBool::new(false),
             outstanding: AtomicUsize::new(0),
+            live: LiveCounts::default(),
         })
     }
 

@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use base::{Histogram, Nanos};
 
+use super::live_counts::LiveCounts;
 use crate::balance::patience::TypicalLatency;
 use crate::record::{ModelLoad, QueryLoad, StageLoad};
 
@@ -61,6 +62,8 @@ pub struct Meter {
     hedged: AtomicU64,
     /// Of replies of backends, in nanoseconds.
     typical: AtomicU64,
+    /// The same requests, for viewers.
+    pub live: LiveCounts,
     recent: Mutex<RecentLoad>,
 }
 
@@ -115,11 +118,13 @@ impl Meter {
         if objective.is_some_and(|objective| latency > objective) {
             self.late.fetch_add(count, Relaxed);
         }
+        self.live.answer(latency, count);
         self.lock().latency.record(latency);
     }
 
     /// Counts requests that were refused or cancelled.
     pub fn refuse(&self, count: u64) {
+        self.live.fail(count);
         self.refused.fetch_add(count, Relaxed);
     }
 

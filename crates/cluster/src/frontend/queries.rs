@@ -20,13 +20,14 @@ impl Inner {
         let entry = table.query(name)?;
         let spec = &entry.query.spec;
         let load = entry.meter.counts(self.clock.now());
-        let stage = |stage: &crate::query::spec::StageSpec| {
+        let stage = |(index, stage): (usize, &crate::query::spec::StageSpec)| {
             let split = entry.split.as_ref();
             let budget = split.and_then(|split| split.stages.get(&stage.name));
             let model = ModelRef { name: &stage.model, version: None };
             QueryStageMetadata {
                 name: stage.name.clone(),
                 model: stage.model.clone(),
+                after: entry.query.parents[index].iter().copied().collect(),
                 ready: table.serving(model).is_ok(),
                 budget_ms: budget.map(|budget| budget.budget_ms),
                 fan_out: budget.map(|budget| budget.fan_out),
@@ -38,7 +39,7 @@ impl Inner {
             slo_ms: spec.slo_ms,
             inputs: entry.query.inputs.iter().cloned().collect(),
             outputs: spec.output.keys().cloned().collect(),
-            stages: spec.stages.iter().map(stage).collect(),
+            stages: spec.stages.iter().enumerate().map(stage).collect(),
             even_because: entry.split.as_ref().and_then(|split| split.even_because.clone()),
             exact: entry.split.as_ref().is_some_and(|split| split.exact),
             requests: load.requests.arrived,

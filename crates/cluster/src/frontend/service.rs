@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use api::error::ApiResult;
 use api::metadata::{BatchStats, DurationStat};
+use api::monitor::Monitor;
 use api::{
     ApiError, Classification, ClassifyRequest, ErrorKind, IndexEntry, InferRequest, InferResponse,
     InferenceService, ModelMetadata, ModelRef, ModelState, ModelStatistics, QueryMetadata,
@@ -15,6 +17,7 @@ use api::{
 };
 use model::ModelConfig;
 
+use super::monitor::FrontendMonitor;
 use super::routing_table::{ModelEntry, RoutingTable};
 use super::status;
 use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
@@ -299,7 +302,7 @@ impl Inner {
 
     fn index(&self, only_ready: bool) -> Vec<IndexEntry> {
         let table = self.table();
-        let row = |(name, entry): (&String, &std::sync::Arc<ModelEntry>)| {
+        let row = |(name, entry): (&String, &Arc<ModelEntry>)| {
             let (state, reason) = entry.state();
             let version = entry.record.version.to_string();
             IndexEntry { name: name.clone(), version, state: Some(state), reason }
@@ -444,6 +447,10 @@ impl InferenceService for Frontend {
         self.inner.settings.metadata.clone()
     }
 
+    fn monitor(&self) -> Option<Arc<dyn Monitor>> {
+        Some(Arc::new(FrontendMonitor(self.inner.clone())))
+    }
+
     fn cluster_status(&self) -> ServiceFuture<'_, serde_json::Value> {
         Box::pin(std::future::ready(Ok(status::status(&self.inner.table()))))
     }
@@ -454,7 +461,7 @@ impl InferenceService for Frontend {
         }
         // Ready once all models are; models that are added later do not make the frontend unready.
         let table = self.inner.table();
-        let settled = |entry: &std::sync::Arc<ModelEntry>| {
+        let settled = |entry: &Arc<ModelEntry>| {
             !entry.record.enabled || !entry.targets.is_empty() || entry.failure.is_some()
         };
         if !table.models.is_empty() && table.models.values().all(settled) {

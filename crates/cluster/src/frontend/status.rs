@@ -20,6 +20,7 @@ pub(super) fn summary(snapshot: &ClusterSnapshot) -> Value {
             json!({
                 "name": name,
                 "address": backend.grpc,
+                "http": backend.http,
                 "device": backend.device,
                 "models": ready.map(|(model, _)| model).collect::<Vec<_>>(),
             })

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use api::monitor::{LiveCursor, LiveUpdate, Monitor, SPAN_NUMBERS};
+use api::monitor::{LiveCursor, LiveUpdate, Monitor, SPAN_NUMBERS, time_bucket};
 use base::Nanos;
 use device::PreemptionLevel;
 use model::config::Class;
@@ -55,15 +55,13 @@ impl Names {
     }
 }
 
-/// Counts by size; bucket `n` begins at `2^(n/8)` microseconds.
+/// Counts by bucket of [`time_bucket`].
 #[derive(Default)]
 struct Times(BTreeMap<u32, u64>);
 
 impl Times {
     fn count(&mut self, time: Nanos) {
-        let micros = time.0 as f64 / 1e3;
-        let bucket = (micros.max(1.0).log2() * 8.0).floor() as u32;
-        *self.0.entry(bucket).or_default() += 1;
+        *self.0.entry(time_bucket(time)).or_default() += 1;
     }
 
     fn json(&self) -> Value {
@@ -302,7 +300,7 @@ impl Monitor for NodeMonitor {
         LiveUpdate { figures, spans: encoded }
     }
 
-    fn trace(&self, window: Nanos) -> String {
+    fn trace(&self, window: Nanos) -> Option<String> {
         let (names, since) = (Names::of(&self.0), self.now() - window);
         let read: Vec<(Vec<Span>, u64)> = (0..self.nodes().len())
             .map(|device| {
@@ -330,7 +328,7 @@ impl Monitor for NodeMonitor {
                 lost: *lost,
             })
             .collect();
-        trace_events::write(&traces, MAX_EXPLAINED)
+        Some(trace_events::write(&traces, MAX_EXPLAINED))
     }
 
     fn explain(&self, device: usize, number: u64) -> Option<Value> {
@@ -472,18 +470,4 @@ fn encode(device: usize, span: &Span, out: &mut Vec<u8>) {
         }
     };
     numbers.iter().for_each(|number| out.extend_from_slice(&number.to_le_bytes()));
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn buckets_of_times_grow_by_an_eighth_of_an_octave() {
-        let mut times = Times::default();
-        for micros in [0, 1, 2, 1_024, 1_100] {
-            times.count(Nanos::from_micros(micros));
-        }
-        assert_eq!(times.json(), json!([[0, 2], [8, 1], [80, 2]]));
-    }
 }

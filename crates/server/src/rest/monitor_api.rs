@@ -162,6 +162,8 @@ pub(super) async fn trace(
         monitor.trace(window)
     });
     let text = text.await.map_err(|_| ApiError::internal("the trace could not be written"))?;
+    let none = "a frontend runs no models and has no traces: ask a backend for its own";
+    let text = text.ok_or_else(|| ApiError::unsupported(none))?;
     let mut response = response::json_bytes(StatusCode::OK, text.into_bytes());
     let file = HeaderValue::from_static("attachment; filename=\"atoll-trace.json\"");
     response.headers_mut().insert(CONTENT_DISPOSITION, file);

@@ -34,7 +34,7 @@ async fn start_on(device: Arc<FakeDevice>, names: &[&str]) -> Fixture {
     let loader = Arc::new(FakeLoader::new(device.clone()));
     names.iter().for_each(|name| loader.add(name, 1, ModelConfig::default()));
     let node = LocalNode::new(Arc::new(DeviceGroup::of(Arc::new(node)).unwrap()), loader.clone());
-    assert!(node.load_all(&[]).await.unwrap().is_empty());
+    assert!(node.load_all(&[], |_, _, _| {}).await.unwrap().is_empty());
     node.set_started();
     Fixture { node, loader, device }
 }
@@ -418,7 +418,7 @@ async fn several_devices_are_one_service() {
     let alone = Batching { policy: BatchingPolicy::None, ..Batching::default() };
     loader.add("m", 1, ModelConfig { batching: alone, ..ModelConfig::default() });
     let node = LocalNode::new(device_group, loader);
-    assert!(node.load_all(&[]).await.unwrap().is_empty());
+    assert!(node.load_all(&[], |_, _, _| {}).await.unwrap().is_empty());
     node.set_started();
     let has = |line: &str| metrics(&node).contains(line);
     assert!(!has("device=\"fake#1\"} 1000"), "one device is enough until there is load");
