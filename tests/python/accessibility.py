@@ -19,7 +19,7 @@ RUN = (
 
 
 def axe_source() -> str:
-    """The script. The package is only its carrier: what it does needs another browser driver."""
+    """The script. Nothing else of the package is used: that needs another browser driver."""
     found = importlib.util.find_spec("axe_playwright_python")
     assert found and found.submodule_search_locations, "axe is missing: run ./test python once"
     return (Path(found.submodule_search_locations[0]) / "axe.min.js").read_text()
