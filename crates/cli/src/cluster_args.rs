@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use assembly::{DeviceArgs, Failure, value_parsers};
 use base::Bytes;
 use clap::{Args, Subcommand};
-use cluster::scaling::kubernetes::WorkloadName;
+use cluster::scaling::pool_spec::PoolSpec;
 use cluster::scheduler::packing::Packer;
 use cluster::store::etcd::EtcdAccess;
 use cluster::tls::Secret;
@@ -190,25 +190,33 @@ pub(crate) struct PlanningArgs {
 /// How many backends there are.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ScalingArgs {
-    /// Scale the backends through the Kubernetes API while leading: deployment/NAME or
-    /// statefulset/NAME; backends have the names of its pods
-    #[arg(long, env = "ATOLL_KUBERNETES_SCALE", value_name = "KIND/NAME")]
-    pub(crate) kubernetes_scale: Option<WorkloadName>,
+    /// Scale backends through the Kubernetes API while leading: deployment/NAME or
+    /// statefulset/NAME, whose pods' names are the backends'. Given several times, or separated
+    /// by ';', the cheapest replicas over all are requested: each with kind=K (as --device-kind
+    /// of its backends) and where they differ min=N, max=N, price=P, cooldown=SECS,
+    /// zero-after=SECS
+    #[arg(
+        long,
+        env = "ATOLL_KUBERNETES_SCALE",
+        value_name = "KIND/NAME[,KEY=VALUE...]",
+        value_delimiter = ';'
+    )]
+    pub(crate) kubernetes_scale: Vec<PoolSpec>,
 
-    /// Its namespace [default: the service account's, or the kubeconfig's]
+    /// Their namespace [default: the service account's, or the kubeconfig's]
     #[arg(long, env = "ATOLL_KUBERNETES_NAMESPACE", requires = "kubernetes_scale")]
     pub(crate) kubernetes_namespace: Option<String>,
 
-    /// Min replicas
+    /// Min replicas of a workload; with 0 it is scaled to zero when no requests come
     #[arg(
         long,
         env = "ATOLL_REPLICAS_MIN",
         default_value_t = 1,
-        value_parser = clap::value_parser!(u32).range(1..=100_000)
+        value_parser = clap::value_parser!(u32).range(0..=100_000)
     )]
     pub(crate) replicas_min: u32,
 
-    /// Max replicas
+    /// Max replicas of a workload
     #[arg(
         long,
         env = "ATOLL_REPLICAS_MAX",
@@ -242,6 +250,20 @@ pub(crate) struct ScalingArgs {
     /// Min seconds between two changes
     #[arg(long, env = "ATOLL_SCALE_COOLDOWN_SECS", default_value_t = 30)]
     pub(crate) scale_cooldown_secs: u64,
+
+    /// Seconds without any request after which the last replicas are removed, where the minimum
+    /// is 0
+    #[arg(long, env = "ATOLL_SCALE_TO_ZERO_AFTER_SECS", default_value_t = 300)]
+    pub(crate) scale_to_zero_after_secs: u64,
+
+    /// Seconds in which none of the missing replicas joins, after which another workload is used
+    #[arg(
+        long,
+        env = "ATOLL_SCALE_PENDING_SECS",
+        default_value_t = 300,
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
+    pub(crate) scale_pending_secs: u64,
 }
 
 /// The files of models.
@@ -265,6 +287,9 @@ pub(crate) struct ModelStoreArgs {
   atoll cluster scheduler --store etcd://a:2379,b:2379,c:2379 --lease-ms 3000 --copies 3
   atoll cluster scheduler --store etcd://etcd:2379 --replicas-max 20 \\
                           --kubernetes-scale deployment/atoll-backend
+  atoll cluster scheduler --store etcd://etcd:2379 \\
+      --kubernetes-scale deployment/atoll-l4,kind=l4,min=0,max=20,price=0.8 \\
+      --kubernetes-scale deployment/atoll-a100,kind=a100,min=0,max=8,price=3.2
 
 Start two or more: one leads, and another takes over when its lease expires.")]
 pub(crate) struct SchedulerArgs {
@@ -342,6 +367,24 @@ pub(crate) struct FrontendArgs {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub(crate) max_requests: u32,
+
+    /// Max milliseconds that a request waits for a backend that is started, where the scheduler
+    /// scales backends; 0 to refuse it at once
+    #[arg(
+        long,
+        env = "ATOLL_COLD_START_WAIT_MS",
+        default_value_t = 120_000,
+        value_parser = clap::value_parser!(u64).range(0..=3_600_000)
+    )]
+    pub(crate) cold_start_wait_ms: u64,
+
+    /// Max requests for one model that wait so
+    #[arg(long, env = "ATOLL_COLD_START_QUEUE", default_value_t = 256)]
+    pub(crate) cold_start_queue: u32,
+
+    /// Max requests that wait so, over all models
+    #[arg(long, env = "ATOLL_COLD_START_QUEUE_TOTAL", default_value_t = 4096)]
+    pub(crate) cold_start_queue_total: u32,
 
     /// Max size of a request body in MiB, after decompression
     #[arg(

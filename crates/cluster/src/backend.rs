@@ -26,10 +26,12 @@ use crate::state_file::{self, StateFile};
 use crate::store::mirror;
 use crate::store::{Store, StoreError};
 
+use signatures::PublishedSignatures;
 use version_offer::{FolderVersion, offer_versions};
 
 pub mod candidates;
 pub mod profiling;
+mod signatures;
 pub mod version_offer;
 
 /// A call to the node.
@@ -151,6 +153,7 @@ struct LocalState {
     state: BackendState,
     /// Digests whose profile is in the store.
     measured: BTreeSet<String>,
+    signatures: PublishedSignatures,
     /// What was saved last.
     saved: state_file::Entries,
 }
@@ -272,6 +275,7 @@ impl BackendAgent {
             self.host.set_pool_batch(&assigned.model, gathers.then_some(pool_batch));
         }
         for assigned in &assignment.models {
+            self.describe(assigned, local).await;
             self.measure(assigned, local).await;
         }
         settled
@@ -343,6 +347,18 @@ impl BackendAgent {
         }
         self.publish(membership, local);
         loaded
+    }
+
+    /// Publishes what a model takes and returns.
+    async fn describe(&self, assigned: &AssignedModel, local: &mut LocalState) {
+        let model = assigned.model.as_str();
+        let Some(record) = self.catalog.find(model) else { return };
+        let state = local.state.models.get(model);
+        let Some(LoadState::Ready { version }) = state else { return };
+        if *version == record.version {
+            let (store, service) = (&*self.store, self.host.service());
+            local.signatures.publish(store, &self.keys, service, model, &record.digest).await;
+        }
     }
 
     /// Measures a model that has no profile for this kind of device.

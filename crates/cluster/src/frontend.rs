@@ -4,7 +4,7 @@
 //! scheduler. A request is one future from its arrival to its reply; whatever happens to backends,
 //! it gives exactly one reply.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -32,6 +32,7 @@ use crate::tls::ClientTls;
 mod attempts;
 pub mod backend_link;
 mod classify;
+pub mod cold_start;
 pub mod http2;
 pub mod meter;
 mod queries;
@@ -43,6 +44,7 @@ mod status;
 
 use attempts::AttemptBudgets;
 use backend_link::{BackendLink, BackendLinks};
+use cold_start::{ColdStartSettings, ColdStarts};
 use routing_table::{ModelEntry, RouteTarget, RoutingTable};
 
 /// How often load is measured. What is written of it, the reporter decides.
@@ -75,6 +77,8 @@ pub struct FrontendSettings {
     pub backend_tls: Option<ClientTls>,
     /// Where the last routes are kept, for a start without the store.
     pub saved: Option<StateFile>,
+    /// Limits of requests that wait until a backend has their model.
+    pub cold_start: ColdStartSettings,
 }
 
 /// A frontend, as a service. Cloning shares it.
@@ -94,6 +98,11 @@ struct Inner {
     random: Mutex<Random>,
     budgets: Mutex<AttemptBudgets>,
     in_flight: AtomicUsize,
+    /// Changes of models that wait for backends: the frontend is not idle meanwhile.
+    changes_waiting: AtomicUsize,
+    /// When the last request came, in nanoseconds of the clock; 0 where none has.
+    entered_at: AtomicU64,
+    cold_starts: ColdStarts,
     draining: AtomicBool,
     /// Whether all models have been ready once.
     started: AtomicBool,
@@ -138,6 +147,9 @@ impl Frontend {
             random: Mutex::new(Random::new(clock.now().0 ^ u64::from(std::process::id()))),
             budgets: Mutex::default(),
             in_flight: AtomicUsize::new(0),
+            changes_waiting: AtomicUsize::new(0),
+            entered_at: AtomicU64::new(0),
+            cold_starts: ColdStarts::default(),
             draining: AtomicBool::new(false),
             started: AtomicBool::new(false),
             metadata: Mutex::default(),
@@ -181,12 +193,17 @@ impl Frontend {
         tokio::spawn(async move {
             let mut ticks = tokio::time::interval(REPORT_INTERVAL);
             loop {
-                ticks.tick().await;
                 let (Some(inner), Some(membership)) = (inner.upgrade(), weak.upgrade()) else {
                     return;
                 };
                 let report = inner.report();
                 membership.put_together(reporter.next(inner.clock.now(), &report));
+                drop(membership);
+                // A request that starts to wait is reported at once.
+                tokio::select! {
+                    _ = ticks.tick() => {}
+                    () = inner.cold_starts.demand.notified() => {}
+                }
             }
         });
         membership
@@ -204,6 +221,7 @@ fn routing_entries(entries: &KeyValues) -> KeyValues {
         RecordKind::Route,
         RecordKind::Query,
         RecordKind::Split,
+        RecordKind::Signature,
     ];
     let kinds = kinds.map(RecordKind::folder_prefix);
     let mine = |key: &str| {
@@ -276,12 +294,19 @@ impl Inner {
         let table = self.table();
         let models = table.models.iter();
         let queries = table.queries.iter();
-        LoadReport {
+        let mut report = LoadReport {
             number: 0,
             models: models.map(|(name, e)| (name.clone(), e.meter.report(now))).collect(),
             queries: queries.map(|(name, q)| (name.clone(), q.meter.report(now))).collect(),
             ejected: self.ejected(now),
-        }
+            ..LoadReport::default()
+        };
+        let busy = self.in_flight.load(Ordering::Relaxed) > 0
+            || self.changes_waiting.load(Ordering::Relaxed) > 0;
+        let entered_at = Some(self.entered_at.load(Ordering::Relaxed)).filter(|at| *at > 0);
+        let entered_at = entered_at.map(Nanos);
+        self.cold_starts.fill(&mut report, now, busy, entered_at);
+        report
     }
 
     /// Addresses of the backends that are ejected.
@@ -311,6 +336,7 @@ impl Inner {
         if self.draining.load(Ordering::SeqCst) {
             return Err(ApiError::shutting_down());
         }
+        self.entered_at.store(self.clock.now().0, Ordering::Relaxed);
         let before = self.in_flight.fetch_add(1, Ordering::Relaxed);
         let in_flight = InFlightGuard(&self.in_flight);
         if before >= self.settings.requests_max {
@@ -321,9 +347,28 @@ impl Inner {
 
     async fn infer(&self, model: ModelRef<'_>, request: InferRequest) -> ApiResult<InferResponse> {
         let table = self.table();
-        let entry = table.serving(model)?;
+        let entry = match table.serving(model) {
+            Ok(entry) => entry,
+            Err(_) if self.can_wait(&table, model) => {
+                return self.infer_cold(model, request, &table).await;
+            }
+            Err(error) => return Err(error),
+        };
         match self.enter() {
-            Ok(_in_flight) => self.dispatch(model, request, 1, &table, entry).await,
+            Ok(_in_flight) => {
+                // Where backends come and go, the last one may go before it answers.
+                let again = table.scaling.is_some().then(|| request.clone());
+                let reply = self.dispatch(model, request, 1, &table, entry).await;
+                let is_lost = |error: &ApiError| error.kind == ErrorKind::Unavailable;
+                match (&reply, again) {
+                    (Err(error), Some(again))
+                        if is_lost(error) && self.can_wait(&self.table(), model) =>
+                    {
+                        self.try_infer_cold(model, again).await
+                    }
+                    _ => reply,
+                }
+            }
             Err(error) => {
                 entry.meter.arrive(1);
                 entry.meter.refuse(1);
@@ -395,6 +440,9 @@ impl Inner {
         let known = self.metadata.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         if let Some(metadata) = known {
             return Ok(metadata);
+        }
+        if let (true, Some(signature)) = (entry.targets.is_empty(), &entry.signature) {
+            return Ok(Arc::new(signature.metadata(model, entry.record.version)));
         }
         let request = proto::ModelMetadataRequest { name: model.to_string(), ..Default::default() };
         let reply = self

@@ -22,6 +22,8 @@ const SAVINGS_MAX: f64 = 256.0 * 1024.0;
 const COUNTERS_LEAVE: f64 = 128.0 * 1024.0;
 /// By how much larger a change must be when nothing is saved.
 const STRICTNESS_MAX: f64 = 8.0;
+/// Bytes that an urgent report may have, whatever is saved.
+const URGENT_BYTES: f64 = 8.0 * 1024.0;
 /// What the store keeps for each write beside key and value: revisions, lease, indexes.
 const WRITE_OVERHEAD: usize = 120;
 /// Shortest time between two writes that only bring counters up to date.
@@ -78,6 +80,10 @@ impl LoadReporter {
         let Some(known) = &self.known else { return self.write_all(now, report, 0.0) };
         let (fresh, is_common) = significant(known, report, strictness);
         let rest = rest_differs(known, report, strictness);
+        if is_urgent(known, report) {
+            // Requests wait for it.
+            self.savings = self.savings.max(URGENT_BYTES);
+        }
         let counters_due = now - self.written_at >= COUNTERS_INTERVAL && known != report;
         if is_common {
             let writes = self.write_all(now, report, 0.0);
@@ -201,6 +207,12 @@ pub fn apply(report: &mut LoadReport, name: &str, delta: LoadReport) {
     } else {
         report.models.extend(delta.models);
     }
+}
+
+/// Whether a request waits for a backend, or a first one came, and the scheduler does not know.
+fn is_urgent(known: &LoadReport, report: &LoadReport) -> bool {
+    let is_new = |model: &String| !known.waiting.contains_key(model);
+    report.waiting.keys().any(is_new) || (known.idle && !report.idle)
 }
 
 /// Whether anything but rates and counters differs.

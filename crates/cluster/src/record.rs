@@ -8,8 +8,11 @@ use model::ModelConfig;
 use serde::ser::SerializeTuple;
 use serde::{Deserialize, Serialize, Serializer};
 
+pub mod scaling;
+pub mod signature;
 pub mod validation;
 
+pub use scaling::{ColdStartLoad, ReplicaPoolRecord, ScalingRecord};
 use validation::StoredRecord;
 
 /// Names of keys. All keys of a cluster have one prefix, so that clusters can share a store.
@@ -82,6 +85,8 @@ pub enum RecordKind {
     Split,
     /// Versions before they replace anything ([`crate::candidate::CandidateRecord`]); leased.
     Candidate,
+    /// Inputs and outputs of models ([`signature::SignatureRecord`]), by digest.
+    Signature,
 }
 
 impl RecordKind {
@@ -100,6 +105,7 @@ impl RecordKind {
             RecordKind::Query => "queries/",
             RecordKind::Split => "splits/",
             RecordKind::Candidate => "candidates/",
+            RecordKind::Signature => "signatures/",
         }
     }
 }
@@ -307,6 +313,19 @@ pub struct LoadReport {
     /// Addresses of backends that the frontend avoids because of their replies.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ejected: Vec<String>,
+    /// Models whose requests wait for a backend, and about how many of them do.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub waiting: BTreeMap<String, u64>,
+    /// No request came for some seconds, and none is in flight or waits.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub idle: bool,
+    /// Cold starts, once there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cold_starts: Option<ColdStartLoad>,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 /// A stage's share of its query's SLO.
@@ -516,27 +535,6 @@ pub struct RouteRecord {
     /// all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate_max: Option<f64>,
-}
-
-/// The number of backends, and what scales them.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ScalingRecord {
-    /// The workload that is scaled, such as `deployment/atoll-backend`.
-    pub target: String,
-    /// Replicas that the load needs, within the bounds.
-    pub wanted: u32,
-    /// Replicas requested.
-    pub replicas: u32,
-    /// Replicas that have joined the cluster.
-    pub present: usize,
-    /// Backends that are drained so that they can be removed.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub draining: Vec<String>,
-    /// Failures to read or change the workload, over all leaders.
-    pub errors: u64,
-    /// The latest failure, while it lasts, and what to do.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
 }
 
 /// A summary of the plan.

@@ -9,6 +9,7 @@ use model::repository::is_valid_name;
 
 use crate::load_reports::apply;
 use crate::query::spec::QuerySpec;
+use crate::record::signature::SignatureRecord;
 use crate::record::validation::{RECORDS_MAX, StoredRecord, read};
 use crate::record::{
     Assignment, BackendRecord, BackendState, FrontendRecord, LoadReport, ModelRecord, PlanRecord,
@@ -45,6 +46,12 @@ pub struct ClusterSnapshot {
     pub queries: BTreeMap<String, QuerySpec>,
     /// Budgets of the queries' stages.
     pub splits: BTreeMap<String, SplitRecord>,
+    /// Inputs and outputs of models, by digest.
+    #[serde(skip)]
+    pub signatures: BTreeMap<String, SignatureRecord>,
+    /// Versions that wait to be checked by a backend.
+    #[serde(skip)]
+    pub candidates: usize,
 }
 
 fn records<T: StoredRecord>(
@@ -95,7 +102,15 @@ pub fn damaged_records(entries: &BTreeMap<String, Bytes>) -> BTreeMap<String, St
     damaged::<SplitRecord>(entries, prefix(RecordKind::Split), &mut found);
     damaged::<PlanRecord>(entries, "plan", &mut found);
     damaged::<ScalingRecord>(entries, "scaling", &mut found);
+    damaged::<SignatureRecord>(entries, prefix(RecordKind::Signature), &mut found);
     found
+}
+
+/// The number of records of one kind.
+fn count(entries: &BTreeMap<String, Bytes>, kind: RecordKind) -> usize {
+    let prefix = kind.folder_prefix();
+    let from = entries.range(prefix.to_string()..);
+    from.take_while(|(key, _)| key.starts_with(prefix)).count()
 }
 
 /// The load of each frontend: its report, and what has changed since.
@@ -125,6 +140,7 @@ impl ClusterSnapshot {
             routes: records(entries, RecordKind::Route),
             queries: records(entries, RecordKind::Query),
             splits: records(entries, RecordKind::Split),
+            signatures: records(entries, RecordKind::Signature),
             ..ClusterSnapshot::default()
         }
     }
@@ -150,6 +166,8 @@ impl ClusterSnapshot {
             routes: records(entries, RecordKind::Route),
             queries: records(entries, RecordKind::Query),
             splits: records(entries, RecordKind::Split),
+            signatures: BTreeMap::new(),
+            candidates: count(entries, RecordKind::Candidate),
         }
     }
 }

@@ -7,7 +7,10 @@ use std::fmt::Write;
 use serde::Serialize;
 
 use crate::query::spec::{QuerySpec, StageSpec};
-use crate::record::{AssignmentRole, LoadState, ModelLoad, PlanRecord, QueryLoad, ScalingRecord};
+use crate::record::{
+    AssignmentRole, ColdStartLoad, LoadState, ModelLoad, PlanRecord, QueryLoad, ReplicaPoolRecord,
+    ScalingRecord,
+};
 use crate::snapshot::ClusterSnapshot;
 use crate::store::StoreSpace;
 
@@ -82,6 +85,11 @@ pub struct Status {
     /// The scaling record, where backends are scaled.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scaling: Option<ScalingRecord>,
+    /// Requests that wait until a backend has their model.
+    pub waiting: u64,
+    /// Cold starts, over all frontends, once there was one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cold_starts: Option<ColdStartLoad>,
     /// Frontends, with the addresses of their REST servers.
     pub frontends: BTreeMap<String, String>,
     /// Backends.
@@ -154,6 +162,12 @@ impl Status {
             leader: snapshot.leader.clone(),
             plan: snapshot.plan.clone(),
             scaling: snapshot.scaling.clone(),
+            waiting: snapshot
+                .loads
+                .values()
+                .flat_map(|load| load.waiting.values())
+                .fold(0, |sum, count| sum.saturating_add(*count)),
+            cold_starts: cold_starts(snapshot),
             frontends: frontends
                 .map(|(name, record)| (name.clone(), record.http.clone()))
                 .collect(),
@@ -191,6 +205,16 @@ impl Status {
     }
 }
 
+/// Cold starts over all frontends: the latest is that of the frontend that had most.
+fn cold_starts(snapshot: &ClusterSnapshot) -> Option<ColdStartLoad> {
+    let all = snapshot.loads.values().filter_map(|load| load.cold_starts);
+    all.reduce(|a, b| ColdStartLoad {
+        count: a.count.saturating_add(b.count),
+        last_ms: if a.count >= b.count { a.last_ms } else { b.last_ms },
+        max_ms: a.max_ms.max(b.max_ms),
+    })
+}
+
 /// Share of the quota from which a store is nearly full.
 const QUOTA_NEAR: f64 = 0.8;
 
@@ -203,7 +227,12 @@ fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
     } else if snapshot.plan.is_none() {
         add("there is no plan".to_string(), "wait a moment; then read the leader's log");
     }
-    if snapshot.backends.is_empty() {
+    // Scaled to zero on purpose: a request starts a backend.
+    let is_at_zero = snapshot.backends.is_empty()
+        && snapshot.scaling.as_ref().is_some_and(|scaling| {
+            scaling.replicas == 0 && scaling.wanted == 0 && !scaling.pools.is_empty()
+        });
+    if snapshot.backends.is_empty() && !is_at_zero {
         add("no backend has joined".to_string(), "start atoll cluster backend, or read its log");
     }
     if snapshot.frontends.is_empty() {
@@ -222,11 +251,20 @@ fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
                 format!("version {} of model '{name}' cannot be loaded: {why}", record.version),
                 "an older version serves; roll it back, or register another one",
             ),
-            None if targets.is_empty() => add(
+            None if targets.is_empty() && !is_at_zero => add(
                 format!("no backend serves model '{name}'"),
                 "wait until it is loaded; atoll cluster top shows which backend loads it",
             ),
             None => {}
+        }
+    }
+    for pool in snapshot.scaling.iter().flat_map(|scaling| &scaling.pools) {
+        if let Some(why) = &pool.stalled {
+            add(
+                format!("replicas of {} do not come: {why}", pool.target),
+                "look at its pods, nodes and quota (kubectl describe); other pools are used until \
+                 then, where there are any",
+            );
         }
     }
     for (backend, state) in &snapshot.states {
@@ -377,6 +415,14 @@ pub fn render(status: &Status, all: bool) -> String {
     if let Some(scaling) = &status.scaling {
         write_scaling(&mut text, scaling);
     }
+    if let Some(starts) = &status.cold_starts {
+        let (last, max) = (starts.last_ms / 1e3, starts.max_ms / 1e3);
+        let count = starts.count;
+        let _ = writeln!(text, "{count} cold starts, last {last:.1} s, longest {max:.1} s");
+    }
+    if status.waiting > 0 {
+        let _ = writeln!(text, "about {} requests wait for a backend", status.waiting);
+    }
     for backend in &status.backends {
         let filled = ((backend.occupancy * BAR as f64).round() as usize).min(BAR);
         let bar = format!("{}{}", "#".repeat(filled), ".".repeat(BAR - filled));
@@ -478,6 +524,20 @@ fn write_scaling(text: &mut String, scaling: &ScalingRecord) {
         let _ = write!(text, ", {errors} errors");
     }
     text.push('\n');
+    for pool in scaling.pools.iter().filter(|_| scaling.pools.len() > 1) {
+        let kind = if pool.kind.is_empty() { "?" } else { pool.kind.as_str() };
+        let ReplicaPoolRecord { target, min, max, price, wanted, replicas, present, .. } = pool;
+        let _ = writeln!(
+            text,
+            "  {target} ({kind}, {min} to {max}, price {price}): {wanted} wanted, {replicas} \
+             requested, {present} present"
+        );
+    }
+    for pool in &scaling.pools {
+        if let Some(why) = &pool.stalled {
+            let _ = writeln!(text, "  {}: {why}", pool.target);
+        }
+    }
     if let Some(error) = &scaling.error {
         let _ = writeln!(text, "  {error}");
     }
@@ -511,6 +571,7 @@ mod tests {
             draining: vec!["b1".to_string()],
             errors: 4,
             error: Some("not allowed: x".to_string()),
+            pools: Vec::new(),
         });
         let text = render(&Status::of(&snapshot), false);
         let scaling = "deployment/b: 3 wanted, 2 requested, 1 present, draining: b1, 4 errors";

@@ -214,6 +214,7 @@ async fn frontend(cluster: &Cluster, folder: &std::path::Path) -> Frontend {
         files: Some(ModelStore::Folder(FileStore::open(folder).unwrap())),
         backend_tls: None,
         saved: None,
+        cold_start: Default::default(),
     };
     let clock = Arc::new(MonotonicClock::new());
     Frontend::start(cluster.store.clone(), cluster.keys.clone(), clock, settings).await.unwrap()

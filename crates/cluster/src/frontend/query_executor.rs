@@ -91,19 +91,55 @@ impl Inner {
     ) -> ApiResult<InferResponse> {
         let _inside = self.enter()?;
         let query = &entry.query;
-        // A request that a later stage cannot serve is not started.
-        for stage in &query.spec.stages {
-            table.serving(ModelRef { name: &stage.model, version: None })?;
-        }
-        let deadline = arrived + request.options.timeout.unwrap_or(objective);
+        // A request that a later stage cannot serve is not started. Where backends are scaled to
+        // zero it waits for all of them.
+        let own = request.options.timeout;
+        let awake = self.wait_for_stages(table, query, arrived, own).await?;
+        let waited = awake.as_ref().map_or(Nanos::ZERO, |_| self.clock.now() - arrived);
+        let table = awake.as_deref().unwrap_or(table);
+        // The query's objective is about serving, not about starting backends.
+        let deadline = arrived + own.unwrap_or(objective + waited);
         let (id, requested) = (request.id.clone(), request.outputs.clone());
         let query_request = Arc::new(prepare(query.clone(), request).await?);
         let execution = QueryExecution { inner: self, table, entry, query_request, deadline, name };
         let (done, in_stages) = execution.run().await?;
-        entry.meter.complete((self.clock.now() - arrived).since(in_stages));
+        let now = self.clock.now();
+        entry.meter.complete((now - arrived).since(in_stages).since(waited));
+        if awake.is_some() {
+            query.spec.stages.iter().for_each(|stage| self.note_answered(now, &stage.model));
+        }
         let outputs = collect_outputs(query, &done, &requested)?;
         let (model_name, model_version) = (name.into(), "1".into());
         Ok(InferResponse { model_name, model_version, id, outputs, timing: None })
+    }
+
+    /// Waits until backends have the models of all stages; `None` where they have.
+    async fn wait_for_stages(
+        &self,
+        table: &RoutingTable,
+        query: &Checked,
+        arrived: Nanos,
+        own: Option<Nanos>,
+    ) -> ApiResult<Option<Arc<RoutingTable>>> {
+        let models =
+            || query.spec.stages.iter().map(|stage| ModelRef { name: &stage.model, version: None });
+        let mut all_served = true;
+        for model in models() {
+            match table.serving(model) {
+                Ok(_) => {}
+                Err(_) if self.can_wait(table, model) => all_served = false,
+                Err(error) => return Err(error),
+            }
+        }
+        if all_served {
+            return Ok(None);
+        }
+        try_join_all(models().map(|model| self.wait_for_backend(model, arrived, own))).await?;
+        let table = self.table();
+        for model in models() {
+            table.serving(model)?;
+        }
+        Ok(Some(table))
     }
 }
 

@@ -14,6 +14,7 @@ use super::status;
 use crate::balance::backend_health::ReplyLatency;
 use crate::balance::batch_progress::{BatchPlan, BatchProgress};
 use crate::query::spec::{Checked, QuerySpec};
+use crate::record::signature::SignatureRecord;
 use crate::record::{BackendRecord, ModelRecord, RouteRecord, ScalingRecord, SplitRecord};
 use crate::snapshot::ClusterSnapshot;
 
@@ -118,6 +119,8 @@ pub struct ModelEntry {
     pub rate_max: Option<f64>,
     /// Why no backend can load it, where that is so.
     pub failure: Option<String>,
+    /// Its inputs and outputs, once a backend has loaded it.
+    pub signature: Option<SignatureRecord>,
     /// Counts of its requests.
     pub meter: Arc<Meter>,
     /// Limits its rate.
@@ -145,6 +148,8 @@ pub struct RoutingTable {
     pub known: bool,
     /// Frontends that share the load.
     pub frontends: usize,
+    /// Backends that have joined.
+    pub backends: usize,
     /// The scaling record, where backends are scaled.
     pub scaling: Option<ScalingRecord>,
     /// Backends, routes and the plan, for the console.
@@ -208,6 +213,7 @@ impl RoutingTable {
                     .unwrap_or_default(),
                 rate_max: route.and_then(|route| route.rate_max),
                 failure: failure(snapshot, name, record),
+                signature: snapshot.signatures.get(&record.digest).cloned(),
                 meter: old.map(|old| old.meter.clone()).unwrap_or_default(),
                 limit: old.map(|old| old.limit.clone()).unwrap_or_default(),
             };
@@ -222,6 +228,7 @@ impl RoutingTable {
             queries: snapshot.queries.iter().filter_map(query).collect(),
             known: true,
             frontends: snapshot.frontends.len().max(1),
+            backends: snapshot.backends.len(),
             scaling: snapshot.scaling.clone(),
             summary: status::summary(snapshot),
         }
@@ -254,6 +261,21 @@ impl RoutingTable {
                 entry.record.version
             ))),
             _ => Ok(entry),
+        }
+    }
+
+    /// Whether a model has no backend because the cluster is scaled to zero: a request for it
+    /// starts one.
+    pub fn is_at_zero(&self, entry: &ModelEntry) -> bool {
+        let is_off = self.scaling.is_some() && self.backends == 0;
+        is_off && entry.record.enabled && entry.targets.is_empty() && entry.failure.is_none()
+    }
+
+    /// The model, if a backend serves it, or one is started when it is requested.
+    pub fn available(&self, model: ModelRef<'_>) -> ApiResult<&Arc<ModelEntry>> {
+        match self.known(model) {
+            Ok(entry) if self.is_at_zero(entry) => Ok(entry),
+            _ => self.serving(model),
         }
     }
 

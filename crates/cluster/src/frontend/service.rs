@@ -17,7 +17,7 @@ use model::ModelConfig;
 
 use super::routing_table::{ModelEntry, RoutingTable};
 use super::status;
-use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
+use super::{Frontend, InFlightGuard, Inner, classify, deadline_exceeded, no_backend};
 use crate::balance::backend_health::EjectionReason;
 use crate::candidate::CandidateError;
 use crate::record::{LoadReport, ModelLoad, ScalingRecord, validation};
@@ -27,6 +27,9 @@ use crate::store::{StoreError, health};
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How often the end of a drain is checked.
 const DRAIN_POLL: Duration = Duration::from_millis(10);
+
+/// What the index says of a model while there are no backends.
+const AT_ZERO: &str = "scaled to zero: the first request starts a backend";
 
 pub(super) fn store_error(error: StoreError) -> ApiError {
     match error {
@@ -72,6 +75,10 @@ impl Inner {
         done: impl Fn(&RoutingTable) -> ApiResult<bool>,
     ) -> ApiResult<()> {
         let mut table_changes = self.table_changed.subscribe();
+        // A registered model needs a backend, and then some time until it is requested.
+        self.changes_waiting.fetch_add(1, Ordering::Relaxed);
+        let _waiting = InFlightGuard(&self.changes_waiting);
+        self.entered_at.store(self.clock.now().0, Ordering::Relaxed);
         let wait = async {
             loop {
                 if done(&self.table())? {
@@ -230,12 +237,18 @@ impl Inner {
     }
 
     async fn classify(&self, request: ClassifyRequest) -> ApiResult<Classification> {
-        let table = self.table();
         let model = ModelRef { name: &request.model, version: None };
-        let entry = table.serving(model)?;
+        let table = self.table();
+        if let Err(error) = table.serving(model)
+            && !self.can_wait(&table, model)
+        {
+            return Err(error);
+        }
         let _in_flight = self.enter()?;
-        entry.meter.arrive(1);
         let arrived = self.clock.now();
+        let table = self.wait_for_backend(model, arrived, None).await?;
+        let entry = table.serving(model)?;
+        entry.meter.arrive(1);
         let mut last = no_backend(model.name);
         let mut tried: Option<String> = None;
         for _ in 0..2 {
@@ -244,7 +257,9 @@ impl Inner {
             let reply = classify::send(&target.http, self.settings.backend_tls.as_ref(), &request);
             match tokio::time::timeout(self.settings.timeout, reply).await {
                 Ok(Ok(reply)) => {
-                    entry.meter.answer(self.clock.now() - arrived, None, 1);
+                    let now = self.clock.now();
+                    self.note_answered(now, model.name);
+                    entry.meter.answer(now - arrived, None, 1);
                     return Ok(reply);
                 }
                 Ok(Err(error)) if error.kind == ErrorKind::Unavailable => last = error,
@@ -300,7 +315,10 @@ impl Inner {
     fn index(&self, only_ready: bool) -> Vec<IndexEntry> {
         let table = self.table();
         let row = |(name, entry): (&String, &std::sync::Arc<ModelEntry>)| {
-            let (state, reason) = entry.state();
+            let (state, reason) = match table.is_at_zero(entry) {
+                true => (ModelState::Ready, AT_ZERO.to_string()),
+                false => entry.state(),
+            };
             let version = entry.record.version.to_string();
             IndexEntry { name: name.clone(), version, state: Some(state), reason }
         };
@@ -453,11 +471,20 @@ impl InferenceService for Frontend {
             return false;
         }
         // Ready once all models are; models that are added later do not make the frontend unready.
+        // Without models it is ready when one can be registered, and at zero when one is started.
         let table = self.inner.table();
         let settled = |entry: &std::sync::Arc<ModelEntry>| {
-            !entry.record.enabled || !entry.targets.is_empty() || entry.failure.is_some()
+            !entry.record.enabled
+                || !entry.targets.is_empty()
+                || entry.failure.is_some()
+                || table.is_at_zero(entry)
         };
-        if !table.models.is_empty() && table.models.values().all(settled) {
+        let may_have_models = table.known && (table.backends > 0 || table.scaling.is_some());
+        let is_settled = match table.models.is_empty() {
+            true => may_have_models,
+            false => table.models.values().all(settled),
+        };
+        if is_settled {
             self.inner.started.store(true, Ordering::SeqCst);
         }
         self.inner.started.load(Ordering::SeqCst)
@@ -465,7 +492,7 @@ impl InferenceService for Frontend {
 
     fn model_ready<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, bool> {
         let table = self.inner.table();
-        let ready = match table.serving(model) {
+        let ready = match table.available(model) {
             Ok(_) => Ok(true),
             Err(error) if error.kind == ErrorKind::Unavailable => Ok(false),
             Err(error) => Err(error),
@@ -476,7 +503,7 @@ impl InferenceService for Frontend {
     fn model_metadata<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, ModelMetadata> {
         Box::pin(async move {
             let table = self.inner.table();
-            let entry = table.serving(model)?;
+            let entry = table.available(model)?;
             self.inner.metadata(model.name, entry).await.map(|metadata| (*metadata).clone())
         })
     }
@@ -612,6 +639,7 @@ impl InferenceService for Frontend {
             }
         }
         write_attempt_metrics(text, &self.inner);
+        self.inner.cold_starts.write_metrics(text);
         write_query_metrics(text, &report);
         let table = self.inner.table();
         write_scaling_metrics(text, table.scaling.as_ref());

@@ -14,9 +14,9 @@ use model::repository::is_valid_name;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Assignment, BackendRecord, BackendState, FrontendRecord, LoadReport, LoadState, ModelLoad,
-    ModelRecord, OTHER_VERSIONS_MAX, PlanRecord, ProfileRecord, QueryLoad, RouteRecord,
-    ScalingRecord, SplitRecord, is_tombstone,
+    Assignment, BackendRecord, BackendState, ColdStartLoad, FrontendRecord, LoadReport, LoadState,
+    ModelLoad, ModelRecord, OTHER_VERSIONS_MAX, PlanRecord, ProfileRecord, QueryLoad, RouteRecord,
+    SplitRecord, is_tombstone,
 };
 use crate::candidate::CandidateRecord;
 use crate::query::spec::{QuerySpec, STAGES_MAX};
@@ -114,7 +114,7 @@ pub fn write_metrics(text: &mut String) {
     }
 }
 
-fn clamp(value: &mut f64, min: f64, max: f64) {
+pub(super) fn clamp(value: &mut f64, min: f64, max: f64) {
     *value = if value.is_nan() { min } else { value.clamp(min, max) };
 }
 
@@ -134,12 +134,12 @@ fn shortened(text: &str) -> String {
     format!("{:?}", text.chars().take(64).collect::<String>())
 }
 
-fn check_text(what: &str, text: &str) -> Result<(), String> {
+pub(super) fn check_text(what: &str, text: &str) -> Result<(), String> {
     let plain = text.len() <= TEXT_MAX && !text.chars().any(char::is_control);
     if plain { Ok(()) } else { Err(format!("{what} {} is not plausible", shortened(text))) }
 }
 
-fn truncate(reason: &mut String) {
+pub(super) fn truncate(reason: &mut String) {
     if reason.len() > REASON_MAX {
         *reason = reason.chars().take(REASON_MAX / 4).collect();
     }
@@ -230,6 +230,9 @@ impl StoredRecord for LoadReport {
         check_names(self.queries.keys())?;
         self.models.values_mut().for_each(ModelLoad::limit);
         self.queries.values_mut().for_each(QueryLoad::limit);
+        check_names(self.waiting.keys())?;
+        self.waiting.values_mut().for_each(|count| *count = (*count).min(COUNT_MAX));
+        self.cold_starts.iter_mut().for_each(ColdStartLoad::limit);
         Ok(())
     }
 }
@@ -396,19 +399,10 @@ impl StoredRecord for PlanRecord {
     }
 }
 
-impl StoredRecord for ScalingRecord {
-    const KIND: &'static str = "scaling";
-
-    fn limit(&mut self) -> Result<(), String> {
-        self.errors = self.errors.min(COUNT_MAX);
-        check_text("the target", &self.target)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::decode;
+    use crate::record::{ScalingRecord, decode};
 
     fn load(text: &str) -> Result<Option<LoadReport>, String> {
         read(text.as_bytes())

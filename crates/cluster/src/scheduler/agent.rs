@@ -96,6 +96,7 @@ impl SchedulerAgent {
             self.state.lead(self.clock.now());
             let result = self.lead(leader, &mut stop).await;
             self.state.leading.store(false, Relaxed);
+            self.state.note_pools(None);
             match result {
                 Ok(true) => return Ok(()),
                 Ok(false) => tracing::warn!(name = self.name, "leadership lost"),
@@ -130,7 +131,8 @@ impl SchedulerAgent {
             let retained = retention.merge(self.clock.now(), &models_only(&entries));
             let report = task.as_mut().map(|task| task.report.borrow_and_update().clone());
             if let Some(report) = &report {
-                core.drain(report.draining.clone());
+                core.drain(report.draining.clone(), report.may_empty);
+                self.state.note_pools(report.record.as_ref());
             }
             // Plans of large clusters take long; leases and watches continue meanwhile.
             let (clock, scales) = (self.clock.clone(), task.is_some());
