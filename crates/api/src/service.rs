@@ -10,6 +10,7 @@ use model::config::{Class, Preprocessing};
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::canary::{CanaryChoice, CanaryOptions, CanaryStatus};
 use crate::error::{ApiError, ApiResult, ErrorKind};
 use crate::infer::{InferRequest, InferResponse};
 use crate::metadata::{
@@ -66,6 +67,8 @@ pub fn check_model_name(name: &str) -> ApiResult<()> {
 pub struct RequestContext {
     /// The caller's trace context.
     pub trace: Option<TraceContext>,
+    /// Which version it wants where the model has a canary.
+    pub canary: CanaryChoice,
 }
 
 /// A request to register a model.
@@ -83,6 +86,8 @@ pub struct RegisterRequest {
     pub class: Option<Class>,
     /// Its SLO in milliseconds.
     pub slo_ms: Option<u64>,
+    /// Serve it as a canary beside the version in force.
+    pub canary: Option<CanaryOptions>,
 }
 
 /// The response to a [`RegisterRequest`].
@@ -145,6 +150,13 @@ fn no_registry<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
     Box::pin(std::future::ready(Err(ApiError::new(ErrorKind::Unsupported, why))))
 }
 
+/// The error of a service without canaries.
+fn no_canaries<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
+    let why = "only frontends of a cluster have canaries: start with atoll serve --cluster, or \
+               atoll cluster frontend";
+    Box::pin(std::future::ready(Err(ApiError::new(ErrorKind::Unsupported, why))))
+}
+
 /// All operations of REST and gRPC.
 pub trait InferenceService: Send + Sync + 'static {
     /// Name, version and supported extensions.
@@ -201,6 +213,30 @@ pub trait InferenceService: Send + Sync + 'static {
     /// Puts an older registered version of `model` in service: the given one, or the one before.
     fn roll_back_model<'a>(&'a self, _model: ModelRef<'a>) -> ServiceFuture<'a, Registered> {
         no_registry()
+    }
+
+    /// Serves a registered version of `model` as a canary, the newest where none is given; or gives
+    /// the running one another share and other rules.
+    fn start_canary<'a>(
+        &'a self,
+        _model: ModelRef<'a>,
+        _options: CanaryOptions,
+    ) -> ServiceFuture<'a, CanaryStatus> {
+        no_canaries()
+    }
+
+    /// Ends the canary of `model`: puts it in force, or gives all requests to the stable version.
+    fn end_canary<'a>(
+        &'a self,
+        _model: &'a str,
+        _promote: bool,
+    ) -> ServiceFuture<'a, CanaryStatus> {
+        no_canaries()
+    }
+
+    /// The canary of `model`, or the last one.
+    fn canary<'a>(&'a self, _model: &'a str) -> ServiceFuture<'a, CanaryStatus> {
+        no_canaries()
     }
 
     /// Classifies an image.

@@ -20,6 +20,7 @@ use crate::server_client::ServerClientArgs;
   atoll cluster backend   --store etcd://etcd:2379 --model-repository models --device cuda:0
   atoll cluster frontend  --store etcd://etcd:2379 --host 0.0.0.0 --insecure
   atoll cluster status    --store etcd://etcd:2379
+  atoll cluster canary digits --share 5%               a newer version beside the one in force
   atoll serve --cluster --model-repository models      all of it in one process
 
 docs/book/src/clusters.md describes how the roles work together.")]
@@ -42,6 +43,84 @@ pub(crate) enum Role {
     Top(TopArgs),
     /// Put an older version of a model in force, after a backend has loaded it
     Rollback(RollbackArgs),
+    /// Serve a version beside the one in force: start, show, promote or abort a canary
+    Canary(CanaryArgs),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum CanaryAction {
+    /// Print the canary, or the last one
+    Show,
+    /// Put it in force
+    Promote,
+    /// Give all requests to the version in force
+    Abort,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  curl -F name=digits -F model=@new.onnx -F canary=5% -F promote_after=10m \\
+      http://frontend:8000/register                        register a version as canary
+  atoll cluster canary digits                              how it does
+  atoll cluster canary digits --share 25                   give it a larger share
+  atoll cluster canary digits promote                      put it in force
+  atoll cluster canary digits abort                        end it
+  atoll cluster canary digits --version 3 --share 1% --promote-after 1h --max-errors 0.5% \\
+      --max-slowdown 10% --url http://frontend:8000        a version that is registered already
+
+The leader compares the canary with the version in force. It rolls the canary back when it clearly
+fails more or is slower, and promotes it after --promote-after when it is not.")]
+pub(crate) struct CanaryArgs {
+    /// The model
+    pub(crate) model: String,
+
+    /// What to do; with --share, start a canary or change the running one
+    #[arg(value_enum, conflicts_with = "share")]
+    pub(crate) action: Option<CanaryAction>,
+
+    /// Share of the requests in percent, 0 to 90; with 0, only requests that ask for it get it
+    #[arg(long, value_name = "PERCENT", value_parser = api::canary::parse_percent)]
+    pub(crate) share: Option<f64>,
+
+    /// The version [default: the running canary, or the newest after the one in force]
+    #[arg(long, value_name = "VERSION", requires = "share")]
+    pub(crate) version: Option<u64>,
+
+    /// Time after which it is promoted if it is good [default: an operator promotes it]
+    #[arg(
+        long,
+        value_name = "TIME",
+        requires = "share",
+        value_parser = api::canary::parse_time_ms
+    )]
+    pub(crate) promote_after: Option<u64>,
+
+    /// Share of its requests that may fail or be late, beyond those of the version in force
+    #[arg(
+        long,
+        value_name = "PERCENT",
+        requires = "share",
+        default_value = "1%",
+        value_parser = api::canary::parse_percent
+    )]
+    pub(crate) max_errors: f64,
+
+    /// By how much it may be slower, by median and by 95th percentile
+    #[arg(
+        long,
+        value_name = "PERCENT",
+        requires = "share",
+        default_value = "20%",
+        value_parser = api::canary::parse_percent
+    )]
+    pub(crate) max_slowdown: f64,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) server: ServerClientArgs,
 }
 
 #[derive(Clone, Debug, Args)]

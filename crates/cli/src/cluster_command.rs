@@ -36,6 +36,7 @@ use server::{InheritedSockets, RunningServer, Server, ServerOptions};
 use tokio::sync::watch;
 
 use crate::args::ServeArgs;
+use crate::canary_command;
 use crate::cluster_args::{
     BackendArgs, FrontendArgs, ModelStoreArgs, PlanningArgs, Role, RollbackArgs, ScalingArgs,
     SchedulerArgs, StatusArgs, StoreArgs, TopArgs,
@@ -60,6 +61,7 @@ pub(crate) fn run(role: &Role) -> Result<(), Failure> {
         Role::Status(args) => runtime.block_on(status(args)),
         Role::Top(args) => runtime.block_on(top(args)),
         Role::Rollback(args) => runtime.block_on(rollback(args)),
+        Role::Canary(args) => runtime.block_on(canary_command::run(args)),
     };
     // A model that is still being loaded does not keep the process.
     runtime.shutdown_background();

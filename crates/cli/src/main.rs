@@ -2,6 +2,7 @@
 
 mod apply_command;
 mod args;
+mod canary_command;
 mod check_command;
 mod cluster_args;
 mod cluster_command;

@@ -4,6 +4,7 @@
 //! Without an assignment, or without the store, a backend keeps its models: the last plan stays in
 //! force.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::Pin;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -17,6 +18,7 @@ use tokio::task::JoinSet;
 
 use crate::candidate::CandidateRecord;
 use crate::membership::Membership;
+use crate::record::canary::{split_served, with_canaries};
 use crate::record::{
     AssignedModel, Assignment, BackendRecord, BackendState, FailedUpdate, Keys, LoadState,
     ModelRecord, ProfileRecord, RecordKind, decode, encode, is_tombstone, profile_name,
@@ -81,19 +83,31 @@ pub struct ModelCatalog {
 }
 
 impl ModelCatalog {
-    /// The record of a model.
-    pub fn find(&self, model: &str) -> Option<ModelRecord> {
+    /// The record of a model, or what there is of its canary under the name of that.
+    pub fn find(&self, served: &str) -> Option<ModelRecord> {
+        let record = self.record(split_served(served).0)?;
+        record.served(served).map(Cow::into_owned)
+    }
+
+    /// All models and canaries.
+    pub fn all(&self) -> BTreeMap<String, ModelRecord> {
+        with_canaries(self.records())
+    }
+
+    /// The record that a model has in the store.
+    fn record(&self, model: &str) -> Option<ModelRecord> {
         self.models.read().unwrap_or_else(PoisonError::into_inner).get(model).cloned()
     }
 
-    /// All records.
-    pub fn all(&self) -> BTreeMap<String, ModelRecord> {
+    fn records(&self) -> BTreeMap<String, ModelRecord> {
         self.models.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether the record of a model that was known is lost.
-    fn is_lost(&self, model: &str) -> bool {
-        self.lost.read().unwrap_or_else(PoisonError::into_inner).contains(model)
+    /// Whether the record of a model or canary that was known is lost.
+    fn is_lost(&self, served: &str) -> bool {
+        let lost = self.lost.read().unwrap_or_else(PoisonError::into_inner);
+        // A canary that its model does not have any more has ended.
+        lost.contains(split_served(served).0) && self.find(served).is_some()
     }
 
     /// Takes the records that are there; the last known ones of those that are lost stay.
@@ -104,7 +118,7 @@ impl ModelCatalog {
         let mut models: BTreeMap<String, ModelRecord> = entries.iter().filter_map(read).collect();
         let is_deleted = |name: &str| entries.get(name).is_some_and(|value| is_tombstone(value));
         let mut lost = BTreeSet::new();
-        for (name, record) in self.all() {
+        for (name, record) in self.records() {
             if !models.contains_key(&name) && !is_deleted(&name) {
                 lost.insert(name.clone());
                 models.insert(name, record);
@@ -233,8 +247,8 @@ impl BackendAgent {
         let (Some(file), Some(assignment)) = (&self.saved, assignment) else { return };
         let prefix = RecordKind::Model.folder_prefix();
         let record = |assigned: &AssignedModel| {
-            let record = self.catalog.find(&assigned.model)?;
-            Some((format!("{prefix}{}", assigned.model), encode(&record)))
+            let model = split_served(&assigned.model).0;
+            Some((format!("{prefix}{model}"), encode(&self.catalog.record(model)?)))
         };
         let mut entries: state_file::Entries =
             assignment.models.iter().filter_map(record).collect();

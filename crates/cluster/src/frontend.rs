@@ -11,8 +11,8 @@ use std::time::Duration;
 use api::client::{decode_response, encode_request, error_of};
 use api::error::ApiResult;
 use api::{
-    ApiError, ErrorKind, InferRequest, InferResponse, Inputs, ModelMetadata, ModelRef,
-    ServerMetadata, proto,
+    ApiError, CanaryChoice, ErrorKind, InferRequest, InferResponse, Inputs, ModelMetadata,
+    ModelRef, ServerMetadata, proto,
 };
 use base::{Clock, Nanos, Random};
 use tokio::sync::watch;
@@ -21,6 +21,7 @@ use crate::balance::backend_health::{Availability, EjectionReason};
 use crate::load_reports::LoadReporter;
 use crate::membership::Membership;
 use crate::model_store::{ModelRecords, ModelStore};
+use crate::record::canary::split_served;
 use crate::record::{FrontendRecord, Keys, LoadReport, RecordKind, encode};
 use crate::retention::Retention;
 use crate::snapshot::ClusterSnapshot;
@@ -31,6 +32,7 @@ use crate::tls::ClientTls;
 
 mod attempts;
 pub mod backend_link;
+pub mod canary;
 mod classify;
 pub mod http2;
 pub mod meter;
@@ -204,6 +206,7 @@ fn routing_entries(entries: &KeyValues) -> KeyValues {
         RecordKind::Route,
         RecordKind::Query,
         RecordKind::Split,
+        RecordKind::Canary,
     ];
     let kinds = kinds.map(RecordKind::folder_prefix);
     let mine = |key: &str| {
@@ -281,6 +284,7 @@ impl Inner {
             models: models.map(|(name, e)| (name.clone(), e.meter.report(now))).collect(),
             queries: queries.map(|(name, q)| (name.clone(), q.meter.report(now))).collect(),
             ejected: self.ejected(now),
+            canaries: self.canary_loads(&table),
         }
     }
 
@@ -319,11 +323,16 @@ impl Inner {
         Ok(in_flight)
     }
 
-    async fn infer(&self, model: ModelRef<'_>, request: InferRequest) -> ApiResult<InferResponse> {
+    async fn infer(
+        &self,
+        model: ModelRef<'_>,
+        request: InferRequest,
+        choice: CanaryChoice,
+    ) -> ApiResult<InferResponse> {
         let table = self.table();
         let entry = table.serving(model)?;
         match self.enter() {
-            Ok(_in_flight) => self.dispatch(model, request, 1, &table, entry).await,
+            Ok(_in_flight) => self.dispatch(model, request, 1, &table, entry, choice).await,
             Err(error) => {
                 entry.meter.arrive(1);
                 entry.meter.refuse(1);
@@ -332,7 +341,7 @@ impl Inner {
         }
     }
 
-    /// Sends a request that counts as `count` requests of the model, and records its result.
+    /// Sends a request that counts as `count` requests of the model to one of its versions.
     async fn dispatch(
         &self,
         model: ModelRef<'_>,
@@ -340,8 +349,31 @@ impl Inner {
         count: u64,
         table: &RoutingTable,
         entry: &ModelEntry,
+        choice: CanaryChoice,
     ) -> ApiResult<InferResponse> {
         let arrived = self.clock.now();
+        let call = Call { model, count, arrived };
+        if model.version.is_some() {
+            return self.dispatch_to_version(call, request, table, entry).await;
+        }
+        if entry.serving_canary().is_none() {
+            return self.dispatch_to(call, request, table, entry).await;
+        }
+        let default = entry.record.config.timeout_ms.map(Nanos::from_millis);
+        let deadline = request.options.timeout.or(default).map(|timeout| arrived + timeout);
+        let attempt = |version| self.dispatch_to(call, request.clone(), table, version);
+        self.with_canary(entry, choice, (arrived, deadline), attempt).await
+    }
+
+    /// Sends a request to exactly one version, and records its result.
+    async fn dispatch_to(
+        &self,
+        call: Call<'_>,
+        request: InferRequest,
+        table: &RoutingTable,
+        entry: &ModelEntry,
+    ) -> ApiResult<InferResponse> {
+        let Call { model, count, arrived } = call;
         entry.meter.arrive(count);
         let reply = self.try_infer(model, request, count, arrived, table, entry).await;
         match &reply {
@@ -352,7 +384,7 @@ impl Inner {
             Err(error) if is_refusal(error.kind) => entry.meter.refuse(count),
             Err(_) => {}
         }
-        reply
+        canary::under_its_name(model.name, entry, reply)
     }
 
     async fn try_infer(
@@ -381,16 +413,19 @@ impl Inner {
         }
         request.options.timeout = timeout;
         if let Inputs::Raw(bytes) = &request.inputs {
-            let metadata = self.metadata(model.name, entry).await?;
+            let metadata = self.metadata(entry).await?;
             request.inputs = raw_body::tensor_of(model.name, &metadata, bytes.clone())?;
         }
-        let message = encode_request(model.name, model.version, request)?;
-        let reply = self.route(model.name, entry, message, deadline).await?;
+        // A canary is the only version of its name.
+        let version = model.version.filter(|_| entry.served == model.name);
+        let message = encode_request(&entry.served, version, request)?;
+        let reply = self.route(&entry.served, entry, message, deadline).await?;
         decode_response(reply)
     }
 
-    /// The metadata of a model, from one of its backends.
-    async fn metadata(&self, model: &str, entry: &ModelEntry) -> ApiResult<Arc<ModelMetadata>> {
+    /// The metadata of a model or canary, from one of its backends.
+    async fn metadata(&self, entry: &ModelEntry) -> ApiResult<Arc<ModelMetadata>> {
+        let model = entry.served.as_str();
         let key = (model.to_string(), entry.record.version);
         let known = self.metadata.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         if let Some(metadata) = known {
@@ -403,7 +438,9 @@ impl Inner {
                 async move { client.model_metadata(request).await }
             })
             .await?;
-        let metadata = Arc::new(ModelMetadata::from(reply));
+        let metadata = ModelMetadata::from(reply);
+        let name = split_served(model).0.to_string();
+        let metadata = Arc::new(ModelMetadata { name, ..metadata });
         let mut all = self.metadata.lock().unwrap_or_else(PoisonError::into_inner);
         if all.len() >= METADATA_MAX {
             all.clear();
@@ -454,11 +491,25 @@ fn no_backend(model: &str) -> ApiError {
     ApiError::unavailable(format!("no backend serves model '{model}' now")).retry_after(1)
 }
 
+/// How a request is refused that no backend has seen.
+const OVERLOADED: &str = "gets more requests than the cluster can serve in time";
+
 fn overloaded(model: &str) -> ApiError {
-    ApiError::unavailable(format!(
-        "model '{model}' gets more requests than the cluster can serve in time"
-    ))
-    .retry_after(1)
+    ApiError::unavailable(format!("model '{model}' {OVERLOADED}")).retry_after(1)
+}
+
+/// Whether this frontend has refused a request: that says nothing about the version.
+fn is_overload(error: &ApiError) -> bool {
+    error.kind == ErrorKind::Unavailable && error.message.ends_with(OVERLOADED)
+}
+
+/// A request of a model as it arrived.
+#[derive(Clone, Copy)]
+struct Call<'a> {
+    model: ModelRef<'a>,
+    /// As how many requests it counts.
+    count: u64,
+    arrived: Nanos,
 }
 
 fn deadline_exceeded(model: &str) -> ApiError {

@@ -10,6 +10,7 @@ use base::Nanos;
 use model::config::Class;
 
 use crate::query::spec::QuerySpec;
+use crate::record::canary::{served_name, split_served};
 use crate::record::{
     AssignedModel, Assignment, AssignmentRole, LoadState, PlanRecord, RouteRecord, SplitRecord,
     TargetRecord,
@@ -18,6 +19,8 @@ use crate::scaling::replica_estimate::{BackendUsage, ScalingInput};
 use crate::snapshot::ClusterSnapshot;
 
 pub mod agent;
+pub mod canary_judge;
+pub mod canary_rule;
 pub mod demand;
 pub mod deployment;
 mod ejected_backends;
@@ -295,7 +298,7 @@ impl Core {
                     .chain(query_demand.map(|query_demand| query_demand.budget_ms));
                 Demand {
                     model: name.clone(),
-                    rate: rates.get(name).copied().unwrap_or(0.0).max(self.settings.rate_min),
+                    rate: expected_rate(snapshot, &rates, name).max(self.settings.rate_min),
                     slo_ms: objectives.reduce(f64::min).unwrap_or(self.settings.slo_ms),
                     real_time: model.config.class == Class::RealTime
                         || query_demand.is_some_and(|query_demand| query_demand.real_time),
@@ -612,6 +615,21 @@ impl Core {
         self.plan.failed = failed;
         self.plan.failed_versions = failed_versions;
         self.plan.clone()
+    }
+}
+
+/// The rate to plan a model or a canary for. A canary gets its share as soon as it is there, and
+/// the version in force gets all requests again as soon as the canary is not.
+fn expected_rate(snapshot: &ClusterSnapshot, rates: &BTreeMap<String, f64>, name: &str) -> f64 {
+    let rate = |name: &str| rates.get(name).copied().unwrap_or(0.0);
+    let (model, version) = split_served(name);
+    let Some(canary) = snapshot.models.get(model).and_then(|record| record.canary.as_ref()) else {
+        return rate(name);
+    };
+    let all = rate(model) + rate(&served_name(model, canary.version));
+    match version {
+        None => all,
+        Some(_) => rate(name).max(canary.share * all),
     }
 }
 

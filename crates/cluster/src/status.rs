@@ -4,10 +4,14 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use api::canary::CanaryState;
 use serde::Serialize;
 
 use crate::query::spec::{QuerySpec, StageSpec};
-use crate::record::{AssignmentRole, LoadState, ModelLoad, PlanRecord, QueryLoad, ScalingRecord};
+use crate::record::canary::split_served;
+use crate::record::{
+    AssignmentRole, LoadState, ModelLoad, ModelRecord, PlanRecord, QueryLoad, ScalingRecord,
+};
 use crate::snapshot::ClusterSnapshot;
 use crate::store::StoreSpace;
 
@@ -90,6 +94,9 @@ pub struct Status {
     pub models: Vec<ModelRow>,
     /// Queries.
     pub queries: Vec<QueryRow>,
+    /// Canaries, and the last ones that were decided.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub canaries: Vec<CanaryRow>,
     /// What is wrong.
     pub problems: Vec<ClusterProblem>,
 }
@@ -108,6 +115,23 @@ impl ClusterProblem {
     pub fn new(what: impl Into<String>, advice: impl Into<String>) -> ClusterProblem {
         ClusterProblem { what: what.into(), advice: advice.into() }
     }
+}
+
+/// A canary, or the last one of its model.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CanaryRow {
+    /// The model.
+    pub model: String,
+    /// The canary's version.
+    pub version: u64,
+    /// The version in force.
+    pub in_force: u64,
+    /// Its state.
+    pub state: CanaryState,
+    /// Its share of the requests, from 0 to 1; 0 when it was decided.
+    pub share: f64,
+    /// What is missing for a promotion, or why it was decided so.
+    pub why: String,
 }
 
 /// A stage of a query.
@@ -164,6 +188,7 @@ impl Status {
                 .iter()
                 .map(|(name, spec)| query_row(snapshot, name, spec))
                 .collect(),
+            canaries: canary_rows(snapshot),
             problems: problems(snapshot),
         }
     }
@@ -214,6 +239,8 @@ fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
         let plan = snapshot.plan.as_ref();
         let failed = plan.and_then(|plan| plan.failed.get(name));
         match failed {
+            // Its model is served: that is seen with the canary.
+            _ if split_served(name).1.is_some() => {}
             Some(why) if targets.is_empty() => add(
                 format!("model '{name}' cannot be loaded: {why}"),
                 "register a version that can, roll it back, or delete it",
@@ -231,6 +258,9 @@ fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
     }
     for (backend, state) in &snapshot.states {
         for model in state.models.keys().filter(|model| !snapshot.models.contains_key(*model)) {
+            if split_served(model).1.is_some() {
+                continue;
+            }
             let what = format!("{backend} holds model '{model}', which has no record");
             add(what, "backends write lost records again; it is unloaded if it was deleted");
         }
@@ -305,6 +335,46 @@ fn model_row(snapshot: &ClusterSnapshot, name: &str) -> ModelRow {
         retried: sum.retried,
         p99_ms: sum.p99_ms,
     }
+}
+
+fn canary_rows(snapshot: &ClusterSnapshot) -> Vec<CanaryRow> {
+    let row = |(name, record): (&String, &ModelRecord)| {
+        let ended = record.ended_canary.as_ref();
+        let why = ended.map(|ended| ended.reason.clone()).unwrap_or_default();
+        let (version, state, share, why) = match (&record.canary, ended) {
+            (Some(canary), _) if canary.promoted => {
+                (canary.version, CanaryState::Promoting, canary.share, why)
+            }
+            (Some(canary), _) => {
+                let progress = snapshot.canaries.get(name);
+                let why = progress.map_or("it has no backend yet", |progress| &progress.why);
+                (canary.version, CanaryState::Running, canary.share, why.to_string())
+            }
+            (None, Some(ended)) => (ended.version, ended.outcome.state(), 0.0, why),
+            (None, None) => return None,
+        };
+        let (model, in_force) = (name.clone(), record.version);
+        Some(CanaryRow { model, version, in_force, state, share, why })
+    };
+    snapshot.models.iter().filter_map(row).collect()
+}
+
+fn write_canaries(text: &mut String, canaries: &[CanaryRow], most: usize) {
+    // What ended well needs no line.
+    let shown = |row: &&CanaryRow| {
+        matches!(row.state, CanaryState::Running | CanaryState::Promoting | CanaryState::RolledBack)
+    };
+    let shown: Vec<&CanaryRow> = canaries.iter().filter(shown).collect();
+    for row in shown.iter().take(most) {
+        let CanaryRow { model, version, in_force, share, why, .. } = row;
+        let state = match row.state {
+            CanaryState::Promoting => "is replacing the version before".to_string(),
+            CanaryState::RolledBack => format!("was rolled back to {in_force}"),
+            _ => format!("has {:.1} % beside {in_force}", 100.0 * share),
+        };
+        let _ = writeln!(text, "canary {model} version {version} {state}: {why}");
+    }
+    write_rest(text, shown.len().saturating_sub(most), "canaries");
 }
 
 fn query_row(snapshot: &ClusterSnapshot, name: &str, spec: &QuerySpec) -> QueryRow {
@@ -438,6 +508,7 @@ pub fn render(status: &Status, all: bool) -> String {
         );
     }
     write_rest(&mut text, models.len().saturating_sub(rows), "models");
+    write_canaries(&mut text, &status.canaries, rows);
     for query in &status.queries {
         let _ = writeln!(
             text,

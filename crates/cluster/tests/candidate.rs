@@ -227,6 +227,7 @@ fn registration(onnx: &'static [u8]) -> RegisterRequest {
         preprocessing: None,
         class: None,
         slo_ms: None,
+        canary: None,
     }
 }
 

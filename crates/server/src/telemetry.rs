@@ -183,7 +183,7 @@ where
     let Some(mut span) = telemetry.and_then(|telemetry| telemetry.begin(caller.trace, name)) else {
         return work(caller).await.map(|(value, _)| value);
     };
-    let context = RequestContext { trace: span.context() };
+    let context = RequestContext { trace: span.context(), ..caller };
     match work(context).await {
         Ok((value, timing)) => {
             span.succeed(timing);
@@ -265,7 +265,7 @@ mod tests {
     #[tokio::test]
     async fn a_request_becomes_a_record_with_the_trace_of_its_caller() {
         let (telemetry, mut records) = telemetry(Sampler::default(), 8);
-        let caller = RequestContext { trace: Some(CALLER) };
+        let caller = RequestContext { trace: Some(CALLER), ..RequestContext::default() };
         let inside = traced(Some(&telemetry), caller, NAME, |context| async move {
             let timing = RequestTiming { rows: 4, ..RequestTiming::default() };
             Ok((context.trace.expect("a span"), Some(timing)))
@@ -307,7 +307,8 @@ mod tests {
     #[tokio::test]
     async fn a_request_that_is_not_sampled_passes_its_context_on() {
         let (telemetry, mut records) = telemetry(Sampler::default(), 8);
-        let caller = RequestContext { trace: Some(TraceContext { flags: 0, ..CALLER }) };
+        let trace = Some(TraceContext { flags: 0, ..CALLER });
+        let caller = RequestContext { trace, ..RequestContext::default() };
         let work = |context: RequestContext| async move { Ok((context.trace, None)) };
         let passed = traced(Some(&telemetry), caller, NAME, work).await.expect("done");
         assert_eq!(passed, caller.trace);

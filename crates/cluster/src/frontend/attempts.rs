@@ -22,11 +22,12 @@ use crate::balance::batch_progress::BatchPlan;
 use crate::balance::budget::AttemptBudget;
 use crate::balance::patience::patience;
 use crate::balance::{BackendCandidate, choose, depth, spare};
+use crate::record::canary::split_served;
 
 /// Time beyond the deadline in which a backend may report that it missed it.
 const GRACE: Duration = Duration::from_millis(50);
 /// A second attempt needs at least this much remaining time.
-const RETRY_TIME_MIN: Nanos = Nanos::from_micros(500);
+pub(super) const RETRY_TIME_MIN: Nanos = Nanos::from_micros(500);
 /// Share of the requests that are sent a second time because the first backend takes long, and how
 /// many of those may be kept for later.
 const HEDGE_SHARE: f64 = 0.05;
@@ -194,6 +195,11 @@ impl Inner {
         .map(|reply| *reply)
     }
 
+    /// Takes one retry out of the budget, if there is one left.
+    pub(super) fn take_retry(&self) -> bool {
+        self.budgets(|budgets| budgets.retries.take())
+    }
+
     fn budgets<T>(&self, change: impl FnOnce(&mut AttemptBudgets) -> T) -> T {
         change(&mut self.budgets.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -247,7 +253,7 @@ impl Inner {
             _ => self.choose_serving(fresh, Some(tried)),
         };
         let Some(second) = second else { return failed.reply() };
-        if !self.budgets(|budgets| budgets.retries.take()) {
+        if !self.take_retry() {
             return failed.reply();
         }
         entry.meter.retry();
@@ -358,6 +364,8 @@ impl Inner {
             None => self.settings.timeout,
         };
         let name = message.model_name.clone();
+        // What a canary does wrong is no fault of the backend, which serves others as well.
+        let is_canary = split_served(&entry.served).1.is_some();
         let mut client = target.link.client();
         let reply = tokio::time::timeout(limit, client.model_infer(message)).await;
         let now = self.clock.now();
@@ -368,7 +376,9 @@ impl Inner {
             }
             Ok(Err(status)) => status,
             Err(_) => {
-                target.link.judge(now, |health| health.failed(now, sent, false));
+                if !is_canary {
+                    target.link.judge(now, |health| health.failed(now, sent, false));
+                }
                 return Attempt::Final(deadline_exceeded(&name));
             }
         };
@@ -380,7 +390,7 @@ impl Inner {
         }
         let error = error_of(&status);
         target.link.judge(now, |health| match error.kind {
-            ErrorKind::Internal => health.failed(now, sent, false),
+            ErrorKind::Internal if !is_canary => health.failed(now, sent, false),
             _ => health.replied(now, sent),
         });
         match error.kind {

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use api::error::ApiResult;
 use api::{
-    ApiError, ErrorKind, InferOptions, InferRequest, InferResponse, Inputs, ModelRef, NamedTensor,
-    RequestedOutput,
+    ApiError, CanaryChoice, ErrorKind, InferOptions, InferRequest, InferResponse, Inputs, ModelRef,
+    NamedTensor, RequestedOutput,
 };
 use base::Nanos;
 use bytes::Bytes;
@@ -63,13 +63,20 @@ impl Inner {
         &self,
         name: &str,
         request: InferRequest,
+        choice: CanaryChoice,
     ) -> ApiResult<InferResponse> {
+        // All requests of one query request to a model get the same version.
+        let choice = match choice {
+            CanaryChoice::ByShare => CanaryChoice::ByKey(self.unit().to_bits()),
+            choice => choice,
+        };
         let arrived = self.clock.now();
         let table = self.table();
         let entry = table.query(name)?;
         entry.meter.requests.arrive(1);
         let objective = Nanos((entry.query.spec.slo_ms * 1e6) as u64);
-        let reply = self.execute_query(name, request, arrived, objective, &table, entry).await;
+        let reply =
+            self.execute_query(name, request, (arrived, objective), &table, entry, choice).await;
         match &reply {
             Ok(_) => {
                 entry.meter.requests.answer(self.clock.now() - arrived, Some(objective), 1);
@@ -84,10 +91,10 @@ impl Inner {
         &self,
         name: &str,
         request: InferRequest,
-        arrived: Nanos,
-        objective: Nanos,
+        (arrived, objective): (Nanos, Nanos),
         table: &RoutingTable,
         entry: &QueryEntry,
+        choice: CanaryChoice,
     ) -> ApiResult<InferResponse> {
         let _inside = self.enter()?;
         let query = &entry.query;
@@ -98,7 +105,8 @@ impl Inner {
         let deadline = arrived + request.options.timeout.unwrap_or(objective);
         let (id, requested) = (request.id.clone(), request.outputs.clone());
         let query_request = Arc::new(prepare(query.clone(), request).await?);
-        let execution = QueryExecution { inner: self, table, entry, query_request, deadline, name };
+        let execution =
+            QueryExecution { inner: self, table, entry, query_request, deadline, name, choice };
         let (done, in_stages) = execution.run().await?;
         entry.meter.complete((self.clock.now() - arrived).since(in_stages));
         let outputs = collect_outputs(query, &done, &requested)?;
@@ -175,6 +183,7 @@ struct QueryExecution<'a> {
     query_request: Arc<QueryRequest>,
     deadline: Nanos,
     name: &'a str,
+    choice: CanaryChoice,
 }
 
 impl QueryExecution<'_> {
@@ -274,7 +283,8 @@ impl QueryExecution<'_> {
             outputs: needed.map(|name| RequestedOutput { name, classes: 0 }).collect(),
         };
         let count = group.len() as u64;
-        let reply = self.inner.dispatch(model, request, count, self.table, entry).await?;
+        let reply =
+            self.inner.dispatch(model, request, count, self.table, entry, self.choice).await?;
         let labels = &entry.record.config.labels;
         let mut values = vec![Values::new(); group.len()];
         let mut insert = |name: &str, tensor: &Tensor, pieces: &[usize]| -> ApiResult<()> {

@@ -14,6 +14,7 @@ use api::{
 use base::{Clock, Nanos};
 
 use super::maintenance::SpaceGauges;
+use crate::record::canary::CanaryOutcome;
 use crate::record::validation;
 use crate::store::{Store, health};
 
@@ -28,6 +29,8 @@ pub struct SchedulerState {
     written_at: AtomicU64,
     /// The store's space; only the leader looks at it.
     pub space: Arc<SpaceGauges>,
+    /// Canaries that it decided on, by outcome.
+    canaries: [AtomicU64; CanaryOutcome::ALL.len()],
 }
 
 impl SchedulerState {
@@ -35,6 +38,13 @@ impl SchedulerState {
     pub fn written(&self, now: Nanos, epoch: u64) {
         self.epoch.store(epoch, Relaxed);
         self.written_at.store(now.0.max(1), Relaxed);
+    }
+
+    /// Counts a decision on a canary.
+    pub fn count_canary(&self, outcome: CanaryOutcome) {
+        if let Some(index) = CanaryOutcome::ALL.iter().position(|other| *other == outcome) {
+            self.canaries[index].fetch_add(1, Relaxed);
+        }
     }
 
     /// Starts a term of leadership: the plan in the store is as old as the term.
@@ -147,6 +157,14 @@ impl InferenceService for SchedulerService {
             "Bytes from which the store refuses writes",
             self.quota_bytes as f64,
         );
+        let name = "atoll_cluster_canaries_total";
+        let help = "Canaries that this scheduler decided on";
+        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter");
+        // What operators and registrations end is not its decision.
+        for (outcome, count) in CanaryOutcome::ALL.iter().zip(&state.canaries).take(2) {
+            let (outcome, count) = (outcome.as_str(), count.load(Relaxed));
+            let _ = writeln!(text, "{name}{{outcome=\"{outcome}\"}} {count}");
+        }
         health::write_metrics(text, &*self.store);
         validation::write_metrics(text);
     }
