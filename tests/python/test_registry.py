@@ -627,8 +627,8 @@ def test_a_load_ends_with_its_client_or_an_unload(tmp_path: Path, slow_repositor
         load = f"{server.url}/v2/repository/models/endless/load"
         with pytest.raises(requests.Timeout):
             requests.post(load, timeout=2)
-        # The mark goes with the load.
-        assert wait_for(lambda: not is_loading(tmp_path))
+        # The mark goes with the load, whose threads have a low priority.
+        assert wait_for(lambda: not is_loading(tmp_path), 180)
         replies: list[requests.Response] = []
         client = threading.Thread(target=lambda: replies.append(requests.post(load, timeout=120)))
         client.start()
