@@ -22,7 +22,10 @@ enum BlockedKernel {
     Depthwise(Conv),
     Window(Pool),
     Global(GlobalPool),
-    Scale(Activation),
+    Scale {
+        activation: Activation,
+        channels: usize,
+    },
     /// By the kernel of plain images: one element of the result depends on one of each operand.
     Elementwise,
     Concat,
@@ -98,7 +101,9 @@ impl StepForm {
             }
             Some(BlockedKernel::Window(pool)) => blocks::build_window(pool.clone()),
             Some(BlockedKernel::Global(kind)) => blocks::build_global(*kind),
-            Some(BlockedKernel::Scale(activation)) => blocks::build_scale(*activation),
+            Some(BlockedKernel::Scale { activation, channels }) => {
+                blocks::build_scale(*activation, *channels)
+            }
             Some(BlockedKernel::Concat) => {
                 let step = Step { op: Op::Concat { axis: 1 }, ..facts.step.clone() };
                 kernel::build(&StepFacts { step: &step, ..*facts })?
@@ -219,7 +224,9 @@ impl<'a> Finder<'a> {
                 Some((BlockedKernel::Global(*kind), self.form(step, 0)?))
             }
             Op::ScaleShift { activation } => {
-                Some((BlockedKernel::Scale(*activation), self.form(step, 0)?))
+                let form = self.form(step, 0)?;
+                let (activation, channels) = (*activation, form.channels);
+                Some((BlockedKernel::Scale { activation, channels }, form))
             }
             Op::Unary(Unary::IsInf { .. } | Unary::IsNan | Unary::Not) => None,
             Op::Unary(_) | Op::Identity => Some((BlockedKernel::Elementwise, self.form(step, 0)?)),
@@ -390,7 +397,7 @@ impl<'a> Finder<'a> {
             }
             (BlockedKernel::Conv(_) | BlockedKernel::Depthwise(_), 0 | 3) => Some(form),
             (BlockedKernel::Conv(_) | BlockedKernel::Depthwise(_), _) => None,
-            (BlockedKernel::Scale(_), _) => (position == 0).then_some(form),
+            (BlockedKernel::Scale { .. }, _) => (position == 0).then_some(form),
             (BlockedKernel::Window(_) | BlockedKernel::Global(_), _) => Some(form),
             (BlockedKernel::Concat, _) => match self.forms[id.index()] {
                 Some(own) => Some(own),

@@ -316,3 +316,32 @@ fn images_of_other_shapes_are_refused_as_plain_ones_are() {
         assert_eq!(plain.is_ok(), blocked.is_ok(), "seed {seed}: {plain:?} {blocked:?}");
     }
 }
+
+#[test]
+fn a_scale_of_too_few_channels_is_refused() {
+    let mut draft = Draft::new(7);
+    let x = draft.value(vec![1, 32, 4, 4]);
+    draft.plan.inputs = vec![x];
+    let given = numbers(&mut draft.random, &[1, 32, 4, 4]);
+    let pointwise = || {
+        let window = Window {
+            kernel: vec![1, 1],
+            strides: vec![],
+            dilations: vec![],
+            padding: Padding::Explicit(vec![]),
+        };
+        Op::Conv(Conv { window, groups: 1, activation: Activation::None })
+    };
+    let (first, last) = (draft.constant(&[32, 32, 1, 1]), draft.constant(&[32, 32, 1, 1]));
+    let (scale, shift) = (draft.constant(&[20]), draft.constant(&[20]));
+    let image = vec![1, 32, 4, 4];
+    let before = draft.step(pointwise(), &[Some(x), Some(first)], image.clone());
+    let op = Op::ScaleShift { activation: Activation::None };
+    let scaled = draft.step(op, &[Some(before), Some(scale), Some(shift)], image.clone());
+    let after = draft.step(pointwise(), &[Some(scaled), Some(last)], image);
+    draft.plan.outputs = vec![after];
+    draft.plan.plan_lifetimes();
+    let plan = Arc::new(draft.plan);
+    assert!(run(&plan, &given, |_, _| ChannelBlocks::default()).is_err());
+    assert!(run(&plan, &given, ChannelBlocks::find).is_err());
+}

@@ -17,27 +17,38 @@ use crate::yield_point;
 /// Elements of one task.
 const TASK_ELEMENTS: usize = 32 * 1024;
 
-/// The kernel of `x, scale, shift`: `activation(x * scale[c] + shift[c])`.
-pub(crate) fn build(activation: Activation) -> Kernel {
-    Kernel::new(move |context: &Context, inputs: Inputs| run(context, inputs, activation))
+/// The kernel of `x, scale, shift` for `channels` channels: `activation(x * scale[c] + shift[c])`.
+pub(crate) fn build(activation: Activation, channels: usize) -> Kernel {
+    Kernel::new(move |context: &Context, inputs: Inputs| run(context, inputs, activation, channels))
 }
 
-fn padded(inputs: &Inputs, index: usize, channels: usize) -> Result<Buffer<f32>, KernelError> {
+/// Operand `index`, which has a number for each channel, for `room` channels.
+fn padded(
+    inputs: &Inputs,
+    index: usize,
+    channels: usize,
+    room: usize,
+) -> Result<Buffer<f32>, KernelError> {
     let given = elements(inputs.typed::<f32>(index)?);
-    if given.len() > channels {
-        return Err(invalid!("{} factors for {channels} channels", given.len()));
+    if given.len() != channels || channels > room {
+        return Err(invalid!("{} numbers for {channels} of {room} channels", given.len()));
     }
-    let mut all = Buffer::filled(channels, 0.0)?;
+    let mut all = Buffer::filled(room, 0.0)?;
     all[..given.len()].copy_from_slice(given);
     Ok(all)
 }
 
-fn run(context: &Context, mut inputs: Inputs, activation: Activation) -> KernelResult {
+fn run(
+    context: &Context,
+    mut inputs: Inputs,
+    activation: Activation,
+    channels: usize,
+) -> KernelResult {
     let shape = inputs.get(0)?.shape().to_vec();
     let dims = BlockedShape::new(&shape)?;
     let (lanes, blocks, plane) = (dims.lanes, dims.blocks, dims.plane());
-    let scale = padded(&inputs, 1, blocks * lanes)?;
-    let shift = padded(&inputs, 2, blocks * lanes)?;
+    let scale = padded(&inputs, 1, channels, blocks * lanes)?;
+    let shift = padded(&inputs, 2, channels, blocks * lanes)?;
     // Memory of an image that no later step reads becomes the result.
     let mut out = if inputs.is_owned(0) {
         match inputs.take(0)? {
