@@ -31,6 +31,7 @@ import argparse
 import datetime
 import hashlib
 import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -89,6 +90,14 @@ OF_FAULTS = (
     "crates/cli/src/process_replacement.rs",
     "crates/cuda/src/fault_injection.rs",
     "crates/runtime/src/device_group/recovery.rs",
+)
+
+# What keeps strangers away from real time.
+OF_STRANGERS = (
+    *OF_NEW_SIZES,
+    "crates/cuda/src/driver/call_thread.rs",
+    "crates/cuda/src/driver/pinned_blocks.rs",
+    "crates/device/src/thread_placement.rs",
 )
 
 # How requests of different lengths share a batch.
@@ -268,9 +277,10 @@ def main() -> None:
     seeds = [json.loads(path.read_text()) for path in sorted(args.run.glob("strangers*.json"))]
     if seeds:
         for found in seeds:
-            for name in ("device", "driver", "date", "command"):
+            for name in ("device", "driver", "date"):
                 found.pop(name)
-        write("strangers.json", {**of_new_sizes(head), "seeds": seeds})
+            found["command"] = re.sub(r" --json \S+", "", found["command"])
+        write("strangers.json", {**of_sources(head, OF_STRANGERS), "seeds": seeds})
     for name, sources in (("faults", OF_FAULTS), ("mixed_lengths", OF_MIXED_LENGTHS)):
         if (args.run / f"{name}.json").is_file():
             found = json.loads((args.run / f"{name}.json").read_text())

@@ -67,6 +67,11 @@ pub struct DeviceSettings {
     #[arg(long, env = "ATOLL_SLOW_CALL_US", value_name = "US", default_value_t = 0)]
     pub slow_call_us: u64,
 
+    /// Processors of a GPU server's threads: real time's launches and best effort's have one each,
+    /// loads and compilations a part of the others. Nothing is placed on fewer than 4 processors
+    #[arg(long, env = "ATOLL_THREAD_PLACEMENT", value_enum, value_name = "MODE", default_value_t)]
+    pub thread_placement: ThreadPlacementArg,
+
     /// Threads of a CPU queue; 0 for all cores divided by the best-effort queues, and all cores for
     /// real time
     #[arg(long, env = "ATOLL_THREADS", default_value_t = 0)]
@@ -80,6 +85,16 @@ pub struct DeviceSettings {
         value_parser = clap::value_parser!(u16).range(1..=256)
     )]
     pub cpu_queues: u16,
+}
+
+/// Who decides on which processors threads run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum ThreadPlacementArg {
+    /// Atoll, by what they do
+    #[default]
+    Auto,
+    /// The system
+    Off,
 }
 
 /// Number format in which a GPU stores values.

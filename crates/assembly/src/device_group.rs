@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use base::{Bytes, MonotonicClock, Nanos};
 use cpu::{CpuDevice, CpuOptions};
-use device::{Device, DeviceError};
+use device::{Device, DeviceError, thread_placement};
 use runtime::device_group::recovery::{FaultDomain, NodeOpener, ReopenError};
 use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeError, NodeOptions};
 
-use crate::device_args::DeviceArgs;
+use crate::device_args::{DeviceArgs, ThreadPlacementArg};
 use crate::devices;
 use crate::failure::Failure;
+use crate::memory_available::kept_memory;
 
 /// Max devices of one server.
 const DEVICES_MAX: usize = 64;
@@ -124,6 +125,11 @@ pub fn open_device_group(
              own memory",
         ));
     }
+    place_threads(args, &named);
+    // Only calls of a driver wait for other threads that map memory.
+    if cpus < named.len() {
+        cuda::keep_large_blocks(kept_memory());
+    }
     let clock = Arc::new(MonotonicClock::new());
     let (mut nodes, mut domains) = (Vec::new(), Vec::new());
     for one in named {
@@ -154,6 +160,18 @@ pub fn open_device_group(
     DeviceGroup::start_with(nodes, DeviceGroupOptions::default(), domains)
         .map(Arc::new)
         .map_err(Failure::failed)
+}
+
+/// Places threads where all devices are GPUs: a CPU that computes models needs all processors.
+fn place_threads(args: &DeviceArgs, named: &[DeviceName]) {
+    let gpus: usize = named.iter().map(DeviceName::count).sum();
+    let computes_here = named.contains(&DeviceName::Cpu);
+    match args.settings.thread_placement {
+        ThreadPlacementArg::Auto if !computes_here => {
+            thread_placement::start(cuda::lone_threads(gpus));
+        }
+        _ => thread_placement::leave_to_system(),
+    }
 }
 
 fn watchdog(args: &DeviceArgs) -> Option<Nanos> {

@@ -12,6 +12,16 @@ pub(crate) fn memory_available() -> Option<u64> {
     }
 }
 
+/// Share of the memory that can be used, and bytes, that freed blocks may keep for others at most.
+const KEPT_SHARE: u64 = 16;
+const MAX_KEPT_BYTES: u64 = 1 << 30;
+
+/// Bytes of freed memory that this process may keep for later use.
+pub(crate) fn kept_memory() -> usize {
+    let kept = memory_available().map_or(0, |free| free / KEPT_SHARE).min(MAX_KEPT_BYTES);
+    usize::try_from(kept).unwrap_or(0)
+}
+
 fn machine(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use assembly::progress::{self, Progress};
 use assembly::{Failure, compile_file};
+use device::thread_placement;
 
 pub(crate) use self::args::StrangersArgs;
 use self::load::{ClientRecord, Network, RealTimeLoad, Stranger, real_time};
@@ -28,6 +29,9 @@ const SLOW_MS: f64 = 2.0;
 
 /// Calls of the driver that take this long are reported.
 const SLOW_CALL_US: u64 = 1_000;
+
+/// With fewer processors clients and server share them.
+const MIN_PROCESSORS: usize = 8;
 
 /// How long the server may take to start.
 const START_LIMIT: Duration = Duration::from_secs(600);
@@ -51,8 +55,10 @@ pub(crate) fn run(args: &StrangersArgs) -> Result<(), Failure> {
         std::os::unix::fs::symlink(&network.file, version.join("model.onnx"))
             .map_err(Failure::failed)?;
     }
+    let processors = ClientProcessors::take(real_time.len());
     let server = start(args, &repository, &real_time, folder.path())?;
-    let report = measure(args, &server, &repository, (&real_time, &best_effort))?;
+    processors.enter();
+    let report = measure(args, &server, &repository, (&real_time, &best_effort), &processors)?;
     print_report(args.json.as_ref(), &report, &table(&report))?;
     match report.real_time_failed + report.strangers_failed {
         0 => Ok(()),
@@ -60,6 +66,42 @@ pub(crate) fn run(args: &StrangersArgs) -> Result<(), Failure> {
             "{failed} requests were not answered as they must be:\n  {}",
             report.failures.join("\n  ")
         ))),
+    }
+}
+
+/// Processors of the clients, which stand for those of other machines. None where there are few.
+#[derive(Default)]
+struct ClientProcessors {
+    real_time: Vec<usize>,
+    strangers: Vec<usize>,
+}
+
+impl ClientProcessors {
+    /// A processor for each of up to `real_time` clients, and two for strangers. The server is to
+    /// start on the others.
+    fn take(real_time: usize) -> ClientProcessors {
+        let mut all = thread_placement::processors();
+        if all.len() < MIN_PROCESSORS {
+            return ClientProcessors::default();
+        }
+        let strangers = all.split_off(all.len() - 2);
+        let real_time = all.split_off(all.len() - real_time.clamp(1, all.len() / 4));
+        thread_placement::confine(&all);
+        ClientProcessors { real_time, strangers }
+    }
+
+    /// Moves the calling thread, and those it starts, to the processors of strangers.
+    fn enter(&self) {
+        if !self.strangers.is_empty() {
+            thread_placement::confine(&self.strangers);
+        }
+    }
+
+    /// Moves the calling thread, a real-time client, to its processor.
+    fn enter_real_time(&self, client: usize) {
+        if let Some(count) = std::num::NonZeroUsize::new(self.real_time.len()) {
+            thread_placement::confine(&[self.real_time[client % count]]);
+        }
     }
 }
 
@@ -124,17 +166,21 @@ fn measure(
     server: &ServerProcess,
     repository: &Path,
     (rt, be): (&[Network], &[Network]),
+    processors: &ClientProcessors,
 ) -> Result<StrangersReport, Failure> {
     let clients = |seconds: f64, slow: Option<(f64, Sender<SlowRequest>)>| {
         let span = Duration::from_secs_f64(seconds);
         let mut all = ClientRecord::default();
         std::thread::scope(|scope| {
-            let client = |network| {
+            let client = |(number, network)| {
                 let slow = slow.clone();
                 let load = RealTimeLoad { rate: args.rate, span, seed: args.seed, slow };
-                scope.spawn(move || real_time(server.http, network, &load))
+                scope.spawn(move || {
+                    processors.enter_real_time(number);
+                    real_time(server.http, network, &load)
+                })
             };
-            let running: Vec<_> = rt.iter().map(client).collect();
+            let running: Vec<_> = rt.iter().enumerate().map(client).collect();
             for client in running {
                 let ended = client.join().map_err(|_| Failure::failed("a client panicked"))?;
                 all.add(ended.map_err(Failure::failed)?);

@@ -252,6 +252,7 @@ pub(crate) fn replace(sockets: &InheritedSockets, handover: &Handover, upgrade: 
     }
     tracing::info!(reason = handover.reason, "replacing the process");
     cuda::close_descriptors_on_exec();
+    device::thread_placement::leave();
     Failure::failed(format!("the process cannot be replaced: {}", command.exec()))
 }
 

@@ -1,6 +1,7 @@
 //! Objects of the CUDA driver with their lifetimes. Every call's result code is checked.
 
 mod call;
+pub(crate) mod call_thread;
 mod context;
 mod device_buffer;
 mod event;

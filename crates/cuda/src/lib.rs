@@ -31,6 +31,7 @@ mod device_context;
 mod driver;
 mod error;
 mod fault_injection;
+mod large_blocks;
 mod measure;
 mod memory;
 mod options;
@@ -44,6 +45,12 @@ mod services;
 #[allow(dead_code, missing_docs)]
 mod toy;
 
+/// Threads of `gpus` open GPUs that should have a processor each: two of each poll, for real time
+/// and for best effort, one maps weights, and one makes slow driver calls for all.
+pub fn lone_threads(gpus: usize) -> ::device::thread_placement::LoneThreads {
+    ::device::thread_placement::LoneThreads { polling: 2 * gpus, driver: gpus + 1 }
+}
+
 pub use crate::device::CudaDevice;
 pub use compile::kernel_cache::CompileProgress;
 pub use compile::tuning::{TunedVariants, Tuning};
@@ -51,6 +58,7 @@ pub use driver::is_refused;
 pub use driver::nvml::Health;
 pub use driver::process::{close_descriptors_on_exec, end_process, tune_allocator};
 pub use error::{CudaError, OpenError};
+pub use large_blocks::{Allocator, keep_large_blocks};
 pub use measure::kernel_report::{EntryFacts, KernelReport, builtin_kernels};
 pub use measure::padding::{
     CoRunMethod, MethodTiming, PaddingBench, PaddingOptions, PaddingPair, PaddingTiming, PairTiming,

@@ -46,6 +46,7 @@ pub mod paged;
 pub mod profile;
 pub mod residency;
 pub mod sim;
+pub mod thread_placement;
 pub mod thread_priority;
 
 use std::any::Any;

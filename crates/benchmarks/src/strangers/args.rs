@@ -12,8 +12,9 @@ use clap::Args;
   atoll bench strangers --models models --rt resnet50 -- --max-rt-slowdown 2
 
 Starts a server on the ONNX files of the folder. A client per real-time network sends at --rate over
-HTTP; a reply is timed from the moment its request was due. First real time is alone, then strangers
-are there, then it is alone again. Every stranger has a best-effort model of its own. Of 100
+HTTP; a reply is timed from the moment its request was due. Clients have processors of their own
+where there are at least 8. First real time is alone, then strangers are there, then it is alone
+again. Every stranger has a best-effort model of its own. Of 100
 actions, 78 send a request of new sizes, 8 close the connection before the reply, 4 unload the model
 and load it again, 3 load a new version of it, 4 send a request that is wrong, 3 pause.
 

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use device::DeviceError;
+use device::thread_placement::{self, ThreadRole};
+use device::{DeviceError, thread_priority};
 use model::gpu::Kernel;
 
 use crate::compile::cubin_cache::{CacheKey, CubinCache};
@@ -122,8 +123,17 @@ impl KernelCache {
         let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let made = Mutex::new(Vec::with_capacity(missing.len()));
         let failure: Mutex<Option<DeviceError>> = Mutex::new(None);
-        let work = || {
-            while let Some(request) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
+        // Beside real time half of the processors are enough: their neighbours share caches and
+        // execution units with those that real time runs on.
+        let may_take = |number: usize| {
+            number == 0 || number < self.threads / 2 || !self.rt_activity.is_recent()
+        };
+        let work = |number: usize| {
+            while may_take(number) {
+                self.enter_processors();
+                let Some(request) = missing.get(next.fetch_add(1, Ordering::Relaxed)) else {
+                    return;
+                };
                 match self.make_one(request) {
                     Ok(kernel) => {
                         made.lock()
@@ -138,16 +148,33 @@ impl KernelCache {
                 progress(done.fetch_add(1, Ordering::Relaxed) + 1, missing.len());
             }
         };
+        // All on threads of their own, the first as well: requests may wait for other work
+        // of the calling thread, and its priority could not be raised again.
         std::thread::scope(|scope| {
-            for _ in 1..self.threads.min(missing.len()) {
-                scope.spawn(work);
+            for number in 0..self.threads.min(missing.len()) {
+                let work = &work;
+                let named = std::thread::Builder::new().name("cuda-compile".to_string());
+                let started = named.spawn_scoped(scope, move || {
+                    thread_priority::lower_computation();
+                    work(number);
+                });
+                if started.is_err() && number == 0 {
+                    work(0);
+                }
             }
-            work();
         });
         match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(err) => Err(err),
             None => Ok(made.into_inner().unwrap_or_else(PoisonError::into_inner)),
         }
+    }
+
+    /// Moves the calling thread to the processors that compilers may use now.
+    fn enter_processors(&self) {
+        thread_placement::enter(match self.rt_activity.is_recent() {
+            true => ThreadRole::Background,
+            false => ThreadRole::BackgroundAlone,
+        });
     }
 
     fn make_one(&self, (kernel, class): &KernelRequest) -> Result<LoadedKernel, DeviceError> {

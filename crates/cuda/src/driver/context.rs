@@ -9,8 +9,10 @@ use base::Bytes;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUmemoryPool, CUresult};
 
 use super::call::{check, describe};
+use super::call_thread;
 use super::facts::{DriverFacts, read_facts};
 use super::gpu_use::{self, Leftover};
+use super::pinned_blocks::SpareBlocks;
 use super::pinned_pool::PinnedPool;
 use super::resource_counts::ResourceCounts;
 use super::slow_calls;
@@ -32,6 +34,7 @@ pub(crate) struct Context {
     /// Allocations until one fails on purpose.
     allocations_left: AtomicU64,
     pinned: PinnedPool,
+    spare_blocks: SpareBlocks,
     resource_counts: Arc<ResourceCounts>,
     part: Option<SmPartition>,
 }
@@ -91,6 +94,7 @@ impl Context {
         let number = OPENED.fetch_add(1, Ordering::Relaxed) + 1;
         let (fault, pinned) = (OnceLock::new(), PinnedPool::default());
         gpu_use::begin(device);
+        call_thread::start();
         let mut context = Context {
             raw,
             number,
@@ -100,6 +104,7 @@ impl Context {
             fault,
             allocations_left: AtomicU64::new(u64::MAX),
             pinned,
+            spare_blocks: SpareBlocks::default(),
             resource_counts: Arc::new(ResourceCounts::default()),
             part,
         };
@@ -118,7 +123,15 @@ impl Context {
             return Ok(None);
         }
         self.enter()?;
-        Ok(Some(Arc::new(sm_partition::partition(self.device, least)?)))
+        match sm_partition::partition(self.device, least) {
+            Ok(partition) => Ok(Some(Arc::new(partition))),
+            // Under MPS with an active thread percentage the driver divides no GPU.
+            Err(err) if sm_partition::is_indivisible(&err) => {
+                tracing::warn!(%err, "no SM partition: best effort does not co-run with real time");
+                Ok(None)
+            }
+            Err(err) => Err(err),
+        }
     }
 
     /// The same, and a partition of all other SMs.
@@ -147,6 +160,11 @@ impl Context {
     /// The memory pool of the device.
     pub(super) fn pool(&self) -> CUmemoryPool {
         self.pool
+    }
+
+    /// Pinned blocks that nothing uses.
+    pub(super) fn spare_blocks(&self) -> &SpareBlocks {
+        &self.spare_blocks
     }
 
     /// The pool of pinned host memory.
@@ -282,6 +300,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        self.spare_blocks.release(self);
         if self.enter().is_ok() {
             self.pinned.release();
         }

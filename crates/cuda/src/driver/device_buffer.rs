@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUdeviceptr};
 
+use super::call_thread::at_normal_priority;
 use super::{CountedResource, ResourceKind, Stream};
 use crate::error::CudaError;
 
@@ -23,12 +24,16 @@ impl DeviceBuffer {
         let context = stream.context();
         context.may_allocate("cuMemAllocFromPoolAsync", bytes)?;
         let size = usize::try_from(bytes.max(4).next_multiple_of(4)).unwrap_or(usize::MAX);
-        let mut address: CUdeviceptr = 0;
-        // SAFETY: `address` receives the result; freed when this value is dropped.
-        let code = unsafe {
-            sys::cuMemAllocFromPoolAsync(&mut address, size, context.pool(), stream.raw())
-        };
-        context.check("cuMemAllocFromPoolAsync", code).map_err(|err| err.with_bytes(bytes))?;
+        let address = at_normal_priority(|| {
+            context.enter()?;
+            let mut address: CUdeviceptr = 0;
+            // SAFETY: `address` receives the result; freed when this value is dropped.
+            let code = unsafe {
+                sys::cuMemAllocFromPoolAsync(&mut address, size, context.pool(), stream.raw())
+            };
+            let allocated = context.check("cuMemAllocFromPoolAsync", code);
+            allocated.map_err(|err| err.with_bytes(bytes)).map(|()| address)
+        })?;
         let counted = context.resource_counts().count(ResourceKind::Buffer, size as u64);
         let stream = stream.clone();
         DeviceBuffer { address, bytes, stream, pooled: true, _counted: counted }.cleared(size)

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUgraph, CUgraphExec};
 
+use super::call_thread::at_normal_priority;
 use super::slow_calls;
 use super::{Context, CountedResource, ResourceKind, Stream};
 use crate::error::CudaError;
@@ -15,9 +16,17 @@ pub(crate) struct Graph {
     _counted: CountedResource,
 }
 
+/// A graph that capture ended with.
+struct CapturedGraph(CUgraph);
+
+// SAFETY: the handle may be used from any thread, by one at a time, and has one owner.
+unsafe impl Send for CapturedGraph {}
+
 // SAFETY: an executable graph may be launched from any thread, by one at a time; the queue that
 // owns this value does.
 unsafe impl Send for Graph {}
+// SAFETY: a shared reference can only launch it, and who calls that answers for one at a time.
+unsafe impl Sync for Graph {}
 
 impl Graph {
     /// Instantiates `captured` and uploads it, so that the first launch is not slower.
@@ -26,6 +35,16 @@ impl Graph {
         captured: CUgraph,
         stream: &Stream,
     ) -> Result<Graph, CudaError> {
+        let captured = CapturedGraph(captured);
+        at_normal_priority(|| Graph::instantiate_here(context, captured, stream))
+    }
+
+    fn instantiate_here(
+        context: &Arc<Context>,
+        CapturedGraph(captured): CapturedGraph,
+        stream: &Stream,
+    ) -> Result<Graph, CudaError> {
+        context.enter()?;
         let mut exec: CUgraphExec = std::ptr::null_mut();
         // SAFETY: `captured` is a graph that capture ended with; `exec` receives the result.
         let made = context.check("cuGraphInstantiate", unsafe {
@@ -55,12 +74,19 @@ impl Graph {
     }
 }
 
-impl Drop for Graph {
-    fn drop(&mut self) {
+impl Graph {
+    fn destroy(&mut self) {
         if self.context.enter().is_ok() {
             // SAFETY: made in `instantiate` and not used after this.
             let _ = unsafe { sys::cuGraphExecDestroy(self.exec) };
             slow_calls::end("cuGraphExecDestroy");
         }
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let graph = &mut *self;
+        at_normal_priority(|| graph.destroy());
     }
 }

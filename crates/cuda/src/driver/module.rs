@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
 
+use super::call_thread::at_normal_priority;
 use super::slow_calls;
 use super::{Context, CountedResource, ResourceKind};
 use crate::error::CudaError;
@@ -42,6 +43,10 @@ impl Module {
     /// Loads `image` onto the device now: a lazy load between requests would wait for running
     /// kernels.
     pub(crate) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Module, CudaError> {
+        at_normal_priority(|| Module::load_here(context, image))
+    }
+
+    fn load_here(context: &Arc<Context>, image: &[u8]) -> Result<Module, CudaError> {
         context.may_allocate("cuModuleLoadData", image.len() as u64)?;
         let mut raw: CUmodule = std::ptr::null_mut();
         // SAFETY: `image` is a cubin as NVRTC made it (the cache checks its digest); the driver
@@ -59,6 +64,10 @@ impl Module {
         threads: u32,
         shared: u32,
     ) -> Result<Function, CudaError> {
+        at_normal_priority(|| self.function_here(name, threads, shared))
+    }
+
+    fn function_here(&self, name: &CStr, threads: u32, shared: u32) -> Result<Function, CudaError> {
         use CUfunction_attribute as A;
         let context = &self.context;
         context.enter()?;
@@ -109,10 +118,14 @@ impl Function {
 
 impl Drop for Module {
     fn drop(&mut self) {
-        if self.context.enter().is_ok() {
-            // SAFETY: loaded in `load` and not used after this: users have waited for its kernels.
-            let _ = unsafe { sys::cuModuleUnload(self.raw) };
-            slow_calls::end("cuModuleUnload");
-        }
+        let module = &*self;
+        at_normal_priority(|| {
+            if module.context.enter().is_ok() {
+                // SAFETY: loaded in `load` and not used after this: users have waited for its
+                // kernels.
+                let _ = unsafe { sys::cuModuleUnload(module.raw) };
+                slow_calls::end("cuModuleUnload");
+            }
+        });
     }
 }

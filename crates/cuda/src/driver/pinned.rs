@@ -7,17 +7,21 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use cudarc::driver::sys::{self, CUdeviceptr};
 
 use super::Context;
+use super::call_thread::at_normal_priority;
 use super::pinned_pool::{MAX_PIECE, free, piece_size};
 use super::resource_counts::{CountedResource, ResourceKind};
 use crate::error::CudaError;
 
 fn allocate(context: &Context, bytes: usize) -> Result<*mut u8, CudaError> {
-    context.may_allocate("cuMemHostAlloc", bytes as u64)?;
-    let mut address: *mut c_void = std::ptr::null_mut();
-    // SAFETY: `address` receives the result; the caller frees it.
-    let code = unsafe { sys::cuMemHostAlloc(&mut address, bytes, 0) };
-    context.check("cuMemHostAlloc", code).map_err(|err| err.with_bytes(bytes as u64))?;
-    Ok(address.cast())
+    let address = at_normal_priority(|| {
+        context.may_allocate("cuMemHostAlloc", bytes as u64)?;
+        let mut address: *mut c_void = std::ptr::null_mut();
+        // SAFETY: `address` receives the result; the caller frees it.
+        let code = unsafe { sys::cuMemHostAlloc(&mut address, bytes, 0) };
+        context.check("cuMemHostAlloc", code).map_err(|err| err.with_bytes(bytes as u64))?;
+        Ok::<usize, CudaError>(address as usize)
+    })?;
+    Ok(address as *mut u8)
 }
 
 /// Memory for the pool of `context`.

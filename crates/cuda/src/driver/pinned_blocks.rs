@@ -1,14 +1,17 @@
-//! Host memory in one range that is pinned and unpinned block by block.
+//! Pinned host memory in blocks, which are used again.
 //!
-//! A call that pins much at once blocks calls of other threads for its whole duration, and takes
-//! less time when the pages exist already. For copies only: a kernel may need another address.
+//! A call that pins memory blocks calls of other threads for its whole duration, and waits itself
+//! for every thread that maps or unmaps memory. So memory is pinned block by block, on pages that
+//! exist already, and a freed block stays pinned for the next one who needs it. For copies only: a
+//! kernel may need another address.
 
 use std::alloc::Layout;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys;
 
 use super::Context;
+use super::call_thread::at_normal_priority;
 use super::gpu_use::Leftover;
 use super::resource_counts::{CountedResource, ResourceKind};
 use crate::error::CudaError;
@@ -22,37 +25,32 @@ const LARGE_PAGE: usize = 2 << 20;
 /// Bytes pinned with one call. No copy may cross a block border.
 pub(crate) const BLOCK: usize = LARGE_PAGE;
 
-/// Pinned memory, initially zero.
-pub(crate) struct PinnedBlocks {
+/// Free blocks of a context, at most.
+const MAX_SPARE_BLOCKS: usize = (1 << 30) / BLOCK;
+
+/// Memory that is pinned as a whole.
+struct PinnedBlock {
     address: *mut u8,
     layout: Layout,
-    bytes: usize,
-    /// The pinned blocks, from the first on.
-    pinned: Vec<CountedResource>,
-    context: Arc<Context>,
+    _counted: CountedResource,
 }
 
 // SAFETY: plain memory with one owner.
-unsafe impl Send for PinnedBlocks {}
+unsafe impl Send for PinnedBlock {}
 // SAFETY: shared references only read it.
-unsafe impl Sync for PinnedBlocks {}
+unsafe impl Sync for PinnedBlock {}
 
-/// The size of the block at `at` of `bytes`.
-fn block_bytes(at: usize, bytes: usize) -> usize {
-    BLOCK.min(bytes - at)
-}
-
-impl PinnedBlocks {
-    /// `bytes` of memory. `wait` is called before each call that blocks others.
-    pub(crate) fn new(
-        context: &Arc<Context>,
+impl PinnedBlock {
+    /// `bytes` of new memory, at most [`BLOCK`]. `wait` is called before the call that blocks
+    /// others.
+    fn new(
+        context: &Context,
         bytes: usize,
-        wait: impl Fn(),
-    ) -> Result<PinnedBlocks, CudaError> {
+        wait: &(impl Fn() + Sync),
+    ) -> Result<PinnedBlock, CudaError> {
         let align = if bytes < LARGE_PAGE { PAGE } else { LARGE_PAGE };
         let layout = Layout::from_size_align(bytes.max(1), align)
             .map_err(|_| CudaError::Misuse("a buffer larger than memory can be"))?;
-        context.may_allocate("cuMemHostRegister", bytes as u64)?;
         // SAFETY: the layout's size is not zero.
         let address = unsafe { std::alloc::alloc(layout) };
         if address.is_null() {
@@ -60,77 +58,160 @@ impl PinnedBlocks {
         }
         #[cfg(target_os = "linux")]
         if bytes >= LARGE_PAGE {
-            let whole = bytes - bytes % LARGE_PAGE;
-            // SAFETY: asks for large pages under whole ones of the memory just allocated. Where
-            // there are none, small ones do.
-            let _ = unsafe { libc::madvise(address.cast(), whole, libc::MADV_HUGEPAGE) };
+            // SAFETY: asks for large pages under the memory just allocated. Where there are none,
+            // small ones do.
+            let _ = unsafe { libc::madvise(address.cast(), bytes, libc::MADV_HUGEPAGE) };
         }
-        let context = context.clone();
-        let mut blocks = PinnedBlocks { address, layout, bytes, pinned: Vec::new(), context };
-        for at in (0..bytes).step_by(BLOCK) {
-            // SAFETY: inside the memory just allocated, which nothing else has.
-            unsafe { address.add(at).write_bytes(0, block_bytes(at, bytes)) };
+        // SAFETY: the memory just allocated, which nothing else has.
+        unsafe { address.write_bytes(0, bytes) };
+        let at = address as usize;
+        let pinned = at_normal_priority(|| {
             wait();
-            blocks.pin_next()?;
+            context.enter()?;
+            // SAFETY: memory of our own, which stays until it is given back to the driver again.
+            let code = unsafe { sys::cuMemHostRegister_v2(at as *mut _, bytes, 0) };
+            context.check("cuMemHostRegister", code).map_err(|err| err.with_bytes(bytes as u64))
+        });
+        if let Err(err) = pinned {
+            // SAFETY: allocated with this layout, and not pinned.
+            unsafe { std::alloc::dealloc(address, layout) };
+            return Err(err);
         }
-        Ok(blocks)
+        let counted = context.resource_counts().count(ResourceKind::Pinned, bytes as u64);
+        Ok(PinnedBlock { address, layout, _counted: counted })
     }
 
-    fn pin_next(&mut self) -> Result<(), CudaError> {
-        let at = self.pinned.len() * BLOCK;
-        let bytes = block_bytes(at, self.bytes);
-        // SAFETY: inside memory of our own, which stays until it is given back to the driver again.
-        let code = unsafe { sys::cuMemHostRegister_v2(self.address.add(at).cast(), bytes, 0) };
-        self.context
-            .check("cuMemHostRegister", code)
-            .map_err(|err| err.with_bytes(bytes as u64))?;
-        self.pinned.push(self.context.resource_counts().count(ResourceKind::Pinned, bytes as u64));
+    /// Unpins and frees it. No copy from it may be in flight.
+    fn release(self, context: &Context, wait: &(impl Fn() + Sync)) {
+        let at = self.address as usize;
+        let unpinned = at_normal_priority(|| {
+            wait();
+            context.enter().is_ok() && {
+                // SAFETY: a block that was pinned, and nothing the device does to it is in flight.
+                let code = unsafe { sys::cuMemHostUnregister(at as *mut _) };
+                context.check("cuMemHostUnregister", code).is_ok()
+            }
+        });
+        if unpinned {
+            // SAFETY: allocated with this layout, and not used after this.
+            unsafe { std::alloc::dealloc(self.address, self.layout) };
+        } else {
+            // The device may still write to pinned memory of a faulted context.
+            context.keep(Leftover::Host(self.address as usize, self.layout));
+        }
+    }
+}
+
+/// Free blocks of a context, all of size [`BLOCK`].
+#[derive(Default)]
+pub(crate) struct SpareBlocks {
+    blocks: Mutex<Vec<PinnedBlock>>,
+}
+
+impl SpareBlocks {
+    fn lock(&self) -> MutexGuard<'_, Vec<PinnedBlock>> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self) -> Option<PinnedBlock> {
+        self.lock().pop()
+    }
+
+    /// Keeps the block, or returns it where enough are kept or it is a small one.
+    fn give(&self, block: PinnedBlock) -> Result<(), PinnedBlock> {
+        let mut blocks = self.lock();
+        if block.layout.size() != BLOCK || blocks.len() >= MAX_SPARE_BLOCKS {
+            return Err(block);
+        }
+        blocks.push(block);
         Ok(())
     }
 
-    /// Unpins everything block by block and frees it. No copy from it may be in flight.
-    pub(crate) fn release(mut self, wait: impl Fn()) {
-        self.unpin(wait);
+    /// Frees all of them.
+    pub(super) fn release(&self, context: &Context) {
+        let blocks = std::mem::take(&mut *self.lock());
+        blocks.into_iter().for_each(|block| block.release(context, &|| {}));
+    }
+}
+
+/// Pinned memory, initially zero.
+pub(crate) struct PinnedBlocks {
+    /// All of size [`BLOCK`] but the last.
+    blocks: Vec<PinnedBlock>,
+    context: Arc<Context>,
+}
+
+impl PinnedBlocks {
+    /// `bytes` of memory. `wait` is called before each call that blocks others.
+    pub(crate) fn new(
+        context: &Arc<Context>,
+        bytes: usize,
+        wait: impl Fn() + Sync,
+    ) -> Result<PinnedBlocks, CudaError> {
+        context.may_allocate("cuMemHostRegister", bytes as u64)?;
+        let mut made = PinnedBlocks { blocks: Vec::new(), context: context.clone() };
+        for at in (0..bytes).step_by(BLOCK) {
+            let bytes = BLOCK.min(bytes - at);
+            let known = (bytes == BLOCK).then(|| context.spare_blocks().take()).flatten();
+            let block = match known {
+                Some(block) => {
+                    // SAFETY: the whole block, which nothing else has.
+                    unsafe { block.address.write_bytes(0, BLOCK) };
+                    block
+                }
+                None => PinnedBlock::new(context, bytes, &wait)?,
+            };
+            made.blocks.push(block);
+        }
+        Ok(made)
     }
 
-    fn unpin(&mut self, wait: impl Fn()) {
-        if self.context.enter().is_err() {
-            return;
-        }
-        while let Some(counted) = self.pinned.pop() {
-            wait();
-            // SAFETY: a block that was pinned, inside the memory.
-            let block = unsafe { self.address.add(self.pinned.len() * BLOCK) };
-            // SAFETY: as above, and nothing the device does to it is in flight.
-            let code = unsafe { sys::cuMemHostUnregister(block.cast()) };
-            if self.context.check("cuMemHostUnregister", code).is_err() {
-                self.pinned.push(counted);
-                return;
+    /// Frees everything. No copy from it may be in flight.
+    pub(crate) fn release(mut self, wait: impl Fn() + Sync) {
+        self.free(wait);
+    }
+
+    fn free(&mut self, wait: impl Fn() + Sync) {
+        for block in self.blocks.drain(..) {
+            // Memory of a faulted context is not used again.
+            let kept = match self.context.fault() {
+                None => self.context.spare_blocks().give(block),
+                Some(_) => Err(block),
+            };
+            if let Err(block) = kept {
+                block.release(&self.context, &wait);
             }
         }
     }
 
-    pub(crate) fn as_ptr(&self) -> *const u8 {
-        self.address
+    /// The address of offset `at`; what follows it up to the next block border is adjacent.
+    pub(crate) fn address(&self, at: usize) -> Option<*const u8> {
+        let block = self.blocks.get(at / BLOCK).filter(|block| at % BLOCK < block.layout.size())?;
+        Some(block.address.wrapping_add(at % BLOCK))
     }
 
-    /// The bytes. No copy from or to them may be in flight.
-    pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: allocated with this size and initialised; the owner writes only before the device
-        // begins.
-        unsafe { std::slice::from_raw_parts_mut(self.address, self.bytes) }
+    /// Writes `data` at offset `at`; nothing past the end. No copy of it may be in flight.
+    pub(crate) fn write(&mut self, mut at: usize, mut data: &[u8]) {
+        while !data.is_empty()
+            && let Some(block) = self.blocks.get(at / BLOCK)
+        {
+            let free = block.layout.size().saturating_sub(at % BLOCK);
+            let (part, rest) = data.split_at(data.len().min(free));
+            if part.is_empty() {
+                return;
+            }
+            // SAFETY: inside the block by the lines above, and no other thread has `self`.
+            unsafe {
+                let to = block.address.add(at % BLOCK);
+                to.copy_from_nonoverlapping(part.as_ptr(), part.len());
+            }
+            (at, data) = (at + part.len(), rest);
+        }
     }
 }
 
 impl Drop for PinnedBlocks {
     fn drop(&mut self) {
-        self.unpin(|| {});
-        if self.pinned.is_empty() {
-            // SAFETY: allocated with this layout, and not used after this.
-            unsafe { std::alloc::dealloc(self.address, self.layout) };
-        } else {
-            // The device may still write to pinned memory of a faulted context.
-            self.context.keep(Leftover::Host(self.address as usize, self.layout));
-        }
+        self.free(|| {});
     }
 }

@@ -29,6 +29,9 @@ const MIN_PIECE: usize = 256;
 #[derive(Default)]
 pub(crate) struct PinnedPool {
     state: Mutex<PoolState>,
+    /// Held while the driver is asked for memory, in place of the state: a thread that finds a
+    /// piece must not wait for that.
+    growing: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -49,6 +52,20 @@ struct Address(*mut u8);
 // SAFETY: an address of memory that the pool owns; who got it handed out is its only user.
 unsafe impl Send for Address {}
 
+impl PoolState {
+    /// A free piece of `size`, or one of the last slab.
+    fn take(&mut self, size: usize) -> Option<*mut u8> {
+        if let Some(piece) = self.free.get_mut(&size).and_then(Vec::pop) {
+            return Some(piece.0);
+        }
+        let (slab, _) = self.slabs.last().filter(|_| self.left >= size)?;
+        // SAFETY: `left` is at most the slab's size, so this is inside it.
+        let piece = unsafe { slab.0.add(SLAB_BYTES - self.left) };
+        self.left -= size;
+        Some(piece)
+    }
+}
+
 impl PinnedPool {
     fn lock(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -62,21 +79,19 @@ impl PinnedPool {
         size: usize,
         allocate: impl FnOnce(usize) -> Result<(*mut u8, CountedResource), CudaError>,
     ) -> Result<*mut u8, CudaError> {
+        if let Some(piece) = self.lock().take(size) {
+            return Ok(piece);
+        }
+        let _growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another thread may have asked meanwhile.
+        if let Some(piece) = self.lock().take(size) {
+            return Ok(piece);
+        }
+        let (slab, counted) = allocate(SLAB_BYTES)?;
         let mut state = self.lock();
-        if let Some(piece) = state.free.get_mut(&size).and_then(Vec::pop) {
-            return Ok(piece.0);
-        }
-        if state.left < size {
-            let (slab, counted) = allocate(SLAB_BYTES)?;
-            state.slabs.push((Address(slab), counted));
-            state.left = SLAB_BYTES;
-        }
-        let (slab, _) =
-            state.slabs.last().ok_or(CudaError::Misuse("the pinned pool has no slab"))?;
-        // SAFETY: `left` is at most the slab's size, so this is inside it.
-        let piece = unsafe { slab.0.add(SLAB_BYTES - state.left) };
-        state.left -= size;
-        Ok(piece)
+        state.slabs.push((Address(slab), counted));
+        state.left = SLAB_BYTES;
+        state.take(size).ok_or(CudaError::Misuse("a piece larger than a slab of the pinned pool"))
     }
 
     pub(super) fn give(&self, piece: *mut u8, size: usize) {

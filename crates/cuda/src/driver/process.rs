@@ -5,8 +5,7 @@ use std::io::Write;
 use crate::driver::was_opened;
 
 /// Allocations of at least this size are returned to the system when they are freed.
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-const LARGE_BYTES: libc::c_int = 4 << 20;
+pub(crate) const LARGE_BYTES: usize = 4 << 20;
 
 /// Free memory that an arena keeps at its end.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
@@ -23,7 +22,7 @@ pub fn tune_allocator() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: sets two numbers of the allocator; no other thread allocates yet.
     unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES as libc::c_int);
         libc::mallopt(libc::M_TRIM_THRESHOLD, KEPT_BYTES);
     }
 }

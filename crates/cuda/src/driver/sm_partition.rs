@@ -27,6 +27,12 @@ pub(super) fn partition(device: CUdevice, least: u32) -> Result<SmPartition, Ope
     SmPartition::open(device, *groups.first().ok_or(none)?)
 }
 
+/// Whether the driver said that these SMs cannot be divided.
+pub(super) fn is_indivisible(err: &OpenError) -> bool {
+    let refused = sys::CUresult::CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION as u32;
+    matches!(err, OpenError::Call(CudaError::Call { code, .. }) if *code == refused)
+}
+
 /// A partition of at least `least` SMs, and one of all others.
 pub(super) fn apart(device: CUdevice, least: u32) -> Result<[SmPartition; 2], OpenError> {
     let (groups, rest) = divide(device, 1, least)?;

@@ -9,6 +9,7 @@ use cudarc::driver::sys::{
     CUmemLocationType,
 };
 
+use super::call_thread::at_normal_priority;
 use super::gpu_use::Leftover;
 use super::slow_calls;
 use super::{Context, CountedResource, ResourceKind};
@@ -91,6 +92,10 @@ pub(crate) struct AddressRange {
 impl AddressRange {
     /// A range of `bytes`, a multiple of the [`granularity`].
     pub(crate) fn reserve(context: &Arc<Context>, bytes: u64) -> Result<AddressRange, CudaError> {
+        at_normal_priority(|| AddressRange::reserve_here(context, bytes))
+    }
+
+    fn reserve_here(context: &Arc<Context>, bytes: u64) -> Result<AddressRange, CudaError> {
         context.may_allocate("cuMemAddressReserve", bytes)?;
         let size = usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut address: CUdeviceptr = 0;
@@ -162,12 +167,18 @@ impl AddressRange {
 
 impl Drop for AddressRange {
     fn drop(&mut self) {
-        if self.context.enter().is_ok() {
-            let _ = self.unmap(0, self.bytes);
-            // SAFETY: reserved in `reserve`, unmapped by the line above and not used after this.
-            let _ = unsafe { sys::cuMemAddressFree(self.address, self.bytes as usize) };
-            slow_calls::end("cuMemAddressFree");
-        } else {
+        let range = &*self;
+        let freed = at_normal_priority(|| {
+            let entered = range.context.enter().is_ok();
+            if entered {
+                let _ = range.unmap(0, range.bytes);
+                // SAFETY: reserved in `reserve`, unmapped by the line above, not used after this.
+                let _ = unsafe { sys::cuMemAddressFree(range.address, range.bytes as usize) };
+                slow_calls::end("cuMemAddressFree");
+            }
+            entered
+        });
+        if !freed {
             let mapped = self.mapped.get_mut().unwrap_or_else(PoisonError::into_inner);
             let (address, mapped) = (self.address, std::mem::take(mapped));
             self.context.keep(Leftover::Range { address, bytes: self.bytes, mapped });

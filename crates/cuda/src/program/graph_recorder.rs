@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use crate::driver::call_thread::at_normal_priority;
 use crate::driver::{Context, Graph, Priority, SmPartition, Stream};
 use crate::error::CudaError;
 
@@ -59,6 +60,14 @@ impl GraphRecorder {
 
     /// The launches that `record` enqueues, as a graph for `target`.
     pub(crate) fn capture(
+        &self,
+        target: LaunchTarget,
+        record: impl FnOnce(&Stream) -> Result<(), CudaError> + Send,
+    ) -> Result<Graph, CudaError> {
+        at_normal_priority(|| self.capture_here(target, record))
+    }
+
+    fn capture_here(
         &self,
         target: LaunchTarget,
         record: impl FnOnce(&Stream) -> Result<(), CudaError>,

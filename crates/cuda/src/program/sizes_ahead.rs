@@ -54,7 +54,6 @@ impl SizesAhead {
         let stopped = Arc::new(AtomicBool::new(false));
         let (stop, program) = (stopped.clone(), Arc::downgrade(program));
         let work = move || {
-            // Its compilers have the same.
             thread_priority::lower(thread_priority::LOWEST);
             if let Some(_turn) = turn(&stop) {
                 compile(&program, &sizes, &stop);

@@ -8,6 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 use std::time::Instant;
 
+use device::thread_placement::{self, LoneThread};
+
 use super::executor::QueueExecutor;
 use crate::options::Polling;
 use crate::preempt::driver_backoff::DriverBackoff;
@@ -97,6 +99,7 @@ impl Dispatcher {
 /// Polls the queues until the last one is closed.
 fn run(shared: &DispatcherShared, context: &DispatcherContext) {
     let polling = context.polling;
+    let _processor = thread_placement::enter_alone(LoneThread::Polling);
     let mut executors: Vec<QueueExecutor> = Vec::new();
     let (mut rounds, mut idle_since): (u32, Option<Instant>) = (0, None);
     loop {

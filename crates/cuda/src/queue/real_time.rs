@@ -12,6 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use base::Nanos;
+use device::thread_placement::{self, LoneThread};
 use device::{
     Completion, CompletionSink, DeviceError, Outcome, Queue, QueueOptions, Segment, Task,
 };
@@ -171,6 +172,7 @@ impl RealTimeShared {
 
     /// Completes segments in order, until the queue is closed and empty.
     fn run(&self) {
+        let _processor = thread_placement::enter_alone(LoneThread::Polling);
         let mut free_since = Instant::now();
         while let Some(fence) = self.next_fence() {
             let waited = match fence {

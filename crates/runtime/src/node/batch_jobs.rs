@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 
 use base::Nanos;
 use device::batch::{other_sizes, rows_of, split};
+use device::thread_placement::{self, ThreadRole};
 use device::{DeviceError, PreemptionLevel, Program, StagedInputs};
 use model::config::{BatchingPolicy, CopyTime, ModelConfig};
 use model::row_independence::{batch_symbol, mixing_step};
@@ -72,6 +73,7 @@ impl Preparer {
     pub(super) fn start(shared: Weak<Shared>) -> std::io::Result<Preparer> {
         let (sender, receiver) = sync_channel::<Preparation>(MAX_PREPARATIONS);
         std::thread::Builder::new().name("node-batches".to_string()).spawn(move || {
+            thread_placement::enter(ThreadRole::Background);
             while let Ok(preparation) = receiver.recv() {
                 let Some(program) = preparation.program.upgrade() else { continue };
                 if let Err(err) = program.prepare_batches(&preparation.sizes, &preparation.batches)

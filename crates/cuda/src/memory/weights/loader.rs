@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use base::Bytes;
 use device::residency::{LoadCallback, LoadProgress, MemoryUse};
+use device::thread_placement::{self, LoneThread};
 
 use super::arrival::{group_ends, group_of};
 use super::physical_pool::{PhysicalMemoryPool, WeightMemoryCounts};
@@ -106,7 +107,10 @@ impl WeightLoader {
         };
         std::thread::Builder::new()
             .name("cuda-weights".to_string())
-            .spawn(move || loader.run(&receiver))
+            .spawn(move || {
+                let _processor = thread_placement::enter_alone(LoneThread::Driver);
+                loader.run(&receiver);
+            })
             .map_err(|_| CudaError::Misuse("cannot start the loader thread"))?;
         Ok(WeightLoader { commands, counts, granularity, loads })
     }

@@ -50,17 +50,18 @@ impl Slab {
     /// flight.
     pub(crate) fn write(&self, at: u64, data: &[u8]) {
         if let Some(host) = &mut *self.host() {
-            host.as_mut_slice()[at as usize..][..data.len()].copy_from_slice(data);
+            host.write(at as usize, data);
         }
     }
 
     /// Sources and targets of a copy of `bytes` at `at`: host address, size and device address,
     /// none across a block border. Valid as long as the slab and its host copy.
     pub(crate) fn sources(&self, at: u64, bytes: u64) -> Vec<(*const u8, u64, u64)> {
-        let Some(host) = self.host().as_ref().map(PinnedBlocks::as_ptr) else { return Vec::new() };
+        let host = self.host();
+        let Some(host) = host.as_ref() else { return Vec::new() };
         let address = self.range.address();
-        let source = |(at, bytes)| (host.wrapping_add(at as usize), bytes, address + at);
-        pieces(at, bytes).map(source).collect()
+        let source = |(at, bytes)| Some((host.address(at as usize)?, bytes, address + at));
+        pieces(at, bytes).filter_map(source).collect()
     }
 
     /// Frees the host copy. No copy of it may be in flight.
