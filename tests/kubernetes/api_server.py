@@ -18,6 +18,22 @@ SCRIPT = REPOSITORY / "scripts" / "kubernetes" / "apiserver.sh"
 ADMIN_TOKEN = "admin-of-the-test"
 ISSUER = "https://kubernetes.default.svc"
 MERGE = "application/merge-patch+json"
+# The server's own log of changes of scales, and of pods that are made and removed.
+AUDIT = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [
+        {
+            "level": "Request",
+            "verbs": ["patch", "update"],
+            "resources": [{"group": "apps", "resources": ["deployments/scale"]}],
+        },
+        {"level": "Metadata", "verbs": ["create", "delete"],
+         "resources": [{"group": "", "resources": ["pods"]}]},
+        {"level": "None"},
+    ],
+}
 
 
 def programs() -> Path:
@@ -68,6 +84,8 @@ class ApiServer:
         account, account_key = self.authority.sign("service-accounts")
         tokens = self.folder / "tokens.csv"
         tokens.write_text(f'{ADMIN_TOKEN},admin,1,"system:masters"\n')
+        policy = self.folder / "audit.yaml"
+        policy.write_text(yaml.safe_dump(AUDIT))
         flags = {
             "etcd-servers": f"http://127.0.0.1:{etcd_port}",
             "bind-address": "127.0.0.1",
@@ -87,6 +105,8 @@ class ApiServer:
             "service-cluster-ip-range": "10.96.0.0/16",
             # Tokens of pods come from the TokenRequest API, as in every later release.
             "feature-gates": "BoundServiceAccountTokenVolume=true",
+            "audit-policy-file": policy,
+            "audit-log-path": self.folder / "audit.log",
             # Connections of the test end with it.
             "shutdown-delay-duration": "0s",
         }
@@ -173,6 +193,12 @@ class ApiServer:
                 },
             ],
         )
+
+    def audit(self, namespace: str) -> list[dict]:
+        """What the server itself logged of a namespace."""
+        lines = (self.folder / "audit.log").read_text().splitlines()
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in events if event["objectRef"].get("namespace") == namespace]
 
     def stop(self) -> None:
         self.server.kill()

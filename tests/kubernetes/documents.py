@@ -87,5 +87,36 @@ def stateful(store: str, namespace: str) -> list[dict]:
     return documents
 
 
+def pools(store: str, namespace: str, scaled: dict[str, str], scheduler: list[str]) -> list[dict]:
+    """The manifests with a Deployment of backends for each pool of `scaled`, which has the keys of
+    its --kubernetes-scale by the pool's kind."""
+    cluster = f"--cluster={namespace}"
+    documents = adapted(store, [*scheduler, cluster])
+    own = container(find(documents, "Deployment", "atoll-scheduler"))
+    words = [word for word in own["args"] if not word.startswith("--kubernetes-scale")]
+    own["args"] = words + [
+        f"--kubernetes-scale=deployment/atoll-backend-{kind},kind={kind},{keys}"
+        for kind, keys in scaled.items()
+    ]
+    container(find(documents, "Deployment", "atoll-frontend"))["args"].append(cluster)
+    backend = find(documents, "Deployment", "atoll-backend")
+    documents = [d for d in documents if d is not backend and d["kind"] != "Namespace"]
+    for kind in scaled:
+        pool = copy.deepcopy(backend)
+        pool["metadata"]["name"] = f"atoll-backend-{kind}"
+        for labels in (pool["spec"]["selector"]["matchLabels"],
+                       pool["spec"]["template"]["metadata"]["labels"]):
+            labels["atoll/pool"] = kind
+        container(pool)["args"] += [f"--device-kind={kind}", cluster]
+        documents.append(pool)
+    names = [f"atoll-backend-{kind}" for kind in scaled]
+    find(documents, "Role", "atoll-scheduler")["rules"][0]["resourceNames"] = names
+    for document in documents:
+        document["metadata"]["namespace"] = namespace
+        for subject in document.get("subjects", []):
+            subject["namespace"] = namespace
+    return documents
+
+
 def container(deployment: dict) -> dict:
     return deployment["spec"]["template"]["spec"]["containers"][0]

@@ -12,7 +12,9 @@ from api_server import ApiServer
 TLS = ("--set", "tls.secret=atoll-tls")
 S3 = ("--set", "models.store=s3://bucket/atoll,models.secret=aws")
 CHARTS = {"plain": (), "hpa": ("--set", "scaling=hpa"), "none": ("--set", "scaling=none")}
-CHARTS |= {"tls": TLS, "s3": S3}
+POOLS = '[{"name": "l4", "kind": "l4", "price": 0.8, "nodeSelector": {"gpu": "l4"}}, '
+POOLS += '{"name": "a100", "kind": "a100", "replicas": 0, "tolerations": [{"operator": "Exists"}]}]'
+CHARTS |= {"tls": TLS, "s3": S3, "pools": ("--set-json", f"backend.pools={POOLS}")}
 
 
 def check(api: ApiServer, namespace: str, found: list[dict]) -> None:

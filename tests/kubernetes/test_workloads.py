@@ -126,21 +126,20 @@ def atoll(api: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     try:
         running.wait(lambda: len(running.ready("scheduler")) == 2, "schedulers are ready")
         running.wait(lambda: running.settled(1), "one backend")
-        register(running)
+        # Without models; so the first one can be registered through the service.
         running.wait(lambda: len(running.ready("frontend")) == 1, "the frontend is ready")
+        register(running)
         yield running
     finally:
         running.nodes.stop()
 
 
 def register(atoll: Atoll) -> None:
-    """By the pod's address: a frontend without models is not ready, so the service has none."""
-    (container,) = [c for c in atoll.nodes.containers.values() if "frontend" in c.name]
     form = {"name": (None, MODEL), "model": ("model.onnx", work())}
 
     def is_registered() -> bool:
         try:
-            url = f"http://{container.address}:8000/register"
+            url = f"{atoll.url()}/register"
             return requests.post(url, files=form, timeout=PATIENCE_SECONDS).status_code == 200
         except requests.ConnectionError:
             return False

@@ -37,6 +37,20 @@ def no_duplicates(loader: StrictLoader, node: yaml.MappingNode, deep: bool = Fal
 StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, no_duplicates)
 
 
+POOLS = "backend.pools=" + json.dumps(
+    [
+        {"name": "l4", "kind": "l4", "price": 0.8, "replicas": 0, "nodeSelector": {"gpu": "l4"}},
+        {
+            "name": "a100",
+            "kind": "a100",
+            "price": 3.2,
+            "replicas": 1,
+            "replicasMax": 8,
+            "gpu": 2,
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        },
+    ]
+)
 # The manifests, and the chart with values that cover all its branches.
 S3 = (
     "models.store=s3://bucket/atoll,models.secret=aws,models.env.AWS_ENDPOINT_URL=http://minio:9000"
@@ -60,6 +74,7 @@ SOURCES = {
         "backend.gpu=2,backend.args={--best-effort-share=10}",
         "--is-upgrade",
     ),
+    "chart-pools": ("--set-json", POOLS),
 }
 every_source = pytest.mark.parametrize("source", SOURCES)
 
@@ -248,7 +263,8 @@ def test_containers_request_gpus_and_have_probes(source: str) -> None:
         assert "readinessProbe" in container
         if container["name"] == "backend":
             # A string, as server-side apply wants every quantity.
-            gpus = "2" if source == "chart-s3" else "1"
+            pool = "--device-kind=a100" in container["args"]
+            gpus = "2" if source == "chart-s3" or pool else "1"
             assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
 
 
@@ -256,32 +272,64 @@ def test_containers_request_gpus_and_have_probes(source: str) -> None:
 def test_exactly_one_component_sets_the_number_of_backends(source: str) -> None:
     """The scheduler, an autoscaler or the manifest. Only the scheduler that scales gets
     permissions, and no manifest resets a number that is scaled."""
-    (backend,) = [
-        d for d in of_kind(source, "Deployment") if d["metadata"]["name"].endswith("-backend")
-    ]
+    backends = of_component(source, "backend")
+    assert len(backends) == (2 if source == "chart-pools" else 1)
     (scheduler,) = [
         d for d in of_kind(source, "Deployment") if d["metadata"]["name"].endswith("-scheduler")
     ]
-    name = backend["metadata"]["name"]
+    names = {backend["metadata"]["name"] for backend in backends}
     spec = scheduler["spec"]["template"]["spec"]
-    words = [word for argument in spec["containers"][0]["args"] for word in argument.split("=")]
-    by_atoll = "--kubernetes-scale" in words
+    scaled = [
+        argument.split("=", 1)[1].split(",")
+        for argument in spec["containers"][0]["args"]
+        if argument.startswith("--kubernetes-scale=")
+    ]
+    by_atoll = bool(scaled)
     by_hpa = any(
-        s["spec"]["scaleTargetRef"]["name"] == name
+        s["spec"]["scaleTargetRef"]["name"] in names
         for s in of_kind(source, "HorizontalPodAutoscaler")
     )
-    fixed = "replicas" in backend["spec"]
+    (fixed,) = {"replicas" in backend["spec"] for backend in backends}
     assert [by_atoll, by_hpa, fixed].count(True) == 1
     assert fixed == (source == "chart-none") and by_hpa == (source == "chart-hpa")
     roles = of_kind(source, "Role")
     assert bool(roles) == by_atoll
     if by_atoll:
-        assert f"deployment/{name}" in words
+        assert {workload for workload, *_ in scaled} == {f"deployment/{name}" for name in names}
         allowed = permissions(source, spec["serviceAccountName"])
-        scale = ("apps", "deployments/scale", name)
-        assert allowed == {(*scale, "get"), (*scale, "patch")} | {
+        scale = {("apps", "deployments/scale", name) for name in names}
+        assert allowed == {(*of, verb) for of in scale for verb in ("get", "patch")} | {
             ("", "pods", "*", verb) for verb in POD_VERBS
         }
+
+
+def of_component(source: str, component: str) -> list[dict]:
+    label = "app.kubernetes.io/component"
+    deployments = of_kind(source, "Deployment")
+    return [d for d in deployments if d["metadata"]["labels"][label] == component]
+
+
+def test_pools_are_deployments_of_their_own_kind_and_machines() -> None:
+    (scheduler,) = of_component("chart-pools", "scheduler")
+    words = scheduler["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert [word for word in words if word.startswith("--kubernetes-scale=")] == [
+        "--kubernetes-scale=deployment/reef-backend-l4,kind=l4,min=0,price=0.8",
+        "--kubernetes-scale=deployment/reef-backend-a100,kind=a100,min=1,max=8,price=3.2",
+    ]
+    pods = {}
+    for backend in of_component("chart-pools", "backend"):
+        selector = backend["spec"]["selector"]["matchLabels"]
+        pods[selector["atoll/pool"]] = backend["spec"]["template"]["spec"]
+    assert set(pods) == {"l4", "a100"}, "each selects its own pods only"
+    assert pods["l4"]["nodeSelector"] == {"gpu": "l4"} and "nodeSelector" not in pods["a100"]
+    assert pods["a100"]["tolerations"] and "tolerations" not in pods["l4"]
+    for kind, spec in pods.items():
+        assert f"--device-kind={kind}" in spec["containers"][0]["args"]
+    for scaling in ("hpa", "none"):
+        reply = helm(
+            "template", "reef", str(CHART), "--set", f"scaling={scaling}", "--set-json", POOLS
+        )
+        assert reply.returncode != 0 and "backend.pools needs scaling: atoll" in reply.stderr
 
 
 # What the scheduler does with pods; tests/kubernetes shows that it needs each of them.
@@ -340,16 +388,18 @@ def test_replayed_replies_match_the_schemas_of_kubernetes() -> None:
 
 def policy_of(source: str, role: str) -> dict:
     """The only NetworkPolicy that selects the pods of a role."""
-    (deployment,) = [
-        d for d in of_kind(source, "Deployment") if d["metadata"]["name"].endswith(f"-{role}")
-    ]
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
-    (found,) = [
-        policy["spec"]
-        for policy in of_kind(source, "NetworkPolicy")
-        if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    ]
-    return found
+    found = []
+    for deployment in of_component(source, role):
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        selecting = [
+            policy["spec"]
+            for policy in of_kind(source, "NetworkPolicy")
+            if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+        ]
+        assert len(selecting) == 1
+        found += [spec for spec in selecting if spec not in found]
+    (only,) = found
+    return only
 
 
 @every_source
@@ -394,4 +444,5 @@ def test_pods_have_few_rights_and_a_limit_of_memory(source: str) -> None:
             # The budget of host memory is a share of it.
             assert container["resources"]["limits"]["memory"]
     budgets = [b["metadata"]["name"] for b in of_kind(source, "PodDisruptionBudget")]
-    assert {name.rsplit("-", 1)[1] for name in budgets} >= {"frontend", "backend"}
+    words = {word for name in budgets for word in name.split("-")}
+    assert words >= {"frontend", "backend"}

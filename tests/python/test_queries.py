@@ -40,6 +40,10 @@ def page(lines: list[str], columns: int = 1, angle: float = 0.0) -> bytes:
         image = image.rotate(
             angle, expand=True, fillcolor="white", resample=Image.Resampling.BICUBIC
         )
+    return png(image)
+
+
+def png(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
@@ -102,6 +106,39 @@ def test_text_is_read_in_order(ocr: Server) -> None:
 
 def test_rotated_text_is_read(ocr: Server) -> None:
     assert sorted(texts(read_page(ocr, page(LINES, angle=12)))) == sorted(LINES)
+
+
+@pytest.mark.parametrize("angle", [90, 180, 270])
+def test_turned_text_is_read(ocr: Server, angle: int) -> None:
+    reply = read_page(ocr, page(LINES, angle=angle))
+    assert sorted(texts(reply)) == sorted(LINES)
+    outputs = {output["name"]: output["data"] for output in reply.json()["outputs"]}
+    # The first corner is the upper left of the text: the first line's, turned with the page.
+    at = outputs["text"].index(LINES[0])
+    image = Image.open(io.BytesIO(page(LINES, angle=angle)))
+    left, top = {
+        90: (44, image.height - 40),
+        180: (image.width - 40, image.height - 44),
+        270: (image.width - 44, 40),
+    }[angle]
+    corner = outputs["corners"][8 * at : 8 * at + 2]
+    assert abs(corner[0] - left) < 20 and abs(corner[1] - top) < 20, (corner, left, top)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_text_of_transparent_pages_is_read(ocr: Server, mode: str) -> None:
+    """Black text on a transparent page, whose hidden colour is black as well."""
+    paper = Image.open(io.BytesIO(page(LINES))).convert("L")
+    ink = Image.eval(paper, lambda value: 255 - value)
+    image = Image.new("RGBA", paper.size)
+    image.putalpha(ink)
+    if mode == "P":
+        image = Image.eval(ink, lambda value: int(value > 127)).convert("P")
+        image.putpalette([0, 0, 0, 0, 0, 0])
+        image.info["transparency"] = 0
+    elif mode == "LA":
+        image = image.convert("LA")
+    assert texts(read_page(ocr, png(image))) == LINES
 
 
 def test_an_empty_page_has_no_text(ocr: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import shutil
 import socket
 import subprocess
 import threading
@@ -20,6 +21,7 @@ import tritonclient.grpc as grpc_client
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from cluster import WAIT_SECONDS, Cluster
 from support import BINARY, Server, fp32_body, free_ports, infer_url, serve, stop_process, wait_for
 
 ROTEL = importlib.util.find_spec("rotel")
@@ -244,6 +246,75 @@ def test_grpc_errors_and_sampling(
     check_trace(spans, "")
     assert receiver.headers[0]["x-key"] == "secret"
     assert receiver.headers[0]["content-encoding"] == "gzip"
+
+
+TWO_STAGES = """
+slo_ms = 60000
+[[stage]]
+name = "first"
+model = "identity_fp32"
+inputs.INPUT0.value = "x"
+[[stage]]
+name = "second"
+model = "identity_fp32"
+inputs.INPUT0.value = "first.OUTPUT0"
+[output]
+y = "second.OUTPUT0"
+"""
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_stages_of_a_query_are_spans_between_frontend_and_backend(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receiver: Receiver
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+    cluster = Cluster(tmp_path, repository)
+    try:
+        cluster.scheduler("s1")
+        cluster.backend("b1")
+        frontend = cluster.frontend("f1")
+        cluster.wait_ready()
+        url = f"{frontend.url}/v2/atoll/queries/two"
+
+        def query(number: int) -> requests.Response:
+            body = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [3.0]}]}
+            headers = {"traceparent": traceparent(number)}
+            return requests.post(f"{url}/infer", json=body, headers=headers, timeout=WAIT_SECONDS)
+
+        added = lambda: requests.put(url, data=TWO_STAGES, timeout=WAIT_SECONDS).ok  # noqa: E731
+        assert wait_for(added, WAIT_SECONDS), cluster.logs()
+        assert wait_for(lambda: query(1).ok, WAIT_SECONDS), cluster.logs()
+        reply = query(2)
+        assert reply.json()["outputs"][0]["data"] == [3.0], reply.text
+        # A request for one model is followed to its backend as well.
+        headers = {"traceparent": traceparent(3)}
+        url = infer_url(frontend, "identity_fp32")
+        assert requests.post(url, json=fp32_body(1.0), headers=headers, timeout=60).ok
+        complete = lambda: len(receiver.traces()[f"{2:032x}"]) >= 3 + 2 * 5 and (  # noqa: E731
+            len(receiver.traces()[f"{3:032x}"]) >= 2 + 4
+        )
+        assert wait_for(complete), receiver.traces()
+    finally:
+        cluster.stop()
+    spans = receiver.traces()[f"{2:032x}"]
+    (whole,) = [span for span in spans if span.name == "query two"]
+    assert whole.parent_span_id.hex() == CALLER and whole.status.code == 0
+    for stage in ("first", "second"):
+        (own,) = [span for span in spans if span.name == f"stage {stage}"]
+        assert own.parent_span_id == whole.span_id and own.status.code == 0
+        attributes = {pair.key: pair.value.string_value for pair in own.attributes}
+        assert attributes["atoll.stage"] == stage and attributes["atoll.model"] == "identity_fp32"
+        inside = [span for span in spans if span.parent_span_id == own.span_id]
+        (backend,) = [span for span in inside if span.kind == Span.SPAN_KIND_SERVER]
+        assert backend.name == "infer identity_fp32"
+        phases = {span.name for span in spans if span.parent_span_id == backend.span_id}
+        assert {"inputs", "queue"} <= phases, phases
+    spans = receiver.traces()[f"{3:032x}"]
+    (whole,) = [span for span in spans if span.parent_span_id.hex() == CALLER]
+    children = [span for span in spans if span.parent_span_id == whole.span_id]
+    (backend,) = [span for span in children if span.kind == Span.SPAN_KIND_SERVER]
+    assert backend.name == whole.name == "infer identity_fp32"
 
 
 @pytest.mark.parametrize("answers", [False, True])

@@ -209,6 +209,7 @@ mod tests {
                 priority: Some(3),
                 timeout: Some(Nanos::from_millis(20)),
                 binary_output: false,
+                trace: None,
             },
             inputs: Inputs::Named(inputs.clone()),
             outputs: vec![RequestedOutput { name: "out".to_string(), classes: 2 }],

@@ -7,6 +7,8 @@ use bytes::Bytes;
 use model::Tensor;
 use model::config::Class;
 
+use crate::trace::TraceContext;
+
 /// A tensor with its name.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NamedTensor {
@@ -45,6 +47,8 @@ pub struct InferOptions {
     pub timeout: Option<Nanos>,
     /// Whether outputs are binary by default.
     pub binary_output: bool,
+    /// The trace that it belongs to, for servers that it is sent on to.
+    pub trace: Option<TraceContext>,
 }
 
 impl InferOptions {

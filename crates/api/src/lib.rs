@@ -3,6 +3,7 @@
 //!
 //! Nothing here opens a socket or runs a model.
 
+pub mod canary;
 pub mod client;
 pub mod codec;
 pub mod decoded_size;
@@ -18,6 +19,7 @@ pub mod proto;
 pub mod service;
 pub mod trace;
 
+pub use canary::{CanaryChoice, CanaryOptions, CanaryStatus};
 pub use error::{ApiError, ErrorKind};
 pub use infer::{
     InferOptions, InferRequest, InferResponse, Inputs, NamedTensor, RequestTiming, RequestedOutput,

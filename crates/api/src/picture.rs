@@ -1,8 +1,8 @@
 //! JPEG and PNG files as RGB pictures, and resizing of these.
 //!
 //! A file comes from a client, so its header is checked against [`DecodeLimits`] before memory for
-//! its pixels is allocated. Transparency is dropped, 16-bit channels are rounded to 8 bits and
-//! colour profiles are ignored.
+//! its pixels is allocated. 16-bit channels are rounded to 8 bits and colour profiles are ignored;
+//! what becomes of transparent pixels, the caller says.
 
 use std::fmt::Display;
 use std::io::Cursor;
@@ -62,15 +62,25 @@ pub struct RgbPicture {
     pub rgb: Vec<u8>,
 }
 
+/// What becomes of transparent pixels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transparency {
+    /// They have the colour that the file gives them, as where networks are trained.
+    Dropped,
+    /// They are put on white, as on a page.
+    OnWhite,
+}
+
 /// Decodes a JPEG or PNG file. The memory of its pixels is reserved in `memory`, which must live as
 /// long as the picture, before it is allocated.
 pub fn decode(
     file: &[u8],
+    transparency: Transparency,
     limits: &DecodeLimits,
     memory: &mut Reservation,
 ) -> ApiResult<RgbPicture> {
     if file.starts_with(b"\x89PNG\r\n\x1a\n") {
-        decode_png(file, limits, memory)
+        decode_png(file, transparency, limits, memory)
     } else if file.starts_with(b"\xff\xd8\xff") {
         decode_jpeg(file, limits, memory)
     } else {
@@ -100,6 +110,7 @@ fn unreadable(error: &dyn Display) -> ApiError {
 
 fn decode_png(
     file: &[u8],
+    transparency: Transparency,
     limits: &DecodeLimits,
     memory: &mut Reservation,
 ) -> ApiResult<RgbPicture> {
@@ -120,6 +131,11 @@ fn decode_png(
     let samples = match depth {
         png::BitDepth::Sixteen => to_8_bits(decoded),
         _ => decoded,
+    };
+    let samples = match (transparency, colour) {
+        (Transparency::OnWhite, png::ColorType::GrayscaleAlpha) => on_white::<2>(samples),
+        (Transparency::OnWhite, png::ColorType::Rgba) => on_white::<4>(samples),
+        _ => samples,
     };
     let rgb = match colour {
         png::ColorType::Grayscale => grey_to_rgb::<1>(&samples)?,
@@ -190,6 +206,19 @@ fn grey_to_rgb<const CHANNELS: usize>(samples: &[u8]) -> ApiResult<Vec<u8>> {
     let mut rgb = with_room(3 * (samples.len() / CHANNELS))?;
     rgb.extend(samples.chunks_exact(CHANNELS).flat_map(|pixel| [pixel[0]; 3]));
     Ok(rgb)
+}
+
+/// What is seen of pixels over white; the last of their channels says how much of it they cover.
+fn on_white<const CHANNELS: usize>(mut samples: Vec<u8>) -> Vec<u8> {
+    for pixel in samples.chunks_exact_mut(CHANNELS) {
+        if let Some((alpha, colours)) = pixel.split_last_mut() {
+            let alpha = u32::from(*alpha);
+            for sample in colours {
+                *sample = ((u32::from(*sample) * alpha + 255 * (255 - alpha) + 127) / 255) as u8;
+            }
+        }
+    }
+    samples
 }
 
 fn drop_alpha(mut samples: Vec<u8>) -> Vec<u8> {

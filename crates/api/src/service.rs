@@ -10,6 +10,7 @@ use model::config::{Class, Preprocessing};
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::canary::{CanaryChoice, CanaryOptions, CanaryStatus};
 use crate::error::{ApiError, ApiResult, ErrorKind};
 use crate::infer::{InferRequest, InferResponse};
 use crate::metadata::{
@@ -17,7 +18,7 @@ use crate::metadata::{
 };
 use crate::monitor::Monitor;
 use crate::proto;
-use crate::trace::TraceContext;
+use crate::trace::{SpanSink, TraceContext};
 
 /// Maximum length of a model's name.
 pub const MAX_MODEL_NAME: usize = 128;
@@ -64,8 +65,12 @@ pub fn check_model_name(name: &str) -> ApiResult<()> {
 /// Context of a request.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RequestContext {
-    /// The caller's trace context.
+    /// The caller's trace context, or the server's where that records the trace.
     pub trace: Option<TraceContext>,
+    /// Whether the server records the trace, so that parts of the request may become spans.
+    pub is_recorded: bool,
+    /// Which version it wants where the model has a canary.
+    pub canary: CanaryChoice,
 }
 
 /// A request to register a model.
@@ -83,6 +88,8 @@ pub struct RegisterRequest {
     pub class: Option<Class>,
     /// Its SLO in milliseconds.
     pub slo_ms: Option<u64>,
+    /// Serve it as a canary beside the version in force.
+    pub canary: Option<CanaryOptions>,
 }
 
 /// The response to a [`RegisterRequest`].
@@ -145,8 +152,19 @@ fn no_registry<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
     Box::pin(std::future::ready(Err(ApiError::new(ErrorKind::Unsupported, why))))
 }
 
+/// The error of a service without canaries.
+fn no_canaries<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
+    let why = "only frontends of a cluster have canaries: start with atoll serve --cluster, or \
+               atoll cluster frontend";
+    Box::pin(std::future::ready(Err(ApiError::new(ErrorKind::Unsupported, why))))
+}
+
 /// All operations of REST and gRPC.
 pub trait InferenceService: Send + Sync + 'static {
+    /// Takes the place to which spans of parts of requests go. Called at most once, before any
+    /// request, where spans are recorded.
+    fn record_spans(&self, _sink: Arc<dyn SpanSink>) {}
+
     /// Name, version and supported extensions.
     fn server_metadata(&self) -> ServerMetadata;
 
@@ -201,6 +219,30 @@ pub trait InferenceService: Send + Sync + 'static {
     /// Puts an older registered version of `model` in service: the given one, or the one before.
     fn roll_back_model<'a>(&'a self, _model: ModelRef<'a>) -> ServiceFuture<'a, Registered> {
         no_registry()
+    }
+
+    /// Serves a registered version of `model` as a canary, the newest where none is given; or gives
+    /// the running one another share and other rules.
+    fn start_canary<'a>(
+        &'a self,
+        _model: ModelRef<'a>,
+        _options: CanaryOptions,
+    ) -> ServiceFuture<'a, CanaryStatus> {
+        no_canaries()
+    }
+
+    /// Ends the canary of `model`: puts it in force, or gives all requests to the stable version.
+    fn end_canary<'a>(
+        &'a self,
+        _model: &'a str,
+        _promote: bool,
+    ) -> ServiceFuture<'a, CanaryStatus> {
+        no_canaries()
+    }
+
+    /// The canary of `model`, or the last one.
+    fn canary<'a>(&'a self, _model: &'a str) -> ServiceFuture<'a, CanaryStatus> {
+        no_canaries()
     }
 
     /// Classifies an image.

@@ -1,6 +1,9 @@
-//! W3C trace context: the `traceparent` header, read strictly and otherwise ignored.
+//! W3C trace context: the `traceparent` header, read strictly and otherwise ignored; and the parts
+//! of a request that become spans of its trace.
 
 use std::fmt;
+
+use crate::error::ApiError;
 
 /// The header's name.
 pub const TRACEPARENT: &str = "traceparent";
@@ -33,6 +36,22 @@ impl TraceContext {
         let flags = hex(&bytes[53..55])? as u8;
         (trace_id != 0 && parent_id != 0).then_some(TraceContext { trace_id, parent_id, flags })
     }
+}
+
+/// Where a service records the parts of requests: its server, which sends spans to a collector.
+pub trait SpanSink: Send + Sync {
+    /// Begins the span of a stage of a query, as a child of the span that `parent` names. The
+    /// stage has ended when the result is dropped.
+    fn begin_stage(&self, parent: TraceContext, stage: &str, model: &str) -> Box<dyn StageSpan>;
+}
+
+/// The span of a stage that has not ended. One that is dropped without a result was given up.
+pub trait StageSpan: Send {
+    /// The position of what is done for the stage.
+    fn context(&self) -> TraceContext;
+
+    /// Notes what became of it.
+    fn finish(&mut self, result: Result<(), &ApiError>);
 }
 
 fn hex(digits: &[u8]) -> Option<u128> {

@@ -13,6 +13,7 @@ use cluster::backend::version_offer::FolderVersion;
 use cluster::backend::{BackendAgent, Host, HostFuture, ModelCatalog, PoolBatch};
 use cluster::candidate::CandidateRecord;
 use cluster::model_store::{ModelRecords, ModelStore, ModelStoreError, digest};
+use cluster::record::canary::split_served;
 use cluster::record::{BackendRecord, Keys, VersionRecord};
 use cluster::state_file::StateFile;
 use cluster::store::{Store, StoreError};
@@ -85,9 +86,11 @@ struct ClusterLoader {
     checks: LoadChecks,
 }
 
-/// A version of a model as marks name it; version 0 is a candidate.
-fn marked(name: &str, version: u64, digest: &str) -> MarkedModel {
-    MarkedModel { name: name.to_string(), version, content: digest.to_string() }
+/// A version of a model as marks name it, whether it is a canary or in force; version 0 is a
+/// candidate.
+fn marked(served: &str, version: u64, digest: &str) -> MarkedModel {
+    let name = split_served(served).0.to_string();
+    MarkedModel { name, version, content: digest.to_string() }
 }
 
 impl ClusterLoader {

@@ -448,6 +448,7 @@ mod tests {
             preprocessing: None,
             class: None,
             slo_ms: None,
+            canary: None,
         }
     }
 

@@ -155,6 +155,7 @@ impl LocalCluster {
             timeout: REQUEST_TIMEOUT,
             files: None,
             saved: None,
+            cold_start: Default::default(),
         };
         let frontend = frontend_threads.block_on(async {
             let service = Frontend::start(store.clone(), keys.clone(), clock(), settings).await;

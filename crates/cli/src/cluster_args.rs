@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use assembly::{DeviceArgs, Failure, value_parsers};
 use base::Bytes;
 use clap::{Args, Subcommand};
-use cluster::scaling::kubernetes::WorkloadName;
+use cluster::scaling::pool_spec::PoolSpec;
 use cluster::scheduler::packing::Packer;
 use cluster::store::etcd::EtcdAccess;
 use cluster::tls::Secret;
@@ -20,6 +20,7 @@ use crate::server_client::ServerClientArgs;
   atoll cluster backend   --store etcd://etcd:2379 --model-repository models --device cuda:0
   atoll cluster frontend  --store etcd://etcd:2379 --host 0.0.0.0 --insecure
   atoll cluster status    --store etcd://etcd:2379
+  atoll cluster canary digits --share 5%               a newer version beside the one in force
   atoll serve --cluster --model-repository models      all of it in one process
 
 docs/book/src/clusters.md describes how the roles work together.")]
@@ -42,6 +43,84 @@ pub(crate) enum Role {
     Top(TopArgs),
     /// Put an older version of a model in force, after a backend has loaded it
     Rollback(RollbackArgs),
+    /// Serve a version beside the one in force: start, show, promote or abort a canary
+    Canary(CanaryArgs),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum CanaryAction {
+    /// Print the canary, or the last one
+    Show,
+    /// Put it in force
+    Promote,
+    /// Give all requests to the version in force
+    Abort,
+}
+
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Examples:
+  curl -F name=digits -F model=@new.onnx -F canary=5% -F promote_after=10m \\
+      http://frontend:8000/register                        register a version as canary
+  atoll cluster canary digits                              how it does
+  atoll cluster canary digits --share 25                   give it a larger share
+  atoll cluster canary digits promote                      put it in force
+  atoll cluster canary digits abort                        end it
+  atoll cluster canary digits --version 3 --share 1% --promote-after 1h --max-errors 0.5% \\
+      --max-slowdown 10% --url http://frontend:8000        a version that is registered already
+
+The leader compares the canary with the version in force. It rolls the canary back when it clearly
+fails more or is slower, and promotes it after --promote-after when it is not.")]
+pub(crate) struct CanaryArgs {
+    /// The model
+    pub(crate) model: String,
+
+    /// What to do; with --share, start a canary or change the running one
+    #[arg(value_enum, conflicts_with = "share")]
+    pub(crate) action: Option<CanaryAction>,
+
+    /// Share of the requests in percent, 0 to 90; with 0, only requests that ask for it get it
+    #[arg(long, value_name = "PERCENT", value_parser = api::canary::parse_percent)]
+    pub(crate) share: Option<f64>,
+
+    /// The version [default: the running canary, or the newest after the one in force]
+    #[arg(long, value_name = "VERSION", requires = "share")]
+    pub(crate) version: Option<u64>,
+
+    /// Time after which it is promoted if it is good [default: an operator promotes it]
+    #[arg(
+        long,
+        value_name = "TIME",
+        requires = "share",
+        value_parser = api::canary::parse_time_ms
+    )]
+    pub(crate) promote_after: Option<u64>,
+
+    /// Share of its requests that may fail or be late, beyond those of the version in force
+    #[arg(
+        long,
+        value_name = "PERCENT",
+        requires = "share",
+        default_value = "1%",
+        value_parser = api::canary::parse_percent
+    )]
+    pub(crate) max_errors: f64,
+
+    /// By how much it may be slower, by median and by 95th percentile
+    #[arg(
+        long,
+        value_name = "PERCENT",
+        requires = "share",
+        default_value = "20%",
+        value_parser = api::canary::parse_percent
+    )]
+    pub(crate) max_slowdown: f64,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) server: ServerClientArgs,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -190,25 +269,33 @@ pub(crate) struct PlanningArgs {
 /// How many backends there are.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ScalingArgs {
-    /// Scale the backends through the Kubernetes API while leading: deployment/NAME or
-    /// statefulset/NAME; backends have the names of its pods
-    #[arg(long, env = "ATOLL_KUBERNETES_SCALE", value_name = "KIND/NAME")]
-    pub(crate) kubernetes_scale: Option<WorkloadName>,
+    /// Scale backends through the Kubernetes API while leading: deployment/NAME or
+    /// statefulset/NAME, whose pods' names are the backends'. Given several times, or separated
+    /// by ';', the cheapest replicas over all are requested: each with kind=K (as --device-kind
+    /// of its backends) and where they differ min=N, max=N, price=P, cooldown=SECS,
+    /// zero-after=SECS
+    #[arg(
+        long,
+        env = "ATOLL_KUBERNETES_SCALE",
+        value_name = "KIND/NAME[,KEY=VALUE...]",
+        value_delimiter = ';'
+    )]
+    pub(crate) kubernetes_scale: Vec<PoolSpec>,
 
-    /// Its namespace [default: the service account's, or the kubeconfig's]
+    /// Their namespace [default: the service account's, or the kubeconfig's]
     #[arg(long, env = "ATOLL_KUBERNETES_NAMESPACE", requires = "kubernetes_scale")]
     pub(crate) kubernetes_namespace: Option<String>,
 
-    /// Min replicas
+    /// Min replicas of a workload; with 0 it is scaled to zero when no requests come
     #[arg(
         long,
         env = "ATOLL_REPLICAS_MIN",
         default_value_t = 1,
-        value_parser = clap::value_parser!(u32).range(1..=100_000)
+        value_parser = clap::value_parser!(u32).range(0..=100_000)
     )]
     pub(crate) replicas_min: u32,
 
-    /// Max replicas
+    /// Max replicas of a workload
     #[arg(
         long,
         env = "ATOLL_REPLICAS_MAX",
@@ -242,6 +329,20 @@ pub(crate) struct ScalingArgs {
     /// Min seconds between two changes
     #[arg(long, env = "ATOLL_SCALE_COOLDOWN_SECS", default_value_t = 30)]
     pub(crate) scale_cooldown_secs: u64,
+
+    /// Seconds without any request after which the last replicas are removed, where the minimum
+    /// is 0
+    #[arg(long, env = "ATOLL_SCALE_TO_ZERO_AFTER_SECS", default_value_t = 300)]
+    pub(crate) scale_to_zero_after_secs: u64,
+
+    /// Seconds in which none of the missing replicas joins, after which another workload is used
+    #[arg(
+        long,
+        env = "ATOLL_SCALE_PENDING_SECS",
+        default_value_t = 300,
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
+    pub(crate) scale_pending_secs: u64,
 }
 
 /// The files of models.
@@ -265,6 +366,9 @@ pub(crate) struct ModelStoreArgs {
   atoll cluster scheduler --store etcd://a:2379,b:2379,c:2379 --lease-ms 3000 --copies 3
   atoll cluster scheduler --store etcd://etcd:2379 --replicas-max 20 \\
                           --kubernetes-scale deployment/atoll-backend
+  atoll cluster scheduler --store etcd://etcd:2379 \\
+      --kubernetes-scale deployment/atoll-l4,kind=l4,min=0,max=20,price=0.8 \\
+      --kubernetes-scale deployment/atoll-a100,kind=a100,min=0,max=8,price=3.2
 
 Start two or more: one leads, and another takes over when its lease expires.")]
 pub(crate) struct SchedulerArgs {
@@ -342,6 +446,24 @@ pub(crate) struct FrontendArgs {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub(crate) max_requests: u32,
+
+    /// Max milliseconds that a request waits for a backend that is started, where the scheduler
+    /// scales backends; 0 to refuse it at once
+    #[arg(
+        long,
+        env = "ATOLL_COLD_START_WAIT_MS",
+        default_value_t = 120_000,
+        value_parser = clap::value_parser!(u64).range(0..=3_600_000)
+    )]
+    pub(crate) cold_start_wait_ms: u64,
+
+    /// Max requests for one model that wait so
+    #[arg(long, env = "ATOLL_COLD_START_QUEUE", default_value_t = 256)]
+    pub(crate) cold_start_queue: u32,
+
+    /// Max requests that wait so, over all models
+    #[arg(long, env = "ATOLL_COLD_START_QUEUE_TOTAL", default_value_t = 4096)]
+    pub(crate) cold_start_queue_total: u32,
 
     /// Max size of a request body in MiB, after decompression
     #[arg(

@@ -13,13 +13,16 @@ use assembly::backend::{
 use assembly::device_group::OnFault;
 use assembly::{Failure, device_group, tokio_runtime};
 use base::Nanos;
+use cluster::frontend::cold_start::ColdStartSettings;
 use cluster::frontend::{Frontend, FrontendSettings};
 use cluster::model_store::bucket::BucketStore;
 use cluster::model_store::{FileStore, ModelRecords, ModelStore};
 use cluster::query::spec::QuerySpec;
 use cluster::record::{FrontendRecord, Keys};
-use cluster::scaling::driver::Scaling;
+use cluster::scaling::driver::{ScaledPool, Scaling};
 use cluster::scaling::kubernetes::KubernetesTarget;
+use cluster::scaling::pool_spec::{PoolSpec, check_pools};
+use cluster::scaling::replica_pools::PoolSettings;
 use cluster::scaling::scaler::ScalingSettings;
 use cluster::scheduler::SchedulerSettings;
 use cluster::scheduler::agent::SchedulerAgent;
@@ -36,6 +39,7 @@ use server::{InheritedSockets, RunningServer, Server, ServerOptions};
 use tokio::sync::watch;
 
 use crate::args::ServeArgs;
+use crate::canary_command;
 use crate::cluster_args::{
     BackendArgs, FrontendArgs, ModelStoreArgs, PlanningArgs, Role, RollbackArgs, ScalingArgs,
     SchedulerArgs, StatusArgs, StoreArgs, TopArgs,
@@ -60,6 +64,7 @@ pub(crate) fn run(role: &Role) -> Result<(), Failure> {
         Role::Status(args) => runtime.block_on(status(args)),
         Role::Top(args) => runtime.block_on(top(args)),
         Role::Rollback(args) => runtime.block_on(rollback(args)),
+        Role::Canary(args) => runtime.block_on(canary_command::run(args)),
     };
     // A model that is still being loaded does not keep the process.
     runtime.shutdown_background();
@@ -112,23 +117,42 @@ fn planning(args: &PlanningArgs, lease: Duration) -> Result<SchedulerSettings, F
     })
 }
 
+/// The replica pools, each with its own numbers, or else with those of all.
 fn scaling(args: &ScalingArgs) -> Result<Option<Scaling>, Failure> {
-    let Some(workload) = args.kubernetes_scale.clone() else { return Ok(None) };
-    if args.replicas_min > args.replicas_max {
-        return Err(Failure::usage("--replicas-min is more than --replicas-max"));
+    if args.kubernetes_scale.is_empty() {
+        return Ok(None);
     }
-    let settings = ScalingSettings {
-        replicas_min: args.replicas_min,
-        replicas_max: args.replicas_max,
+    let usage = |why: String| Failure::usage(format!("--kubernetes-scale {why}"));
+    check_pools(&args.kubernetes_scale).map_err(usage)?;
+    let pools = args.kubernetes_scale.iter().map(|spec| scaled_pool(args, spec));
+    Ok(Some(Scaling::of_pools(pools.collect::<Result<_, _>>()?)))
+}
+
+fn scaled_pool(args: &ScalingArgs, spec: &PoolSpec) -> Result<ScaledPool, Failure> {
+    let seconds = |seconds: u64| Nanos::from(Duration::from_secs(seconds));
+    let scaling = ScalingSettings {
+        replicas_min: spec.min.unwrap_or(args.replicas_min),
+        replicas_max: spec.max.unwrap_or(args.replicas_max),
         step_up: args.scale_up_step,
         step_down: args.scale_down_step,
-        window: Duration::from_secs(args.scale_down_after_secs).into(),
-        cooldown: Duration::from_secs(args.scale_cooldown_secs).into(),
+        window: seconds(args.scale_down_after_secs),
+        cooldown: spec.cooldown.unwrap_or(seconds(args.scale_cooldown_secs)),
         ..ScalingSettings::default()
     };
+    if scaling.replicas_min > scaling.replicas_max {
+        let (name, min, max) = (&spec.workload.name, scaling.replicas_min, scaling.replicas_max);
+        return Err(Failure::usage(format!("{name}: min {min} is more than max {max}")));
+    }
+    let settings = PoolSettings {
+        scaling,
+        kind: spec.kind.clone(),
+        price: spec.price.unwrap_or(1.0),
+        zero_after: spec.zero_after.unwrap_or(seconds(args.scale_to_zero_after_secs)),
+        pending_limit: seconds(args.scale_pending_secs),
+    };
     let namespace = args.kubernetes_namespace.clone();
-    let target = KubernetesTarget::connect(workload, namespace).map_err(Failure::usage)?;
-    Ok(Some(Scaling::new(Arc::new(target), settings)))
+    let target = KubernetesTarget::connect(spec.workload.clone(), namespace);
+    Ok(ScaledPool { target: Arc::new(target.map_err(Failure::usage)?), settings })
 }
 
 async fn scheduler(args: &SchedulerArgs) -> Result<(), Failure> {
@@ -217,6 +241,11 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
         files: open_files(&args.models)?,
         backend_tls: args.backend_tls.tls()?,
         saved: saved_routes(args, &keys)?,
+        cold_start: ColdStartSettings {
+            wait: Duration::from_millis(args.cold_start_wait_ms),
+            model_max: args.cold_start_queue as usize,
+            total_max: args.cold_start_queue_total as usize,
+        },
     };
     let name = settings.name.clone();
     let exit_timeout = Duration::from_secs(args.exit_timeout_secs);
@@ -428,6 +457,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         files,
         backend_tls: None,
         saved: None,
+        cold_start: ColdStartSettings::default(),
     };
     let service = Frontend::start(store.clone(), keys.clone(), clock(), settings).await;
     let service = service.map_err(Failure::failed)?;

@@ -2,6 +2,7 @@
 
 mod apply_command;
 mod args;
+mod canary_command;
 mod check_command;
 mod cluster_args;
 mod cluster_command;
@@ -46,6 +47,9 @@ use tracing_subscriber::prelude::*;
 use crate::args::{Cli, Command};
 use crate::deprecated_env::DeprecatedValues;
 use crate::log_lines::LogLines;
+
+#[global_allocator]
+static ALLOCATOR: cuda::Allocator = cuda::Allocator;
 
 fn main() -> ExitCode {
     cuda::tune_allocator();

@@ -32,12 +32,22 @@ impl ServerClientArgs {
         path: &str,
         timeout: Option<Duration>,
     ) -> Result<Response, Failure> {
-        self.send(Method::GET, path, timeout).await
+        self.send(Method::GET, path, timeout, None).await
     }
 
     /// Sends a POST request without a body and checks that it succeeds.
     pub(crate) async fn post(&self, path: &str, timeout: Duration) -> Result<Response, Failure> {
-        self.send(Method::POST, path, Some(timeout)).await
+        self.send(Method::POST, path, Some(timeout), None).await
+    }
+
+    /// Sends a POST request with a JSON body and checks that it succeeds.
+    pub(crate) async fn post_json(
+        &self,
+        path: &str,
+        body: &serde_json::Value,
+        timeout: Duration,
+    ) -> Result<Response, Failure> {
+        self.send(Method::POST, path, Some(timeout), Some(body.to_string())).await
     }
 
     async fn send(
@@ -45,6 +55,7 @@ impl ServerClientArgs {
         method: Method,
         path: &str,
         timeout: Option<Duration>,
+        body: Option<String>,
     ) -> Result<Response, Failure> {
         cluster::tls::choose();
         let mut client = Client::builder().connect_timeout(Duration::from_secs(5)).no_proxy();
@@ -60,6 +71,9 @@ impl ServerClientArgs {
         let client = client.build().map_err(Failure::failed)?;
         let url = format!("{}{path}", self.url.trim_end_matches('/'));
         let mut request = client.request(method, url);
+        if let Some(body) = body {
+            request = request.header("content-type", "application/json").body(body);
+        }
         if let Some(path) = &self.token_file {
             request = request.bearer_auth(read_file(path)?.trim());
         }

@@ -4,6 +4,7 @@
 //! Without an assignment, or without the store, a backend keeps its models: the last plan stays in
 //! force.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::Pin;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -17,6 +18,7 @@ use tokio::task::JoinSet;
 
 use crate::candidate::CandidateRecord;
 use crate::membership::Membership;
+use crate::record::canary::{split_served, with_canaries};
 use crate::record::{
     AssignedModel, Assignment, BackendRecord, BackendState, FailedUpdate, Keys, LoadState,
     ModelRecord, ProfileRecord, RecordKind, decode, encode, is_tombstone, profile_name,
@@ -26,10 +28,12 @@ use crate::state_file::{self, StateFile};
 use crate::store::mirror;
 use crate::store::{Store, StoreError};
 
+use signatures::PublishedSignatures;
 use version_offer::{FolderVersion, offer_versions};
 
 pub mod candidates;
 pub mod profiling;
+mod signatures;
 pub mod version_offer;
 
 /// A call to the node.
@@ -81,19 +85,31 @@ pub struct ModelCatalog {
 }
 
 impl ModelCatalog {
-    /// The record of a model.
-    pub fn find(&self, model: &str) -> Option<ModelRecord> {
+    /// The record of a model, or what there is of its canary under the name of that.
+    pub fn find(&self, served: &str) -> Option<ModelRecord> {
+        let record = self.record(split_served(served).0)?;
+        record.served(served).map(Cow::into_owned)
+    }
+
+    /// All models and canaries.
+    pub fn all(&self) -> BTreeMap<String, ModelRecord> {
+        with_canaries(self.records())
+    }
+
+    /// The record that a model has in the store.
+    fn record(&self, model: &str) -> Option<ModelRecord> {
         self.models.read().unwrap_or_else(PoisonError::into_inner).get(model).cloned()
     }
 
-    /// All records.
-    pub fn all(&self) -> BTreeMap<String, ModelRecord> {
+    fn records(&self) -> BTreeMap<String, ModelRecord> {
         self.models.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether the record of a model that was known is lost.
-    fn is_lost(&self, model: &str) -> bool {
-        self.lost.read().unwrap_or_else(PoisonError::into_inner).contains(model)
+    /// Whether the record of a model or canary that was known is lost.
+    fn is_lost(&self, served: &str) -> bool {
+        let lost = self.lost.read().unwrap_or_else(PoisonError::into_inner);
+        // A canary that its model does not have any more has ended.
+        lost.contains(split_served(served).0) && self.find(served).is_some()
     }
 
     /// Takes the records that are there; the last known ones of those that are lost stay.
@@ -104,7 +120,7 @@ impl ModelCatalog {
         let mut models: BTreeMap<String, ModelRecord> = entries.iter().filter_map(read).collect();
         let is_deleted = |name: &str| entries.get(name).is_some_and(|value| is_tombstone(value));
         let mut lost = BTreeSet::new();
-        for (name, record) in self.all() {
+        for (name, record) in self.records() {
             if !models.contains_key(&name) && !is_deleted(&name) {
                 lost.insert(name.clone());
                 models.insert(name, record);
@@ -151,6 +167,7 @@ struct LocalState {
     state: BackendState,
     /// Digests whose profile is in the store.
     measured: BTreeSet<String>,
+    signatures: PublishedSignatures,
     /// What was saved last.
     saved: state_file::Entries,
 }
@@ -233,8 +250,8 @@ impl BackendAgent {
         let (Some(file), Some(assignment)) = (&self.saved, assignment) else { return };
         let prefix = RecordKind::Model.folder_prefix();
         let record = |assigned: &AssignedModel| {
-            let record = self.catalog.find(&assigned.model)?;
-            Some((format!("{prefix}{}", assigned.model), encode(&record)))
+            let model = split_served(&assigned.model).0;
+            Some((format!("{prefix}{model}"), encode(&self.catalog.record(model)?)))
         };
         let mut entries: state_file::Entries =
             assignment.models.iter().filter_map(record).collect();
@@ -272,6 +289,7 @@ impl BackendAgent {
             self.host.set_pool_batch(&assigned.model, gathers.then_some(pool_batch));
         }
         for assigned in &assignment.models {
+            self.describe(assigned, local).await;
             self.measure(assigned, local).await;
         }
         settled
@@ -308,7 +326,15 @@ impl BackendAgent {
         membership: &Membership,
     ) -> bool {
         let model = &assigned.model;
-        let version = self.catalog.find(model).map_or(assigned.version, |record| record.version);
+        // Records and assignments are followed apart: a record may be seen after the assignment
+        // that was made for it, which is no failure.
+        let Some(ModelRecord { version, .. }) = self.catalog.find(model) else {
+            if !local.state.models.contains_key(model) {
+                local.state.models.insert(model.clone(), LoadState::Loading);
+                self.publish(membership, local);
+            }
+            return false;
+        };
         let serving = match local.state.models.get(model) {
             // The record is the truth, also where it was set back to an older version.
             Some(LoadState::Ready { version: served }) if *served == version => {
@@ -343,6 +369,18 @@ impl BackendAgent {
         }
         self.publish(membership, local);
         loaded
+    }
+
+    /// Publishes what a model takes and returns.
+    async fn describe(&self, assigned: &AssignedModel, local: &mut LocalState) {
+        let model = assigned.model.as_str();
+        let Some(record) = self.catalog.find(model) else { return };
+        let state = local.state.models.get(model);
+        let Some(LoadState::Ready { version }) = state else { return };
+        if *version == record.version {
+            let (store, service) = (&*self.store, self.host.service());
+            local.signatures.publish(store, &self.keys, service, model, &record.digest).await;
+        }
     }
 
     /// Measures a model that has no profile for this kind of device.
@@ -384,5 +422,105 @@ impl BackendAgent {
             Err(_) => return,
         }
         local.measured.insert(record.digest);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use base::MonotonicClock;
+    use tokio::sync::mpsc;
+
+    use super::*;
+    use crate::record::AssignmentRole;
+    use crate::store::{self, Write, etcd::EtcdAccess};
+
+    /// A node that refuses what the catalog does not have, and never ends loading the rest.
+    struct Node {
+        catalog: ModelCatalog,
+        loads: mpsc::UnboundedSender<String>,
+    }
+
+    impl Host for Node {
+        fn load<'a>(&'a self, model: &'a str) -> HostFuture<'a, ()> {
+            Box::pin(async move {
+                match self.catalog.find(model) {
+                    None => Err(api::ApiError::not_found("the cluster has no such model")),
+                    Some(_) => {
+                        let _ = self.loads.send(model.to_string());
+                        std::future::pending().await
+                    }
+                }
+            })
+        }
+
+        fn unload<'a>(&'a self, _: &'a str) -> HostFuture<'a, ()> {
+            Box::pin(async { Ok(()) })
+        }
+
+        fn set_pool_batch(&self, _: &str, _: Option<PoolBatch>) {}
+
+        fn marks<'a>(&'a self, _: &'a str) -> HostFuture<'a, Vec<(String, f64)>> {
+            Box::pin(async { Ok(Vec::new()) })
+        }
+
+        fn check<'a>(&'a self, _: &'a CandidateRecord) -> HostFuture<'a, ()> {
+            Box::pin(std::future::pending())
+        }
+
+        fn service(&self) -> Arc<dyn InferenceService> {
+            unreachable!("nothing is loaded to its end")
+        }
+    }
+
+    #[tokio::test]
+    async fn an_assignment_that_is_seen_before_its_record_is_no_failure() {
+        let clock = Arc::new(MonotonicClock::new());
+        let store = store::open("memory", EtcdAccess::default(), clock.clone()).unwrap();
+        let keys = Keys::new("test");
+        let (loads, mut loaded) = mpsc::unbounded_channel();
+        let catalog = ModelCatalog::default();
+        let agent = BackendAgent {
+            store: store.clone(),
+            keys: keys.clone(),
+            name: "b".to_string(),
+            lease: Duration::from_secs(60),
+            record: BackendRecord::default(),
+            host: Arc::new(Node { catalog: catalog.clone(), loads }),
+            catalog,
+            offered: watch::channel(None).1,
+            clock,
+            saved: None,
+        };
+        let (_stop, stopped) = watch::channel(false);
+        tokio::spawn(agent.run(stopped));
+        let put = async |key: String, value: bytes::Bytes| {
+            store.transact(vec![], vec![Write::put(key, value)]).await.unwrap();
+        };
+        let assigned = AssignedModel {
+            model: "m@2".to_string(),
+            version: 2,
+            role: AssignmentRole::Serving,
+            batch: 1,
+            rate: 1.0,
+            min_batch: 0,
+        };
+        let assignment = Assignment { epoch: 1, cycle_ms: 1.0, models: vec![assigned] };
+        put(keys.one(RecordKind::Assignment, "b"), encode(&assignment)).await;
+        let state = keys.one(RecordKind::State, "b");
+        let seen = loop {
+            let entry = store.get(&state).await.unwrap();
+            let found = entry.and_then(|entry| decode::<BackendState>("state", &entry.value));
+            if let Some(seen) = found.and_then(|found| found.models.get("m@2").cloned()) {
+                break seen;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        };
+        assert_eq!(seen, LoadState::Loading);
+        let record = ModelRecord { version: 1, enabled: true, ..ModelRecord::default() };
+        let (digest, config) = ("two".to_string(), Default::default());
+        let canary = crate::record::VersionRecord { version: 2, digest, bytes: 1, config };
+        let record = record.with_canary(canary, &api::CanaryOptions::with_share(5.0));
+        put(keys.one(RecordKind::Model, "m"), encode(&record)).await;
+        assert_eq!(loaded.recv().await.as_deref(), Some("m@2"));
     }
 }

@@ -155,6 +155,13 @@ impl Leader {
         Ok(true)
     }
 
+    /// Makes one write if it still leads and `condition` holds; whether it was made.
+    pub async fn write_if(&self, condition: Condition, write: Write) -> Result<bool, StoreError> {
+        let leads = Condition { key: self.key.clone(), revision: self.revision };
+        let written = self.store.transact(vec![leads, condition], vec![write]).await?;
+        Ok(written.is_some())
+    }
+
     /// Returns when the lease is lost, and with it the leadership.
     pub async fn lost(&mut self) {
         self.lease.lost().await;

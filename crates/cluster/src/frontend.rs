@@ -4,15 +4,16 @@
 //! scheduler. A request is one future from its arrival to its reply; whatever happens to backends,
 //! it gives exactly one reply.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use api::client::{decode_response, encode_request, error_of};
 use api::error::ApiResult;
+use api::trace::SpanSink;
 use api::{
-    ApiError, ErrorKind, InferRequest, InferResponse, Inputs, ModelMetadata, ModelRef,
-    ServerMetadata, proto,
+    ApiError, CanaryChoice, ErrorKind, InferRequest, InferResponse, Inputs, ModelMetadata,
+    ModelRef, RequestContext, ServerMetadata, proto,
 };
 use base::{Clock, Nanos, Random};
 use tokio::sync::watch;
@@ -21,6 +22,7 @@ use crate::balance::backend_health::{Availability, EjectionReason};
 use crate::load_reports::LoadReporter;
 use crate::membership::Membership;
 use crate::model_store::{ModelRecords, ModelStore};
+use crate::record::canary::split_served;
 use crate::record::{FrontendRecord, Keys, LoadReport, RecordKind, encode};
 use crate::retention::Retention;
 use crate::snapshot::ClusterSnapshot;
@@ -31,7 +33,10 @@ use crate::tls::ClientTls;
 
 mod attempts;
 pub mod backend_link;
+pub mod canary;
+pub mod canary_entry;
 mod classify;
+pub mod cold_start;
 pub mod http2;
 pub mod live_counts;
 pub mod meter;
@@ -43,8 +48,9 @@ pub mod routing_table;
 mod service;
 mod status;
 
-use attempts::AttemptBudgets;
+use attempts::{AttemptBudgets, SentMessage};
 use backend_link::{BackendLink, BackendLinks};
+use cold_start::{ColdStartSettings, ColdStarts};
 use routing_table::{ModelEntry, RouteTarget, RoutingTable};
 
 /// How often load is measured. What is written of it, the reporter decides.
@@ -77,6 +83,8 @@ pub struct FrontendSettings {
     pub backend_tls: Option<ClientTls>,
     /// Where the last routes are kept, for a start without the store.
     pub saved: Option<StateFile>,
+    /// Limits of requests that wait until a backend has their model.
+    pub cold_start: ColdStartSettings,
 }
 
 /// A frontend, as a service. Cloning shares it.
@@ -96,10 +104,17 @@ struct Inner {
     random: Mutex<Random>,
     budgets: Mutex<AttemptBudgets>,
     in_flight: AtomicUsize,
+    /// Changes of models that wait for backends: the frontend is not idle meanwhile.
+    changes_waiting: AtomicUsize,
+    /// When the last request came, in nanoseconds of the clock; 0 where none has.
+    entered_at: AtomicU64,
+    cold_starts: ColdStarts,
     draining: AtomicBool,
     /// Whether all models have been ready once.
     started: AtomicBool,
     metadata: Mutex<std::collections::HashMap<(String, u64), Arc<ModelMetadata>>>,
+    /// Where stages of queries are recorded as spans.
+    spans: OnceLock<Arc<dyn SpanSink>>,
 }
 
 /// Counts one request in flight while it lives.
@@ -140,9 +155,13 @@ impl Frontend {
             random: Mutex::new(Random::new(clock.now().0 ^ u64::from(std::process::id()))),
             budgets: Mutex::default(),
             in_flight: AtomicUsize::new(0),
+            changes_waiting: AtomicUsize::new(0),
+            entered_at: AtomicU64::new(0),
+            cold_starts: ColdStarts::default(),
             draining: AtomicBool::new(false),
             started: AtomicBool::new(false),
             metadata: Mutex::default(),
+            spans: OnceLock::new(),
             settings,
             clock,
         });
@@ -183,12 +202,17 @@ impl Frontend {
         tokio::spawn(async move {
             let mut ticks = tokio::time::interval(REPORT_INTERVAL);
             loop {
-                ticks.tick().await;
                 let (Some(inner), Some(membership)) = (inner.upgrade(), weak.upgrade()) else {
                     return;
                 };
                 let report = inner.report();
                 membership.put_together(reporter.next(inner.clock.now(), &report));
+                drop(membership);
+                // A request that starts to wait is reported at once.
+                tokio::select! {
+                    _ = ticks.tick() => {}
+                    () = inner.cold_starts.demand.notified() => {}
+                }
             }
         });
         membership
@@ -206,6 +230,8 @@ fn routing_entries(entries: &KeyValues) -> KeyValues {
         RecordKind::Route,
         RecordKind::Query,
         RecordKind::Split,
+        RecordKind::Signature,
+        RecordKind::Canary,
     ];
     let kinds = kinds.map(RecordKind::folder_prefix);
     let mine = |key: &str| {
@@ -278,12 +304,20 @@ impl Inner {
         let table = self.table();
         let models = table.models.iter();
         let queries = table.queries.iter();
-        LoadReport {
+        let mut report = LoadReport {
             number: 0,
             models: models.map(|(name, e)| (name.clone(), e.meter.report(now))).collect(),
             queries: queries.map(|(name, q)| (name.clone(), q.meter.report(now))).collect(),
             ejected: self.ejected(now),
-        }
+            canaries: self.canary_loads(&table),
+            ..LoadReport::default()
+        };
+        let busy = self.in_flight.load(Ordering::Relaxed) > 0
+            || self.changes_waiting.load(Ordering::Relaxed) > 0;
+        let entered_at = Some(self.entered_at.load(Ordering::Relaxed)).filter(|at| *at > 0);
+        let entered_at = entered_at.map(Nanos);
+        self.cold_starts.fill(&mut report, now, busy, entered_at);
+        report
     }
 
     /// Addresses of the backends that are ejected.
@@ -313,6 +347,7 @@ impl Inner {
         if self.draining.load(Ordering::SeqCst) {
             return Err(ApiError::shutting_down());
         }
+        self.entered_at.store(self.clock.now().0, Ordering::Relaxed);
         let before = self.in_flight.fetch_add(1, Ordering::Relaxed);
         let in_flight = InFlightGuard(&self.in_flight);
         if before >= self.settings.requests_max {
@@ -321,11 +356,37 @@ impl Inner {
         Ok(in_flight)
     }
 
-    async fn infer(&self, model: ModelRef<'_>, request: InferRequest) -> ApiResult<InferResponse> {
+    async fn infer(
+        &self,
+        model: ModelRef<'_>,
+        mut request: InferRequest,
+        context: RequestContext,
+    ) -> ApiResult<InferResponse> {
+        request.options.trace = context.trace;
+        let choice = context.canary;
         let table = self.table();
-        let entry = table.serving(model)?;
+        let entry = match table.serving(model) {
+            Ok(entry) => entry,
+            Err(_) if self.can_wait(&table, model) => {
+                return self.infer_cold(model, request, &table).await;
+            }
+            Err(error) => return Err(error),
+        };
         match self.enter() {
-            Ok(_in_flight) => self.dispatch(model, request, 1, &table, entry).await,
+            Ok(_in_flight) => {
+                // Where backends come and go, the last one may go before it answers.
+                let again = table.scaling.is_some().then(|| request.clone());
+                let reply = self.dispatch(model, request, 1, &table, entry, choice).await;
+                let is_lost = |error: &ApiError| error.kind == ErrorKind::Unavailable;
+                match (&reply, again) {
+                    (Err(error), Some(again))
+                        if is_lost(error) && self.can_wait(&self.table(), model) =>
+                    {
+                        self.try_infer_cold(model, again).await
+                    }
+                    _ => reply,
+                }
+            }
             Err(error) => {
                 entry.meter.arrive(1);
                 entry.meter.refuse(1);
@@ -334,7 +395,7 @@ impl Inner {
         }
     }
 
-    /// Sends a request that counts as `count` requests of the model, and records its result.
+    /// Sends a request that counts as `count` requests of the model to one of its versions.
     async fn dispatch(
         &self,
         model: ModelRef<'_>,
@@ -342,8 +403,31 @@ impl Inner {
         count: u64,
         table: &RoutingTable,
         entry: &ModelEntry,
+        choice: CanaryChoice,
     ) -> ApiResult<InferResponse> {
         let arrived = self.clock.now();
+        let call = Call { model, count, arrived };
+        if model.version.is_some() {
+            return self.dispatch_to_version(call, request, table, entry).await;
+        }
+        if entry.serving_canary().is_none() {
+            return self.dispatch_to(call, request, table, entry).await;
+        }
+        let default = entry.record.config.timeout_ms.map(Nanos::from_millis);
+        let deadline = request.options.timeout.or(default).map(|timeout| arrived + timeout);
+        let attempt = |version| self.dispatch_to(call, request.clone(), table, version);
+        self.with_canary(entry, choice, (arrived, deadline), attempt).await
+    }
+
+    /// Sends a request to exactly one version, and records its result.
+    async fn dispatch_to(
+        &self,
+        call: Call<'_>,
+        request: InferRequest,
+        table: &RoutingTable,
+        entry: &ModelEntry,
+    ) -> ApiResult<InferResponse> {
+        let Call { model, count, arrived } = call;
         entry.meter.arrive(count);
         let reply = self.try_infer(model, request, count, arrived, table, entry).await;
         let took = self.clock.now() - arrived;
@@ -353,13 +437,13 @@ impl Inner {
                 entry.meter.answer(took, objective, count);
             }
             Err(error) if is_refusal(error.kind) => entry.meter.refuse(count),
-            Err(_) => return reply,
+            Err(_) => return canary::under_its_name(model.name, entry, reply),
         }
         let slo = entry.record.config.slo_ms.or(entry.record.config.timeout_ms);
         if slo.is_some_and(|slo| took > Nanos::from_millis(slo)) {
             entry.meter.live.miss(count);
         }
-        reply
+        canary::under_its_name(model.name, entry, reply)
     }
 
     async fn try_infer(
@@ -388,20 +472,29 @@ impl Inner {
         }
         request.options.timeout = timeout;
         if let Inputs::Raw(bytes) = &request.inputs {
-            let metadata = self.metadata(model.name, entry).await?;
+            let metadata = self.metadata(entry).await?;
             request.inputs = raw_body::tensor_of(model.name, &metadata, bytes.clone())?;
         }
-        let message = encode_request(model.name, model.version, request)?;
-        let reply = self.route(model.name, entry, message, deadline).await?;
+        // A canary is the only version of its name.
+        let version = model.version.filter(|_| entry.served == model.name);
+        let trace = request.options.trace;
+        let body = encode_request(&entry.served, version, request)?;
+        let message = SentMessage { body, trace };
+        let reply = self.route(&entry.served, entry, message, deadline).await?;
         decode_response(reply)
     }
 
-    /// The metadata of a model, from one of its backends.
-    async fn metadata(&self, model: &str, entry: &ModelEntry) -> ApiResult<Arc<ModelMetadata>> {
+    /// The metadata of a model or canary, from one of its backends.
+    async fn metadata(&self, entry: &ModelEntry) -> ApiResult<Arc<ModelMetadata>> {
+        let model = entry.served.as_str();
         let key = (model.to_string(), entry.record.version);
         let known = self.metadata.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         if let Some(metadata) = known {
             return Ok(metadata);
+        }
+        if let (true, Some(signature)) = (entry.targets.is_empty(), &entry.signature) {
+            let name = split_served(model).0;
+            return Ok(Arc::new(signature.metadata(name, entry.record.version)));
         }
         let request = proto::ModelMetadataRequest { name: model.to_string(), ..Default::default() };
         let reply = self
@@ -410,7 +503,9 @@ impl Inner {
                 async move { client.model_metadata(request).await }
             })
             .await?;
-        let metadata = Arc::new(ModelMetadata::from(reply));
+        let metadata = ModelMetadata::from(reply);
+        let name = split_served(model).0.to_string();
+        let metadata = Arc::new(ModelMetadata { name, ..metadata });
         let mut all = self.metadata.lock().unwrap_or_else(PoisonError::into_inner);
         if all.len() >= METADATA_MAX {
             all.clear();
@@ -461,11 +556,25 @@ fn no_backend(model: &str) -> ApiError {
     ApiError::unavailable(format!("no backend serves model '{model}' now")).retry_after(1)
 }
 
+/// How a request is refused that no backend has seen.
+const OVERLOADED: &str = "gets more requests than the cluster can serve in time";
+
 fn overloaded(model: &str) -> ApiError {
-    ApiError::unavailable(format!(
-        "model '{model}' gets more requests than the cluster can serve in time"
-    ))
-    .retry_after(1)
+    ApiError::unavailable(format!("model '{model}' {OVERLOADED}")).retry_after(1)
+}
+
+/// Whether this frontend has refused a request: that says nothing about the version.
+fn is_overload(error: &ApiError) -> bool {
+    error.kind == ErrorKind::Unavailable && error.message.ends_with(OVERLOADED)
+}
+
+/// A request of a model as it arrived.
+#[derive(Clone, Copy)]
+struct Call<'a> {
+    model: ModelRef<'a>,
+    /// As how many requests it counts.
+    count: u64,
+    arrived: Nanos,
 }
 
 fn deadline_exceeded(model: &str) -> ApiError {

@@ -5,6 +5,9 @@
 //! spread over a few deltas, so that a change of one writes few others again. All is paid for from
 //! one budget of bytes: a change in load is written at once from what was saved, and counters,
 //! which change always, only from what is left. The less is saved, the larger a change must be.
+//!
+//! What is counted of canaries is written whenever it has grown by a part of itself: often at
+//! first, so that a failing one ends soon, and seldom later.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -12,6 +15,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use base::Nanos;
 use bytes::Bytes;
 
+use crate::record::canary::{CanaryLoad, VersionCounts};
 use crate::record::{Keys, LoadReport, ModelLoad, QueryLoad, RecordKind, encode};
 
 /// Bytes that a frontend may write on average: seven megabytes a day.
@@ -22,6 +26,8 @@ const SAVINGS_MAX: f64 = 256.0 * 1024.0;
 const COUNTERS_LEAVE: f64 = 128.0 * 1024.0;
 /// By how much larger a change must be when nothing is saved.
 const STRICTNESS_MAX: f64 = 8.0;
+/// Bytes that an urgent report may have, whatever is saved.
+const URGENT_BYTES: f64 = 8.0 * 1024.0;
 /// What the store keeps for each write beside key and value: revisions, lease, indexes.
 const WRITE_OVERHEAD: usize = 120;
 /// Shortest time between two writes that only bring counters up to date.
@@ -29,6 +35,10 @@ const COUNTERS_INTERVAL: Nanos = Nanos::from_millis(10_000);
 /// A change in load: relative to the reported rate, and in standard deviations of chance.
 const CHANGE: f64 = 0.1;
 const SURPRISE: f64 = 4.0;
+/// Growth of a canary's counts that is written, and the shortest and longest time between two.
+const CANARY_GROWTH: f64 = 0.2;
+const CANARY_INTERVAL: Nanos = Nanos::from_millis(1000);
+const CANARY_INTERVAL_MAX: Nanos = Nanos::from_millis(30_000);
 /// Seconds that the slow average covers, as chance sees it.
 const SLOW_WINDOW: f64 = 20.0;
 /// Deltas of one frontend.
@@ -52,6 +62,8 @@ pub struct LoadReporter {
     savings: f64,
     at: Nanos,
     written_at: Nanos,
+    /// When what was counted of canaries was last written.
+    canaries_at: Nanos,
 }
 
 impl LoadReporter {
@@ -66,6 +78,7 @@ impl LoadReporter {
             savings: SAVINGS_MAX,
             at: Nanos::ZERO,
             written_at: Nanos::ZERO,
+            canaries_at: Nanos::ZERO,
         }
     }
 
@@ -77,7 +90,12 @@ impl LoadReporter {
         let strictness = self.strictness();
         let Some(known) = &self.known else { return self.write_all(now, report, 0.0) };
         let (fresh, is_common) = significant(known, report, strictness);
-        let rest = rest_differs(known, report, strictness);
+        let rest = rest_differs(known, report, strictness)
+            || canaries_grew(known, report, now - self.canaries_at);
+        if is_urgent(known, report) {
+            // Requests wait for it.
+            self.savings = self.savings.max(URGENT_BYTES);
+        }
         let counters_due = now - self.written_at >= COUNTERS_INTERVAL && known != report;
         if is_common {
             let writes = self.write_all(now, report, 0.0);
@@ -144,6 +162,9 @@ impl LoadReporter {
             return Vec::new();
         }
         (self.known, self.changed) = (Some(known), changed);
+        if rest {
+            self.canaries_at = now;
+        }
         writes
     }
 
@@ -163,6 +184,7 @@ impl LoadReporter {
         }
         self.number += 1;
         (self.known, self.changed, self.written_at) = (Some(report.clone()), BTreeMap::new(), now);
+        self.canaries_at = now;
         writes
     }
 
@@ -203,12 +225,41 @@ pub fn apply(report: &mut LoadReport, name: &str, delta: LoadReport) {
     }
 }
 
+/// Whether a request waits for a backend, or a first one came, and the scheduler does not know.
+fn is_urgent(known: &LoadReport, report: &LoadReport) -> bool {
+    let is_new = |model: &String| !known.waiting.contains_key(model);
+    report.waiting.keys().any(is_new) || (known.idle && !report.idle)
+}
+
+/// Whether what was counted of a canary has grown by so much that it is written, `since` the last
+/// time.
+fn canaries_grew(known: &LoadReport, report: &LoadReport, since: Nanos) -> bool {
+    if known.canaries == report.canaries {
+        return false;
+    }
+    let grew = |before: u64, now: u64| now as f64 > before as f64 * (1.0 + CANARY_GROWTH);
+    let is_fresh = |before: &VersionCounts, now: &VersionCounts| {
+        grew(before.requests, now.requests) || grew(before.failures, now.failures)
+    };
+    let is_due = |(model, load): (&String, &CanaryLoad)| match known.canaries.get(model) {
+        Some(known) if known.number == load.number => {
+            is_fresh(&known.stable, &load.stable) || is_fresh(&known.canary, &load.canary)
+        }
+        _ => true,
+    };
+    since >= CANARY_INTERVAL_MAX
+        || (since >= CANARY_INTERVAL
+            && (known.canaries.len() != report.canaries.len()
+                || report.canaries.iter().any(is_due)))
+}
+
 /// Whether anything but rates and counters differs.
 fn rest_differs(known: &LoadReport, report: &LoadReport, strictness: f64) -> bool {
     let rest = |report: &LoadReport| {
         let mut rest = report.clone();
         rest.models.clear();
         rest.queries.clear();
+        rest.canaries.clear();
         rest
     };
     let query = |(name, load): (&String, &QueryLoad)| {
@@ -372,6 +423,48 @@ mod tests {
             let off = (reported.slow - real.slow).abs();
             assert!(off <= allowed + 0.1, "{model}: {reported:?} {real:?}");
         }
+    }
+
+    /// A canary that is restarted every ten minutes, where nothing is saved any more.
+    #[test]
+    fn counts_of_a_canary_arrive_soon_within_the_budget() {
+        const SECONDS: u64 = 7200;
+        let mut day = Day::new(400, 11);
+        let mut random = Random::new(2);
+        let mut reporter = LoadReporter::new(&Keys::new("default"), "f");
+        reporter.savings = 20_000.0;
+        let (mut store, mut seen, mut bytes) = (BTreeMap::new(), LoadReport::default(), 0);
+        let (mut load, mut late) = (CanaryLoad::default(), 0);
+        for second in 0..SECONDS {
+            let (now, age) = (Nanos::from_millis(1000 * second), second % 600);
+            if second % 40 == 0 {
+                day.advance(now, 40.0);
+            }
+            if age == 0 {
+                load = CanaryLoad { number: second / 600 + 1, ..CanaryLoad::default() };
+            }
+            for _ in 0..100 {
+                let latency = Nanos((4e6 * (2.0 * random.unit_f64()).exp()) as u64);
+                match random.below(10) {
+                    0 if age >= 300 => load.canary.fail(),
+                    0 => load.canary.reply(latency, false),
+                    _ => load.stable.reply(latency, false),
+                }
+            }
+            day.report.canaries.insert("m".to_string(), load.clone());
+            let writes = reporter.next(now, &day.report);
+            bytes += cost(&writes);
+            if !writes.is_empty() {
+                seen = read(&mut store, writes);
+            }
+            // It has failed for five seconds.
+            let known = seen.canaries.get("m").cloned().unwrap_or_default();
+            if age == 305 && (known.number != load.number || known.canary.failures == 0) {
+                late += 1;
+            }
+        }
+        assert!(late <= 1, "late {late} times of {}", SECONDS / 600);
+        assert!((bytes as u64) < 20_000 + 80 * SECONDS, "{bytes} bytes");
     }
 
     #[test]

@@ -384,7 +384,7 @@ fn first_or_next(before: Option<&ModelRecord>, highest: u64, fresh: VersionRecor
             enabled: true,
             config,
             highest: highest.max(version),
-            others: Vec::new(),
+            ..ModelRecord::default()
         },
     }
 }

@@ -8,8 +8,13 @@ use model::ModelConfig;
 use serde::ser::SerializeTuple;
 use serde::{Deserialize, Serialize, Serializer};
 
+pub mod canary;
+pub mod scaling;
+pub mod signature;
 pub mod validation;
 
+use canary::{CanaryLoad, CanaryOutcome, CanaryRecord, EndedCanary};
+pub use scaling::{ColdStartLoad, ReplicaPoolRecord, ScalingRecord};
 use validation::StoredRecord;
 
 /// Names of keys. All keys of a cluster have one prefix, so that clusters can share a store.
@@ -82,6 +87,10 @@ pub enum RecordKind {
     Split,
     /// Versions before they replace anything ([`crate::candidate::CandidateRecord`]); leased.
     Candidate,
+    /// Inputs and outputs of models ([`signature::SignatureRecord`]), by digest.
+    Signature,
+    /// What the leader knows of canaries ([`canary::CanaryProgress`]), by model.
+    Canary,
 }
 
 impl RecordKind {
@@ -100,6 +109,8 @@ impl RecordKind {
             RecordKind::Query => "queries/",
             RecordKind::Split => "splits/",
             RecordKind::Candidate => "candidates/",
+            RecordKind::Signature => "signatures/",
+            RecordKind::Canary => "canaries/",
         }
     }
 }
@@ -307,6 +318,22 @@ pub struct LoadReport {
     /// Addresses of backends that the frontend avoids because of their replies.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ejected: Vec<String>,
+    /// Models whose requests wait for a backend, and about how many of them do.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub waiting: BTreeMap<String, u64>,
+    /// No request came for some seconds, and none is in flight or waits.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub idle: bool,
+    /// Cold starts, once there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cold_starts: Option<ColdStartLoad>,
+    /// Models with a canary: what was counted of both versions.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub canaries: BTreeMap<String, CanaryLoad>,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 /// A stage's share of its query's SLO.
@@ -371,30 +398,51 @@ pub struct ModelRecord {
     /// Other versions, ascending.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub others: Vec<VersionRecord>,
+    /// The version that is served beside the one in force.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub canary: Option<CanaryRecord>,
+    /// The last canary that was decided.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended_canary: Option<EndedCanary>,
 }
 
 impl ModelRecord {
+    /// The version in force.
+    pub fn in_force(&self) -> VersionRecord {
+        VersionRecord {
+            version: self.version,
+            digest: self.digest.clone(),
+            bytes: self.bytes,
+            config: self.config.clone(),
+        }
+    }
+
+    /// Adds a version to the others, of which the oldest go.
+    fn add_other(&mut self, version: VersionRecord) {
+        self.others.retain(|other| other.version != version.version);
+        self.others.push(version);
+        self.others.sort_by_key(|other| other.version);
+        self.others.drain(..self.others.len().saturating_sub(OTHER_VERSIONS_MAX));
+    }
+
     /// The highest number that a version ever had: no number is used twice.
     pub fn highest_version(&self) -> u64 {
         let others = self.others.iter().map(|other| other.version);
         others.chain([self.version, self.highest]).max().unwrap_or(0)
     }
 
-    /// The record with `chosen` in force and enabled; the present version is one of the others.
+    /// The record with `chosen` in force and enabled; the present version is one of the others. A
+    /// canary ends.
     pub fn replaced_by(&self, chosen: VersionRecord) -> ModelRecord {
-        let highest = self.highest_version().max(chosen.version);
-        let mut others = self.others.clone();
-        others.push(VersionRecord {
-            version: self.version,
-            digest: self.digest.clone(),
-            bytes: self.bytes,
-            config: self.config.clone(),
-        });
-        others.retain(|other| other.version != chosen.version);
-        others.sort_by_key(|other| other.version);
-        others.drain(..others.len().saturating_sub(OTHER_VERSIONS_MAX));
+        let why = format!("version {} was put in force", chosen.version);
+        let mut after = self.without_canary(CanaryOutcome::Replaced, &why);
+        after.highest = self.highest_version().max(chosen.version);
+        after.others.retain(|other| other.version != chosen.version);
+        if chosen.version != self.version {
+            after.add_other(self.in_force());
+        }
         let VersionRecord { version, digest, bytes, config } = chosen;
-        ModelRecord { version, digest, bytes, enabled: true, config, highest, others }
+        ModelRecord { version, digest, bytes, enabled: true, config, ..after }
     }
 
     /// The version to roll back to: the given one, or the newest before the one in force.
@@ -410,7 +458,10 @@ impl ModelRecord {
     pub fn without(&self, version: u64) -> Option<ModelRecord> {
         let mut left = match version == self.version {
             true => self.replaced_by(self.others.last()?.clone()),
-            false => self.clone(),
+            false => match self.canary.as_ref().is_some_and(|canary| canary.version == version) {
+                true => self.without_canary(CanaryOutcome::Replaced, "its version was deleted"),
+                false => self.clone(),
+            },
         };
         let before = left.others.len();
         left.others.retain(|other| other.version != version);
@@ -516,27 +567,6 @@ pub struct RouteRecord {
     /// all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate_max: Option<f64>,
-}
-
-/// The number of backends, and what scales them.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ScalingRecord {
-    /// The workload that is scaled, such as `deployment/atoll-backend`.
-    pub target: String,
-    /// Replicas that the load needs, within the bounds.
-    pub wanted: u32,
-    /// Replicas requested.
-    pub replicas: u32,
-    /// Replicas that have joined the cluster.
-    pub present: usize,
-    /// Backends that are drained so that they can be removed.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub draining: Vec<String>,
-    /// Failures to read or change the workload, over all leaders.
-    pub errors: u64,
-    /// The latest failure, while it lasts, and what to do.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<String>,
 }
 
 /// A summary of the plan.

@@ -13,6 +13,7 @@ use bytes::Bytes;
 use tokio::sync::watch;
 
 use crate::query::spec::QuerySpec;
+use crate::record::signature::SignatureRecord;
 use crate::record::validation::{StoredRecord, read};
 use crate::record::{Keys, ModelRecord, ProfileRecord, RecordKind, is_tombstone};
 use crate::store::mirror::{self, KeyValues};
@@ -34,6 +35,7 @@ pub async fn keep_records(
         keep_kind::<ModelRecord>(keep(RecordKind::Model)),
         keep_kind::<QuerySpec>(keep(RecordKind::Query)),
         keep_kind::<ProfileRecord>(keep(RecordKind::Profile)),
+        keep_kind::<SignatureRecord>(keep(RecordKind::Signature)),
     )?;
     Ok(())
 }

@@ -11,6 +11,7 @@ use base::Nanos;
 use bytes::Bytes;
 
 use crate::query::spec::QuerySpec;
+use crate::record::canary::split_served;
 use crate::record::validation::{StoredRecord, read};
 use crate::record::{ModelRecord, RecordKind, RouteRecord, SplitRecord};
 use crate::store::mirror::KeyValues;
@@ -78,14 +79,17 @@ impl Retention {
 
 /// Whether the record that a route or split belongs to is there.
 fn is_wanted(kind: RecordKind, name: &str, merged: &BTreeMap<String, Bytes>) -> bool {
-    let of = |kind: RecordKind| merged.get(&format!("{}{name}", kind.folder_prefix()));
+    let of = |kind: RecordKind, name: &str| merged.get(&format!("{}{name}", kind.folder_prefix()));
     match kind {
         RecordKind::Route => {
-            let model = of(RecordKind::Model).and_then(|value| read::<ModelRecord>(value).ok()?);
-            model.is_some_and(|model| model.enabled)
+            let model = of(RecordKind::Model, split_served(name).0);
+            let model = model.and_then(|value| read::<ModelRecord>(value).ok()?);
+            // The route of a canary goes with the canary.
+            model.is_some_and(|model| model.served(name).is_some_and(|served| served.enabled))
         }
         RecordKind::Split => {
-            let query = of(RecordKind::Query).and_then(|value| read::<QuerySpec>(value).ok()?);
+            let query =
+                of(RecordKind::Query, name).and_then(|value| read::<QuerySpec>(value).ok()?);
             query.is_some()
         }
         _ => true,

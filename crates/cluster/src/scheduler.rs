@@ -10,6 +10,7 @@ use base::Nanos;
 use model::config::Class;
 
 use crate::query::spec::QuerySpec;
+use crate::record::canary::{served_name, split_served};
 use crate::record::{
     AssignedModel, Assignment, AssignmentRole, LoadState, PlanRecord, RouteRecord, SplitRecord,
     TargetRecord,
@@ -18,9 +19,12 @@ use crate::scaling::replica_estimate::{BackendUsage, ScalingInput};
 use crate::snapshot::ClusterSnapshot;
 
 pub mod agent;
+pub mod canary_judge;
+pub mod canary_rule;
 pub mod demand;
 pub mod deployment;
 mod ejected_backends;
+mod emptying;
 pub mod maintenance;
 pub mod packing;
 pub mod placement;
@@ -33,6 +37,7 @@ pub mod splitting;
 
 use deployment::{DeploymentState, DeploymentStep, ModelFacts};
 use ejected_backends::EjectedBackends;
+use emptying::{Emptying, Withdrawal};
 use placement::PlacementSettings;
 use plan::{Curves, Demand, DutyCycle, LoadedModels, Machine, PlacedPart, Placement};
 use pooling::{BackendPools, LoadFactors};
@@ -118,6 +123,8 @@ pub struct Core {
     assigned: BTreeMap<String, BTreeSet<String>>,
     /// Backends that are to be drained.
     draining: BTreeSet<String>,
+    /// Whether anybody uses the cluster, and the withdrawal of the last backends when nobody does.
+    emptying: Emptying,
     /// Backends that frontends avoid, and those of them that the plan does without.
     ejected: EjectedBackends,
     avoided: BTreeSet<String>,
@@ -147,6 +154,7 @@ impl Core {
             splits: snapshot.splits.clone(),
             assigned: BTreeMap::new(),
             draining: BTreeSet::new(),
+            emptying: Emptying::default(),
             ejected: EjectedBackends::default(),
             avoided: BTreeSet::new(),
             planned_at: None,
@@ -186,9 +194,10 @@ impl Core {
     }
 
     /// Plans without these backends from the next step on: their models move to others, without a
-    /// gap.
-    pub fn drain(&mut self, backends: BTreeSet<String>) {
+    /// gap. All backends are emptied only with `may_empty`, and only while there are no requests.
+    pub fn drain(&mut self, backends: BTreeSet<String>, may_empty: bool) {
         self.draining = backends;
+        self.emptying.allow(may_empty);
     }
 
     /// The input of replica estimation.
@@ -209,6 +218,7 @@ impl Core {
             placement: self.settings.placement.clone(),
             rate_min: self.settings.rate_min,
             reported: !snapshot.loads.is_empty(),
+            activity: self.emptying.activity(),
             usage: snapshot.backends.iter().map(usage_of).collect(),
             curves,
         }
@@ -226,6 +236,11 @@ impl Core {
         self.adopt(snapshot);
         self.refused.update(snapshot);
         let present = machines(snapshot);
+        let all_drained = present.iter().all(|machine| self.draining.contains(&machine.name));
+        let withdrawal = self.emptying.update(now, snapshot, all_drained && !present.is_empty());
+        if withdrawal == Some(Withdrawal::Models) {
+            return Some(self.empty(snapshot, &present));
+        }
         self.avoided = self.ejected.update(now, snapshot);
         let machines = self.retained(&present);
         let mut demands = self.demands(snapshot);
@@ -242,7 +257,35 @@ impl Core {
         } else if self.placement.slack(&demands) < 1.0 {
             self.extend_placement(&machines, &demands, &curves);
         }
-        Some(self.deploy(now, snapshot, &present, &demands, &curves))
+        let mut decision = self.deploy(now, snapshot, &present, &demands, &curves);
+        if withdrawal.is_some() || (present.is_empty() && self.emptying.is_scaled()) {
+            decision.routes = self.withdrawn_routes(snapshot);
+        }
+        Some(decision)
+    }
+
+    /// Routes that say of every model that no backend serves it: frontends keep requests until one
+    /// does. A route that is missing would count as lost.
+    fn withdrawn_routes(&self, snapshot: &ClusterSnapshot) -> BTreeMap<String, RouteRecord> {
+        let route = RouteRecord { epoch: self.plan.epoch, ..RouteRecord::default() };
+        let enabled = snapshot.models.iter().filter(|(_, model)| model.enabled);
+        enabled.map(|(name, _)| (name.clone(), route.clone())).collect()
+    }
+
+    /// Takes all models from all backends.
+    fn empty(&mut self, snapshot: &ClusterSnapshot, present: &[Machine]) -> Decision {
+        (self.placement, self.in_force) = (Placement::default(), None);
+        // They are about to be removed, which is no loss.
+        self.machines.clear();
+        let name = |machine: &Machine| machine.name.clone();
+        self.assigned = present.iter().map(|m| (name(m), BTreeSet::new())).collect();
+        let assignment = Assignment { epoch: self.plan.epoch, ..Assignment::default() };
+        Decision {
+            assignments: present.iter().map(|m| (name(m), assignment.clone())).collect(),
+            routes: self.withdrawn_routes(snapshot),
+            splits: self.splits.clone(),
+            plan: self.summarize(snapshot, present.len(), &[]),
+        }
     }
 
     /// What backends hold although this leader has not assigned it counts as assigned, where the
@@ -295,7 +338,7 @@ impl Core {
                     .chain(query_demand.map(|query_demand| query_demand.budget_ms));
                 Demand {
                     model: name.clone(),
-                    rate: rates.get(name).copied().unwrap_or(0.0).max(self.settings.rate_min),
+                    rate: expected_rate(snapshot, &rates, name).max(self.settings.rate_min),
                     slo_ms: objectives.reduce(f64::min).unwrap_or(self.settings.slo_ms),
                     real_time: model.config.class == Class::RealTime
                         || query_demand.is_some_and(|query_demand| query_demand.real_time),
@@ -330,6 +373,10 @@ impl Core {
         }
         if self.avoided.iter().any(is_left) {
             return Some("backend avoided");
+        }
+        if machines.is_empty() && self.placement.duty_cycles.is_empty() {
+            // Nothing can be planned before a backend joins.
+            return None;
         }
         if !self.placement.covers(machines, demands) {
             return Some("models changed");
@@ -612,6 +659,21 @@ impl Core {
         self.plan.failed = failed;
         self.plan.failed_versions = failed_versions;
         self.plan.clone()
+    }
+}
+
+/// The rate to plan a model or a canary for. A canary gets its share as soon as it is there, and
+/// the version in force gets all requests again as soon as the canary is not.
+fn expected_rate(snapshot: &ClusterSnapshot, rates: &BTreeMap<String, f64>, name: &str) -> f64 {
+    let rate = |name: &str| rates.get(name).copied().unwrap_or(0.0);
+    let (model, version) = split_served(name);
+    let Some(canary) = snapshot.models.get(model).and_then(|record| record.canary.as_ref()) else {
+        return rate(name);
+    };
+    let all = rate(model) + rate(&served_name(model, canary.version));
+    match version {
+        None => all,
+        Some(_) => rate(name).max(canary.share * all),
     }
 }
 

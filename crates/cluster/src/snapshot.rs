@@ -9,6 +9,8 @@ use model::repository::is_valid_name;
 
 use crate::load_reports::apply;
 use crate::query::spec::QuerySpec;
+use crate::record::canary::{CanaryProgress, is_served_name, with_canaries};
+use crate::record::signature::SignatureRecord;
 use crate::record::validation::{RECORDS_MAX, StoredRecord, read};
 use crate::record::{
     Assignment, BackendRecord, BackendState, FrontendRecord, LoadReport, ModelRecord, PlanRecord,
@@ -32,7 +34,7 @@ pub struct ClusterSnapshot {
     pub frontends: BTreeMap<String, FrontendRecord>,
     /// Load they observe.
     pub loads: BTreeMap<String, LoadReport>,
-    /// Models.
+    /// Models, and canaries under the names that backends serve them by.
     pub models: BTreeMap<String, ModelRecord>,
     /// Profiles, by device kind and digest.
     #[serde(skip)]
@@ -45,6 +47,14 @@ pub struct ClusterSnapshot {
     pub queries: BTreeMap<String, QuerySpec>,
     /// Budgets of the queries' stages.
     pub splits: BTreeMap<String, SplitRecord>,
+    /// Inputs and outputs of models, by digest.
+    #[serde(skip)]
+    pub signatures: BTreeMap<String, SignatureRecord>,
+    /// Versions that wait to be checked by a backend.
+    #[serde(skip)]
+    pub candidates: usize,
+    /// What the leader knows of canaries, by model.
+    pub canaries: BTreeMap<String, CanaryProgress>,
 }
 
 fn records<T: StoredRecord>(
@@ -57,6 +67,7 @@ fn records<T: StoredRecord>(
     // Some names have two parts; the first of a profile's is any text.
     let is_name = |name: &str| match kind {
         RecordKind::Profile => name.len() < 512,
+        RecordKind::Route => is_served_name(name),
         RecordKind::LoadDelta => name.len() < 512 && name.split('/').all(is_valid_name),
         _ => is_valid_name(name),
     };
@@ -93,9 +104,18 @@ pub fn damaged_records(entries: &BTreeMap<String, Bytes>) -> BTreeMap<String, St
     damaged::<RouteRecord>(entries, prefix(RecordKind::Route), &mut found);
     damaged::<QuerySpec>(entries, prefix(RecordKind::Query), &mut found);
     damaged::<SplitRecord>(entries, prefix(RecordKind::Split), &mut found);
+    damaged::<CanaryProgress>(entries, prefix(RecordKind::Canary), &mut found);
     damaged::<PlanRecord>(entries, "plan", &mut found);
     damaged::<ScalingRecord>(entries, "scaling", &mut found);
+    damaged::<SignatureRecord>(entries, prefix(RecordKind::Signature), &mut found);
     found
+}
+
+/// The number of records of one kind.
+fn count(entries: &BTreeMap<String, Bytes>, kind: RecordKind) -> usize {
+    let prefix = kind.folder_prefix();
+    let from = entries.range(prefix.to_string()..);
+    from.take_while(|(key, _)| key.starts_with(prefix)).count()
 }
 
 /// The load of each frontend: its report, and what has changed since.
@@ -121,10 +141,12 @@ impl ClusterSnapshot {
             plan: entries.get("plan").and_then(|value| decode("plan", value)),
             scaling: entries.get("scaling").and_then(|value| decode("scaling", value)),
             frontends: records(entries, RecordKind::Frontend),
-            models: records(entries, RecordKind::Model),
+            models: with_canaries(records(entries, RecordKind::Model)),
             routes: records(entries, RecordKind::Route),
             queries: records(entries, RecordKind::Query),
             splits: records(entries, RecordKind::Split),
+            signatures: records(entries, RecordKind::Signature),
+            canaries: records(entries, RecordKind::Canary),
             ..ClusterSnapshot::default()
         }
     }
@@ -144,12 +166,15 @@ impl ClusterSnapshot {
             states: records(entries, RecordKind::State),
             frontends: records(entries, RecordKind::Frontend),
             loads: loads(entries),
-            models: records(entries, RecordKind::Model),
+            models: with_canaries(records(entries, RecordKind::Model)),
             profiles: profiles.into_iter().filter_map(split).collect(),
             assignments: records(entries, RecordKind::Assignment),
             routes: records(entries, RecordKind::Route),
             queries: records(entries, RecordKind::Query),
             splits: records(entries, RecordKind::Split),
+            signatures: BTreeMap::new(),
+            candidates: count(entries, RecordKind::Candidate),
+            canaries: records(entries, RecordKind::Canary),
         }
     }
 }

@@ -4,10 +4,15 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use api::canary::CanaryState;
 use serde::Serialize;
 
 use crate::query::spec::{QuerySpec, StageSpec};
-use crate::record::{AssignmentRole, LoadState, ModelLoad, PlanRecord, QueryLoad, ScalingRecord};
+use crate::record::canary::split_served;
+use crate::record::{
+    AssignmentRole, ColdStartLoad, LoadState, ModelLoad, ModelRecord, PlanRecord, QueryLoad,
+    ReplicaPoolRecord, ScalingRecord,
+};
 use crate::snapshot::ClusterSnapshot;
 use crate::store::StoreSpace;
 
@@ -82,6 +87,11 @@ pub struct Status {
     /// The scaling record, where backends are scaled.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scaling: Option<ScalingRecord>,
+    /// Requests that wait until a backend has their model.
+    pub waiting: u64,
+    /// Cold starts, over all frontends, once there was one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cold_starts: Option<ColdStartLoad>,
     /// Frontends, with the addresses of their REST servers.
     pub frontends: BTreeMap<String, String>,
     /// Backends.
@@ -90,6 +100,9 @@ pub struct Status {
     pub models: Vec<ModelRow>,
     /// Queries.
     pub queries: Vec<QueryRow>,
+    /// Canaries, and the last ones that were decided.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub canaries: Vec<CanaryRow>,
     /// What is wrong.
     pub problems: Vec<ClusterProblem>,
 }
@@ -108,6 +121,23 @@ impl ClusterProblem {
     pub fn new(what: impl Into<String>, advice: impl Into<String>) -> ClusterProblem {
         ClusterProblem { what: what.into(), advice: advice.into() }
     }
+}
+
+/// A canary, or the last one of its model.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CanaryRow {
+    /// The model.
+    pub model: String,
+    /// The canary's version.
+    pub version: u64,
+    /// The version in force.
+    pub in_force: u64,
+    /// Its state.
+    pub state: CanaryState,
+    /// Its share of the requests, from 0 to 1; 0 when it was decided.
+    pub share: f64,
+    /// What is missing for a promotion, or why it was decided so.
+    pub why: String,
 }
 
 /// A stage of a query.
@@ -154,6 +184,12 @@ impl Status {
             leader: snapshot.leader.clone(),
             plan: snapshot.plan.clone(),
             scaling: snapshot.scaling.clone(),
+            waiting: snapshot
+                .loads
+                .values()
+                .flat_map(|load| load.waiting.values())
+                .fold(0, |sum, count| sum.saturating_add(*count)),
+            cold_starts: cold_starts(snapshot),
             frontends: frontends
                 .map(|(name, record)| (name.clone(), record.http.clone()))
                 .collect(),
@@ -164,6 +200,7 @@ impl Status {
                 .iter()
                 .map(|(name, spec)| query_row(snapshot, name, spec))
                 .collect(),
+            canaries: canary_rows(snapshot),
             problems: problems(snapshot),
         }
     }
@@ -191,6 +228,16 @@ impl Status {
     }
 }
 
+/// Cold starts over all frontends: the latest is that of the frontend that had most.
+fn cold_starts(snapshot: &ClusterSnapshot) -> Option<ColdStartLoad> {
+    let all = snapshot.loads.values().filter_map(|load| load.cold_starts);
+    all.reduce(|a, b| ColdStartLoad {
+        count: a.count.saturating_add(b.count),
+        last_ms: if a.count >= b.count { a.last_ms } else { b.last_ms },
+        max_ms: a.max_ms.max(b.max_ms),
+    })
+}
+
 /// Share of the quota from which a store is nearly full.
 const QUOTA_NEAR: f64 = 0.8;
 
@@ -203,7 +250,12 @@ fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
     } else if snapshot.plan.is_none() {
         add("there is no plan".to_string(), "wait a moment; then read the leader's log");
     }
-    if snapshot.backends.is_empty() {
+    // Scaled to zero on purpose: a request starts a backend.
+    let is_at_zero = snapshot.backends.is_empty()
+        && snapshot.scaling.as_ref().is_some_and(|scaling| {
+            scaling.replicas == 0 && scaling.wanted == 0 && !scaling.pools.is_empty()
+        });
+    if snapshot.backends.is_empty() && !is_at_zero {
         add("no backend has joined".to_string(), "start atoll cluster backend, or read its log");
     }
     if snapshot.frontends.is_empty() {
@@ -214,6 +266,8 @@ fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
         let plan = snapshot.plan.as_ref();
         let failed = plan.and_then(|plan| plan.failed.get(name));
         match failed {
+            // Its model is served: that is seen with the canary.
+            _ if split_served(name).1.is_some() => {}
             Some(why) if targets.is_empty() => add(
                 format!("model '{name}' cannot be loaded: {why}"),
                 "register a version that can, roll it back, or delete it",
@@ -222,15 +276,27 @@ fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
                 format!("version {} of model '{name}' cannot be loaded: {why}", record.version),
                 "an older version serves; roll it back, or register another one",
             ),
-            None if targets.is_empty() => add(
+            None if targets.is_empty() && !is_at_zero => add(
                 format!("no backend serves model '{name}'"),
                 "wait until it is loaded; atoll cluster top shows which backend loads it",
             ),
             None => {}
         }
     }
+    for pool in snapshot.scaling.iter().flat_map(|scaling| &scaling.pools) {
+        if let Some(why) = &pool.stalled {
+            add(
+                format!("replicas of {} do not come: {why}", pool.target),
+                "look at its pods, nodes and quota (kubectl describe); other pools are used until \
+                 then, where there are any",
+            );
+        }
+    }
     for (backend, state) in &snapshot.states {
         for model in state.models.keys().filter(|model| !snapshot.models.contains_key(*model)) {
+            if split_served(model).1.is_some() {
+                continue;
+            }
             let what = format!("{backend} holds model '{model}', which has no record");
             add(what, "backends write lost records again; it is unloaded if it was deleted");
         }
@@ -307,6 +373,46 @@ fn model_row(snapshot: &ClusterSnapshot, name: &str) -> ModelRow {
     }
 }
 
+fn canary_rows(snapshot: &ClusterSnapshot) -> Vec<CanaryRow> {
+    let row = |(name, record): (&String, &ModelRecord)| {
+        let ended = record.ended_canary.as_ref();
+        let why = ended.map(|ended| ended.reason.clone()).unwrap_or_default();
+        let (version, state, share, why) = match (&record.canary, ended) {
+            (Some(canary), _) if canary.promoted => {
+                (canary.version, CanaryState::Promoting, canary.share, why)
+            }
+            (Some(canary), _) => {
+                let progress = snapshot.canaries.get(name);
+                let why = progress.map_or("it has no backend yet", |progress| &progress.why);
+                (canary.version, CanaryState::Running, canary.share, why.to_string())
+            }
+            (None, Some(ended)) => (ended.version, ended.outcome.state(), 0.0, why),
+            (None, None) => return None,
+        };
+        let (model, in_force) = (name.clone(), record.version);
+        Some(CanaryRow { model, version, in_force, state, share, why })
+    };
+    snapshot.models.iter().filter_map(row).collect()
+}
+
+fn write_canaries(text: &mut String, canaries: &[CanaryRow], most: usize) {
+    // What ended well needs no line.
+    let shown = |row: &&CanaryRow| {
+        matches!(row.state, CanaryState::Running | CanaryState::Promoting | CanaryState::RolledBack)
+    };
+    let shown: Vec<&CanaryRow> = canaries.iter().filter(shown).collect();
+    for row in shown.iter().take(most) {
+        let CanaryRow { model, version, in_force, share, why, .. } = row;
+        let state = match row.state {
+            CanaryState::Promoting => "is replacing the version before".to_string(),
+            CanaryState::RolledBack => format!("was rolled back to {in_force}"),
+            _ => format!("has {:.1} % beside {in_force}", 100.0 * share),
+        };
+        let _ = writeln!(text, "canary {model} version {version} {state}: {why}");
+    }
+    write_rest(text, shown.len().saturating_sub(most), "canaries");
+}
+
 fn query_row(snapshot: &ClusterSnapshot, name: &str, spec: &QuerySpec) -> QueryRow {
     let loads: Vec<&QueryLoad> =
         snapshot.loads.values().filter_map(|report| report.queries.get(name)).collect();
@@ -377,6 +483,14 @@ pub fn render(status: &Status, all: bool) -> String {
     if let Some(scaling) = &status.scaling {
         write_scaling(&mut text, scaling);
     }
+    if let Some(starts) = &status.cold_starts {
+        let (last, max) = (starts.last_ms / 1e3, starts.max_ms / 1e3);
+        let count = starts.count;
+        let _ = writeln!(text, "{count} cold starts, last {last:.1} s, longest {max:.1} s");
+    }
+    if status.waiting > 0 {
+        let _ = writeln!(text, "about {} requests wait for a backend", status.waiting);
+    }
     for backend in &status.backends {
         let filled = ((backend.occupancy * BAR as f64).round() as usize).min(BAR);
         let bar = format!("{}{}", "#".repeat(filled), ".".repeat(BAR - filled));
@@ -438,6 +552,7 @@ pub fn render(status: &Status, all: bool) -> String {
         );
     }
     write_rest(&mut text, models.len().saturating_sub(rows), "models");
+    write_canaries(&mut text, &status.canaries, rows);
     for query in &status.queries {
         let _ = writeln!(
             text,
@@ -478,6 +593,20 @@ fn write_scaling(text: &mut String, scaling: &ScalingRecord) {
         let _ = write!(text, ", {errors} errors");
     }
     text.push('\n');
+    for pool in scaling.pools.iter().filter(|_| scaling.pools.len() > 1) {
+        let kind = if pool.kind.is_empty() { "?" } else { pool.kind.as_str() };
+        let ReplicaPoolRecord { target, min, max, price, wanted, replicas, present, .. } = pool;
+        let _ = writeln!(
+            text,
+            "  {target} ({kind}, {min} to {max}, price {price}): {wanted} wanted, {replicas} \
+             requested, {present} present"
+        );
+    }
+    for pool in &scaling.pools {
+        if let Some(why) = &pool.stalled {
+            let _ = writeln!(text, "  {}: {why}", pool.target);
+        }
+    }
     if let Some(error) = &scaling.error {
         let _ = writeln!(text, "  {error}");
     }
@@ -511,6 +640,7 @@ mod tests {
             draining: vec!["b1".to_string()],
             errors: 4,
             error: Some("not allowed: x".to_string()),
+            pools: Vec::new(),
         });
         let text = render(&Status::of(&snapshot), false);
         let scaling = "deployment/b: 3 wanted, 2 requested, 1 present, draining: b1, 4 errors";

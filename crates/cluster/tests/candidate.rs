@@ -214,6 +214,7 @@ async fn frontend(cluster: &Cluster, folder: &std::path::Path) -> Frontend {
         files: Some(ModelStore::Folder(FileStore::open(folder).unwrap())),
         backend_tls: None,
         saved: None,
+        cold_start: Default::default(),
     };
     let clock = Arc::new(MonotonicClock::new());
     Frontend::start(cluster.store.clone(), cluster.keys.clone(), clock, settings).await.unwrap()
@@ -227,6 +228,7 @@ fn registration(onnx: &'static [u8]) -> RegisterRequest {
         preprocessing: None,
         class: None,
         slo_ms: None,
+        canary: None,
     }
 }
 

@@ -27,7 +27,7 @@ use crate::auth::routes::{self, Need};
 use crate::connection::RequestBody;
 use crate::listener::Respond;
 use crate::rest::response::ResponseBody;
-use crate::rest::{check_load_parameters, infer_span};
+use crate::rest::{canary_choice, check_load_parameters, infer_span};
 use crate::server::{AppState, ServerError};
 use crate::telemetry::{RequestName, traced};
 
@@ -185,7 +185,8 @@ async fn try_infer(
 
 fn context_of(headers: &HeaderMap) -> RequestContext {
     let header = headers.get(TRACEPARENT).and_then(|value| value.to_str().ok());
-    RequestContext { trace: header.and_then(TraceContext::parse) }
+    let trace = header.and_then(TraceContext::parse);
+    RequestContext { trace, canary: canary_choice(headers), ..RequestContext::default() }
 }
 
 fn with_trace(headers: &mut HeaderMap, context: RequestContext) {

@@ -692,6 +692,9 @@ impl InferenceService for LocalNode {
     fn register(&self, request: RegisterRequest) -> ServiceFuture<'_, Registered> {
         Box::pin(async move {
             self.check_control()?;
+            if request.canary.is_some() {
+                return Err(ApiError::unsupported("only frontends of a cluster have canaries"));
+            }
             self.inner.check(&request).await?;
             run_detached(self.inner.clone().register(request)).await
         })

@@ -38,7 +38,7 @@ mod statistics_api;
 #[cfg(test)]
 pub(crate) use body::compress;
 pub(crate) use body::{Coding, MAX_EXPANSION, decompress, reserve_received};
-pub(crate) use infer_api::span as infer_span;
+pub(crate) use infer_api::{canary_choice, span as infer_span};
 pub(crate) use monitor_api::Viewers;
 pub(crate) use repository_api::check_load_parameters;
 pub(crate) use routes_list::Routes;
@@ -141,6 +141,11 @@ pub(crate) fn management(max_model_bytes: usize) -> Routes {
         .delete("/v2/atoll/models/{model}/versions/{version}", registry_api::delete)
         .post("/v2/atoll/models/{model}/rollback", registry_api::roll_back)
         .post("/v2/atoll/models/{model}/versions/{version}/rollback", registry_api::roll_back)
+        .get("/v2/atoll/models/{model}/canary", registry_api::canary)
+        .post("/v2/atoll/models/{model}/canary", registry_api::start_canary)
+        .post("/v2/atoll/models/{model}/versions/{version}/canary", registry_api::start_canary)
+        .post("/v2/atoll/models/{model}/canary/promote", registry_api::promote_canary)
+        .post("/v2/atoll/models/{model}/canary/abort", registry_api::abort_canary)
         .get("/v2/atoll/queries", query_api::list)
         .get("/v2/atoll/queries/{query}", query_api::one)
         .put("/v2/atoll/queries/{query}", query_api::put)

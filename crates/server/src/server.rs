@@ -305,6 +305,10 @@ impl BoundServer {
     ) -> Result<RunningServer, ServerError> {
         let limits = connection_limits(&self.options);
         let telemetry = self.options.telemetry.clone().map(Telemetry::start).transpose();
+        let telemetry = telemetry.map_err(ServerError::Telemetry)?;
+        if let Some(telemetry) = &telemetry {
+            service.record_spans(telemetry.sink());
+        }
         let [http, grpc, admin] = [
             ConnectionTable::new("rest", limits.clone()),
             ConnectionTable::new("grpc", limits.clone()),
@@ -325,7 +329,7 @@ impl BoundServer {
             viewers: Viewers::default(),
             planner: self.options.planner.clone(),
             phase: watch::Sender::new(StopPhase::Serving),
-            telemetry: telemetry.map_err(ServerError::Telemetry)?,
+            telemetry,
             max_execution: self.options.max_execution,
         });
         let cache: Weak<BodyBuffers> = Arc::downgrade(&app.bodies.buffers);

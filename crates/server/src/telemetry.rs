@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use api::error::ApiResult;
 use api::infer::RequestTiming;
+use api::trace::{SpanSink, StageSpan};
 use api::{ApiError, ErrorKind, RequestContext, TraceContext};
 use ring::rand::{SecureRandom, SystemRandom};
 use tokio::sync::{mpsc, watch};
@@ -66,7 +67,7 @@ impl SpanIds {
     }
 }
 
-/// A request that ended.
+/// A request, or a stage of a query, that ended.
 #[derive(Clone, Debug, PartialEq)]
 struct RequestRecord {
     trace_id: u128,
@@ -76,7 +77,9 @@ struct RequestRecord {
     /// What the request does.
     name: &'static str,
     model: String,
-    /// `rest` or `grpc`.
+    /// The stage, where it is one.
+    stage: Option<String>,
+    /// `rest` or `grpc`; of a stage: `grpc`, to its backends.
     protocol: &'static str,
     began_unix_ns: u64,
     ended_unix_ns: u64,
@@ -102,11 +105,27 @@ pub(crate) struct RequestName<'a> {
     pub(crate) protocol: &'static str,
 }
 
+/// Takes what has ended. Cloning shares it.
+#[derive(Clone)]
+struct Recorder {
+    ids: Arc<SpanIds>,
+    sender: mpsc::Sender<RequestRecord>,
+    counts: Arc<SpanCounts>,
+}
+
+impl Recorder {
+    fn record(&self, record: RequestRecord) {
+        let spans = record.span_count();
+        if self.sender.try_send(record).is_err() {
+            self.counts.dropped.fetch_add(spans, Relaxed);
+        }
+    }
+}
+
 /// The source of spans of a server.
 pub(crate) struct Telemetry {
     sampler: Sampler,
-    ids: Arc<SpanIds>,
-    sender: mpsc::Sender<RequestRecord>,
+    recorder: Recorder,
     pub(crate) counts: Arc<SpanCounts>,
     stop: watch::Sender<bool>,
     exporter: Mutex<Option<JoinHandle<()>>>,
@@ -122,39 +141,40 @@ impl Telemetry {
         tracing::info!(endpoint = options.endpoint, "traces are sent over OTLP");
         let exporter = Exporter::new(options, ids.clone(), counts.clone())?;
         let exporter = Mutex::new(Some(tokio::spawn(exporter.run(receiver, stopped))));
-        Ok(Telemetry { sampler, ids, sender, counts, stop, exporter })
+        let recorder = Recorder { ids, sender, counts: counts.clone() };
+        Ok(Telemetry { sampler, recorder, counts, stop, exporter })
+    }
+
+    /// Where services record stages of queries.
+    pub(crate) fn sink(&self) -> Arc<dyn SpanSink> {
+        Arc::new(self.recorder.clone())
     }
 
     /// Begins the span of a request, if it is sampled and there is room for it.
-    fn begin(&self, caller: Option<TraceContext>, name: RequestName<'_>) -> Option<OpenSpan<'_>> {
-        let trace_id = caller.map_or_else(|| self.ids.next_trace(), |caller| caller.trace_id);
+    fn begin(&self, caller: Option<TraceContext>, name: RequestName<'_>) -> Option<OpenSpan> {
+        let ids = &self.recorder.ids;
+        let trace_id = caller.map_or_else(|| ids.next_trace(), |caller| caller.trace_id);
         if !self.sampler.samples(trace_id, caller) {
             return None;
         }
-        if self.sender.capacity() == 0 {
+        if self.recorder.sender.capacity() == 0 {
             self.counts.dropped.fetch_add(1, Relaxed);
             return None;
         }
         let record = RequestRecord {
             trace_id,
-            span_id: self.ids.next(),
+            span_id: ids.next(),
             parent_id: caller.map(|caller| caller.parent_id),
             name: name.name,
             model: name.model.to_string(),
+            stage: None,
             protocol: name.protocol,
             began_unix_ns: unix_ns(),
             ended_unix_ns: 0,
             error: Some((ErrorKind::Cancelled, "the client gave the request up".to_string())),
             timing: None,
         };
-        Some(OpenSpan { telemetry: self, record: Some(record) })
-    }
-
-    fn record(&self, record: RequestRecord) {
-        let spans = record.span_count();
-        if self.sender.try_send(record).is_err() {
-            self.counts.dropped.fetch_add(spans, Relaxed);
-        }
+        Some(OpenSpan { recorder: self.recorder.clone(), record: Some(record) })
     }
 
     /// Sends what is left, within a few seconds.
@@ -183,7 +203,7 @@ where
     let Some(mut span) = telemetry.and_then(|telemetry| telemetry.begin(caller.trace, name)) else {
         return work(caller).await.map(|(value, _)| value);
     };
-    let context = RequestContext { trace: span.context() };
+    let context = RequestContext { trace: span.context(), is_recorded: true, ..caller };
     match work(context).await {
         Ok((value, timing)) => {
             span.succeed(timing);
@@ -196,13 +216,13 @@ where
     }
 }
 
-/// A request that has not ended. When it is dropped, its client gave it up.
-struct OpenSpan<'a> {
-    telemetry: &'a Telemetry,
+/// A request or stage that has not ended. When it is dropped without a result, it was given up.
+struct OpenSpan {
+    recorder: Recorder,
     record: Option<RequestRecord>,
 }
 
-impl OpenSpan<'_> {
+impl OpenSpan {
     fn context(&self) -> Option<TraceContext> {
         let record = self.record.as_ref()?;
         Some(TraceContext { trace_id: record.trace_id, parent_id: record.span_id, flags: 1 })
@@ -221,11 +241,49 @@ impl OpenSpan<'_> {
     }
 }
 
-impl Drop for OpenSpan<'_> {
+impl SpanSink for Recorder {
+    fn begin_stage(&self, parent: TraceContext, stage: &str, model: &str) -> Box<dyn StageSpan> {
+        let record = Some(RequestRecord {
+            trace_id: parent.trace_id,
+            span_id: self.ids.next(),
+            parent_id: Some(parent.parent_id),
+            name: "stage",
+            model: model.to_string(),
+            stage: Some(stage.to_string()),
+            protocol: "grpc",
+            began_unix_ns: unix_ns(),
+            ended_unix_ns: 0,
+            error: Some((ErrorKind::Cancelled, "the stage was given up".to_string())),
+            timing: None,
+        });
+        Box::new(OpenStage { parent, span: OpenSpan { recorder: self.clone(), record } })
+    }
+}
+
+/// A stage that has not ended.
+struct OpenStage {
+    parent: TraceContext,
+    span: OpenSpan,
+}
+
+impl StageSpan for OpenStage {
+    fn context(&self) -> TraceContext {
+        self.span.context().unwrap_or(self.parent)
+    }
+
+    fn finish(&mut self, result: Result<(), &ApiError>) {
+        match result {
+            Ok(()) => self.span.succeed(None),
+            Err(error) => self.span.fail(error),
+        }
+    }
+}
+
+impl Drop for OpenSpan {
     fn drop(&mut self) {
         if let Some(mut record) = self.record.take() {
             record.ended_unix_ns = unix_ns();
-            self.telemetry.record(record);
+            self.recorder.record(record);
         }
     }
 }
@@ -248,11 +306,11 @@ mod tests {
     ) -> (Telemetry, mpsc::Receiver<RequestRecord>) {
         let (sender, receiver) = mpsc::channel(queue_size);
         let (stop, _) = watch::channel(false);
+        let (ids, counts) = (Arc::new(SpanIds::new().expect("random numbers")), Arc::default());
         let telemetry = Telemetry {
             sampler,
-            ids: Arc::new(SpanIds::new().expect("random numbers")),
-            sender,
-            counts: Arc::default(),
+            recorder: Recorder { ids, sender, counts: Arc::clone(&counts) },
+            counts,
             stop,
             exporter: Mutex::default(),
         };
@@ -265,7 +323,7 @@ mod tests {
     #[tokio::test]
     async fn a_request_becomes_a_record_with_the_trace_of_its_caller() {
         let (telemetry, mut records) = telemetry(Sampler::default(), 8);
-        let caller = RequestContext { trace: Some(CALLER) };
+        let caller = RequestContext { trace: Some(CALLER), ..RequestContext::default() };
         let inside = traced(Some(&telemetry), caller, NAME, |context| async move {
             let timing = RequestTiming { rows: 4, ..RequestTiming::default() };
             Ok((context.trace.expect("a span"), Some(timing)))
@@ -307,11 +365,37 @@ mod tests {
     #[tokio::test]
     async fn a_request_that_is_not_sampled_passes_its_context_on() {
         let (telemetry, mut records) = telemetry(Sampler::default(), 8);
-        let caller = RequestContext { trace: Some(TraceContext { flags: 0, ..CALLER }) };
+        let trace = Some(TraceContext { flags: 0, ..CALLER });
+        let caller = RequestContext { trace, ..RequestContext::default() };
         let work = |context: RequestContext| async move { Ok((context.trace, None)) };
         let passed = traced(Some(&telemetry), caller, NAME, work).await.expect("done");
         assert_eq!(passed, caller.trace);
         assert!(records.try_recv().is_err());
+    }
+
+    #[tokio::test]
+    async fn stages_are_children_of_their_request() {
+        let (telemetry, mut records) = telemetry(Sampler::default(), 8);
+        let sink = telemetry.sink();
+        let work = |context: RequestContext| async move {
+            assert!(context.is_recorded);
+            let parent = context.trace.expect("a span");
+            let mut find = sink.begin_stage(parent, "find", "detector");
+            find.finish(Ok(()));
+            let inside = find.context();
+            drop(find);
+            drop(sink.begin_stage(parent, "read", "recognizer"));
+            Ok((inside, None))
+        };
+        let caller = RequestContext { trace: Some(CALLER), ..RequestContext::default() };
+        let inside = traced(Some(&telemetry), caller, NAME, work).await.expect("done");
+        let mut next = || records.try_recv().expect("a record");
+        let (find, read, request) = (next(), next(), next());
+        assert_eq!((find.stage.as_deref(), find.model.as_str()), (Some("find"), "detector"));
+        assert_eq!((find.trace_id, find.parent_id), (7, Some(request.span_id)));
+        assert_eq!((inside.trace_id, inside.parent_id), (7, find.span_id));
+        assert!(find.error.is_none() && find.ended_unix_ns >= find.began_unix_ns);
+        assert_eq!(read.error.map(|(kind, _)| kind), Some(ErrorKind::Cancelled));
     }
 
     #[test]

@@ -3,7 +3,7 @@ use model::HostMemory;
 use super::*;
 
 fn decode(file: &[u8], limits: &DecodeLimits) -> ApiResult<RgbPicture> {
-    super::decode(file, limits, &mut HostMemory::process().empty())
+    super::decode(file, Transparency::Dropped, limits, &mut HostMemory::process().empty())
 }
 
 /// Expected pixels, computed by the crate `image` before this module replaced it.
@@ -113,6 +113,44 @@ fn decodes_every_kind_of_png_like_the_image_crate() {
         let picture = decode(&png_file(&case), &DecodeLimits::default()).unwrap();
         assert_eq!((picture.width, picture.height), (5, 2), "{name}");
         assert_near(name, &picture.rgb, 0);
+    }
+}
+
+#[test]
+fn transparent_pixels_are_put_on_white() {
+    use png::{BitDepth as Depth, ColorType as Colour};
+    let grey = [[0, 0], [0, 255], [0, 128], [200, 0], [100, 51]];
+    let rgba = [[0, 0, 0, 0], [9, 8, 7, 255], [0, 255, 0, 128], [1, 2, 3, 0], [100, 0, 255, 51]];
+    let (grey, rgba) = ([grey, grey].concat().concat(), [rgba, rgba].concat().concat());
+    // Index 0 of the palette is black and transparent.
+    let palette = [0, 0, 0, 10, 20, 30];
+    let plain = |colour, data| PngCase {
+        colour,
+        depth: Depth::Eight,
+        data,
+        palette: &[],
+        transparent: &[],
+    };
+    let indexed = PngCase {
+        palette: &palette,
+        transparent: &[0],
+        ..plain(Colour::Indexed, &[0, 1, 0, 1, 1, 0, 0, 0, 0, 1])
+    };
+    let cases = [
+        (plain(Colour::GrayscaleAlpha, &grey), [[255; 3], [0; 3], [127; 3], [255; 3], [224; 3]]),
+        (
+            plain(Colour::Rgba, &rgba),
+            [[255; 3], [9, 8, 7], [127, 255, 127], [255; 3], [224, 204, 255]],
+        ),
+        (indexed, [[255; 3], [10, 20, 30], [255; 3], [10, 20, 30], [10, 20, 30]]),
+    ];
+    for (case, row) in cases {
+        let (limits, mut memory) = (DecodeLimits::default(), HostMemory::process().empty());
+        let file = png_file(&case);
+        let seen = super::decode(&file, Transparency::OnWhite, &limits, &mut memory).unwrap();
+        assert_eq!(seen.rgb[..15], row.concat(), "{:?}", case.colour);
+        let dropped = decode(&file, &limits).unwrap();
+        assert_ne!(seen.rgb, dropped.rgb, "{:?}", case.colour);
     }
 }
 

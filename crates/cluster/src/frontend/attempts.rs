@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use api::client::{error_of, set_deadline};
 use api::error::ApiResult;
-use api::{ApiError, ErrorKind, proto};
+use api::trace::TRACEPARENT;
+use api::{ApiError, ErrorKind, TraceContext, proto};
 use base::{Clock, Nanos};
 use model::config::Class;
 
@@ -22,11 +23,12 @@ use crate::balance::batch_progress::BatchPlan;
 use crate::balance::budget::AttemptBudget;
 use crate::balance::patience::patience;
 use crate::balance::{BackendCandidate, choose, depth, spare};
+use crate::record::canary::split_served;
 
 /// Time beyond the deadline in which a backend may report that it missed it.
 const GRACE: Duration = Duration::from_millis(50);
 /// A second attempt needs at least this much remaining time.
-const RETRY_TIME_MIN: Nanos = Nanos::from_micros(500);
+pub(super) const RETRY_TIME_MIN: Nanos = Nanos::from_micros(500);
 /// Share of the requests that are sent a second time because the first backend takes long, and how
 /// many of those may be kept for later.
 const HEDGE_SHARE: f64 = 0.05;
@@ -131,6 +133,27 @@ async fn first_decided<T>(
 
 type Reply = Box<proto::ModelInferResponse>;
 
+/// A request as it is sent to backends.
+#[derive(Clone)]
+pub(super) struct SentMessage {
+    pub(super) body: proto::ModelInferRequest,
+    /// The trace that it belongs to, which the backend continues.
+    pub(super) trace: Option<TraceContext>,
+}
+
+impl SentMessage {
+    fn into_request(self) -> tonic::Request<proto::ModelInferRequest> {
+        let mut request = tonic::Request::new(self.body);
+        // The header has only digits.
+        if let Some(trace) = self.trace
+            && let Ok(value) = trace.to_string().parse()
+        {
+            request.metadata_mut().insert(TRACEPARENT, value);
+        }
+        request
+    }
+}
+
 /// A target that was chosen for a request.
 #[derive(Clone, Copy)]
 struct Chosen {
@@ -147,7 +170,7 @@ impl Inner {
         &self,
         model: &str,
         entry: &ModelEntry,
-        message: proto::ModelInferRequest,
+        message: SentMessage,
         deadline: Option<Nanos>,
     ) -> ApiResult<proto::ModelInferResponse> {
         self.budgets(|budgets| {
@@ -194,6 +217,11 @@ impl Inner {
         .map(|reply| *reply)
     }
 
+    /// Takes one retry out of the budget, if there is one left.
+    pub(super) fn take_retry(&self) -> bool {
+        self.budgets(|budgets| budgets.retries.take())
+    }
+
     fn budgets<T>(&self, change: impl FnOnce(&mut AttemptBudgets) -> T) -> T {
         change(&mut self.budgets.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -230,7 +258,7 @@ impl Inner {
         model: &str,
         entry: &ModelEntry,
         first: &RouteTarget,
-        message: proto::ModelInferRequest,
+        message: SentMessage,
         deadline: Option<Nanos>,
         failed: Attempt<Reply>,
     ) -> ApiResult<Reply> {
@@ -247,7 +275,7 @@ impl Inner {
             _ => self.choose_serving(fresh, Some(tried)),
         };
         let Some(second) = second else { return failed.reply() };
-        if !self.budgets(|budgets| budgets.retries.take()) {
+        if !self.take_retry() {
             return failed.reply();
         }
         entry.meter.retry();
@@ -341,7 +369,7 @@ impl Inner {
         &self,
         entry: &ModelEntry,
         target: &RouteTarget,
-        mut message: proto::ModelInferRequest,
+        mut message: SentMessage,
         deadline: Option<Nanos>,
         sent: Nanos,
     ) -> Attempt<Reply> {
@@ -352,14 +380,16 @@ impl Inner {
         let limit = match deadline {
             Some(deadline) => {
                 let left = Nanos(deadline.0.saturating_sub(sent.0));
-                set_deadline(&mut message, left);
+                set_deadline(&mut message.body, left);
                 Duration::from(left) + GRACE
             }
             None => self.settings.timeout,
         };
-        let name = message.model_name.clone();
+        let name = message.body.model_name.clone();
+        // What a canary does wrong is no fault of the backend, which serves others as well.
+        let is_canary = split_served(&entry.served).1.is_some();
         let mut client = target.link.client();
-        let reply = tokio::time::timeout(limit, client.model_infer(message)).await;
+        let reply = tokio::time::timeout(limit, client.model_infer(message.into_request())).await;
         let now = self.clock.now();
         match &reply {
             Ok(Ok(_)) => target.link.live.answer(now - sent, 1),
@@ -372,7 +402,9 @@ impl Inner {
             }
             Ok(Err(status)) => status,
             Err(_) => {
-                target.link.judge(now, |health| health.failed(now, sent, false));
+                if !is_canary {
+                    target.link.judge(now, |health| health.failed(now, sent, false));
+                }
                 return Attempt::Final(deadline_exceeded(&name));
             }
         };
@@ -384,7 +416,7 @@ impl Inner {
         }
         let error = error_of(&status);
         target.link.judge(now, |health| match error.kind {
-            ErrorKind::Internal => health.failed(now, sent, false),
+            ErrorKind::Internal if !is_canary => health.failed(now, sent, false),
             _ => health.replied(now, sent),
         });
         match error.kind {

@@ -76,7 +76,7 @@ impl Inner {
         for stage in &query.spec.stages {
             if let Some(entry) = table.models.get(&stage.model)
                 && !served.contains_key(stage.model.as_str())
-                && let Ok(metadata) = self.metadata(&stage.model, entry).await
+                && let Ok(metadata) = self.metadata(entry).await
             {
                 served.insert(stage.model.as_str(), metadata);
             }

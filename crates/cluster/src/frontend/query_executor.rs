@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use api::error::ApiResult;
 use api::{
-    ApiError, ErrorKind, InferOptions, InferRequest, InferResponse, Inputs, ModelRef, NamedTensor,
-    RequestedOutput,
+    ApiError, CanaryChoice, ErrorKind, InferOptions, InferRequest, InferResponse, Inputs, ModelRef,
+    NamedTensor, RequestContext, RequestedOutput, TraceContext,
 };
 use base::Nanos;
 use bytes::Bytes;
@@ -63,13 +63,21 @@ impl Inner {
         &self,
         name: &str,
         request: InferRequest,
+        context: RequestContext,
     ) -> ApiResult<InferResponse> {
+        // All requests of one query request to a model get the same version.
+        let canary = match context.canary {
+            CanaryChoice::ByShare => CanaryChoice::ByKey(self.unit().to_bits()),
+            choice => choice,
+        };
+        let context = RequestContext { canary, ..context };
         let arrived = self.clock.now();
         let table = self.table();
         let entry = table.query(name)?;
         entry.meter.requests.arrive(1);
         let objective = Nanos((entry.query.spec.slo_ms * 1e6) as u64);
-        let reply = self.execute_query(name, request, arrived, objective, &table, entry).await;
+        let reply =
+            self.execute_query(name, request, (arrived, objective), &table, entry, context).await;
         match &reply {
             Ok(_) => {
                 entry.meter.requests.answer(self.clock.now() - arrived, Some(objective), 1);
@@ -84,26 +92,63 @@ impl Inner {
         &self,
         name: &str,
         request: InferRequest,
-        arrived: Nanos,
-        objective: Nanos,
+        (arrived, objective): (Nanos, Nanos),
         table: &RoutingTable,
         entry: &QueryEntry,
+        context: RequestContext,
     ) -> ApiResult<InferResponse> {
         let _inside = self.enter()?;
         let query = &entry.query;
-        // A request that a later stage cannot serve is not started.
-        for stage in &query.spec.stages {
-            table.serving(ModelRef { name: &stage.model, version: None })?;
-        }
-        let deadline = arrived + request.options.timeout.unwrap_or(objective);
+        // A request that a later stage cannot serve is not started. Where backends are scaled to
+        // zero it waits for all of them.
+        let own = request.options.timeout;
+        let awake = self.wait_for_stages(table, query, arrived, own).await?;
+        let waited = awake.as_ref().map_or(Nanos::ZERO, |_| self.clock.now() - arrived);
+        let table = awake.as_deref().unwrap_or(table);
+        // The query's objective is about serving, not about starting backends.
+        let deadline = arrived + own.unwrap_or(objective + waited);
         let (id, requested) = (request.id.clone(), request.outputs.clone());
         let query_request = Arc::new(prepare(query.clone(), request).await?);
-        let execution = QueryExecution { inner: self, table, entry, query_request, deadline, name };
+        let execution =
+            QueryExecution { inner: self, table, entry, query_request, deadline, name, context };
         let (done, in_stages) = execution.run().await?;
-        entry.meter.complete((self.clock.now() - arrived).since(in_stages));
+        let now = self.clock.now();
+        entry.meter.complete((now - arrived).since(in_stages).since(waited));
+        if awake.is_some() {
+            query.spec.stages.iter().for_each(|stage| self.note_answered(now, &stage.model));
+        }
         let outputs = collect_outputs(query, &done, &requested)?;
         let (model_name, model_version) = (name.into(), "1".into());
         Ok(InferResponse { model_name, model_version, id, outputs, timing: None })
+    }
+
+    /// Waits until backends have the models of all stages; `None` where they have.
+    async fn wait_for_stages(
+        &self,
+        table: &RoutingTable,
+        query: &Checked,
+        arrived: Nanos,
+        own: Option<Nanos>,
+    ) -> ApiResult<Option<Arc<RoutingTable>>> {
+        let models =
+            || query.spec.stages.iter().map(|stage| ModelRef { name: &stage.model, version: None });
+        let mut all_served = true;
+        for model in models() {
+            match table.serving(model) {
+                Ok(_) => {}
+                Err(_) if self.can_wait(table, model) => all_served = false,
+                Err(error) => return Err(error),
+            }
+        }
+        if all_served {
+            return Ok(None);
+        }
+        try_join_all(models().map(|model| self.wait_for_backend(model, arrived, own))).await?;
+        let table = self.table();
+        for model in models() {
+            table.serving(model)?;
+        }
+        Ok(Some(table))
     }
 }
 
@@ -175,6 +220,7 @@ struct QueryExecution<'a> {
     query_request: Arc<QueryRequest>,
     deadline: Nanos,
     name: &'a str,
+    context: RequestContext,
 }
 
 impl QueryExecution<'_> {
@@ -208,38 +254,104 @@ impl QueryExecution<'_> {
         ApiError { message: message.into(), ..error }
     }
 
+    /// Runs a stage, as a span of its own where the trace is recorded.
     async fn stage(
         &self,
         stage: usize,
         done: StageResults,
     ) -> ApiResult<(usize, StageOutputs, (Nanos, Nanos))> {
+        let spec = &self.query_request.query.spec.stages[stage];
+        let trace = self.context.trace;
+        let recorded = trace.filter(|_| self.context.is_recorded).zip(self.inner.spans.get());
+        let mut span = recorded.map(|(own, sink)| sink.begin_stage(own, &spec.name, &spec.model));
+        let trace = span.as_ref().map_or(trace, |span| Some(span.context()));
+        let result = self.run_stage(stage, done, trace).await;
+        if let Some(span) = &mut span {
+            span.finish(result.as_ref().map(|_| ()));
+        }
+        result
+    }
+
+    async fn run_stage(
+        &self,
+        stage: usize,
+        done: StageResults,
+        trace: Option<TraceContext>,
+    ) -> ApiResult<(usize, StageOutputs, (Nanos, Nanos))> {
         let query_request = self.query_request.clone();
         let spec = &query_request.query.spec.stages[stage];
         let pictures = spec.inputs.values().any(|feed| matches!(feed, Feed::Picture(_)));
-        let requests = match pictures || spec.each.is_some() {
+        let mut requests = match pictures || spec.each.is_some() {
             true => {
-                let query_request = query_request.clone();
+                let (query_request, done) = (query_request.clone(), done.clone());
                 run_blocking(move || query_request.requests(stage, &done)).await?
             }
             false => query_request.requests(stage, &done)?,
         };
         let started = self.inner.clock.now();
-        let compatible_groups = compatible_groups(&requests.inputs, spec.batch);
-        let calls = compatible_groups.iter().map(|group| self.call(stage, &requests.inputs, group));
-        let replies = try_join_all(calls).await?;
-        let mut values = vec![Values::new(); requests.inputs.len()];
-        for (group, outputs) in compatible_groups.iter().zip(replies) {
-            for (&element, reply) in group.iter().zip(outputs) {
-                values[element] = reply;
-            }
-        }
+        let mut values = self.call_all(stage, &requests.inputs, trace).await?;
+        let turned = self.read_turned(stage, &done, &mut requests, &mut values, trace).await?;
         let ended = self.inner.clock.now();
-        self.entry.meter.stage(stage, requests.inputs.len() as u64, ended - started);
+        let count = (requests.inputs.len() + turned) as u64;
+        self.entry.meter.stage(stage, count, ended - started);
         for (value, corners) in values.iter_mut().zip(&requests.regions) {
             let flat: Vec<f32> = corners.iter().flatten().copied().collect();
             value.insert("region".to_string(), Tensor::from_vec(vec![1, 4, 2], flat)?);
         }
         Ok((stage, StageOutputs { above: requests.above, values }, (started, ended)))
+    }
+
+    /// Reads texts with a low score upside down as well, where the query wants that: a rectangle
+    /// says along which line a text runs, and not in which direction. Returns how many it read.
+    async fn read_turned(
+        &self,
+        stage: usize,
+        done: &StageResults,
+        requests: &mut StageRequests,
+        values: &mut [Values],
+        trace: Option<TraceContext>,
+    ) -> ApiResult<usize> {
+        let query_request = self.query_request.clone();
+        let Some(least) = query_request.query.spec.stages[stage].turn_below else { return Ok(0) };
+        let low: Vec<usize> =
+            (0..values.len()).filter(|&element| score_of(&values[element]) < least).collect();
+        if low.is_empty() {
+            return Ok(0);
+        }
+        let turn = |&element: &usize| {
+            let [a, b, c, d] = requests.regions[element];
+            (requests.above[element], [c, d, a, b])
+        };
+        let turned: Vec<(usize, Corners)> = low.iter().map(turn).collect();
+        let (corners, done) = (turned.clone(), done.clone());
+        let prepare = move || query_request.turned_inputs(stage, &done, &corners);
+        let replies = self.call_all(stage, &run_blocking(prepare).await?, trace).await?;
+        for ((&element, (_, corners)), reply) in low.iter().zip(turned).zip(replies) {
+            if score_of(&reply) > score_of(&values[element]) {
+                (values[element], requests.regions[element]) = (reply, corners);
+            }
+        }
+        Ok(low.len())
+    }
+
+    /// Sends all elements of a stage, in groups, and returns the outputs of each.
+    async fn call_all(
+        &self,
+        stage: usize,
+        inputs: &[Values],
+        trace: Option<TraceContext>,
+    ) -> ApiResult<Vec<Values>> {
+        let batch = self.query_request.query.spec.stages[stage].batch;
+        let groups = compatible_groups(inputs, batch);
+        let calls = groups.iter().map(|group| self.call(stage, inputs, group, trace));
+        let replies = try_join_all(calls).await?;
+        let mut values = vec![Values::new(); inputs.len()];
+        for (group, outputs) in groups.iter().zip(replies) {
+            for (&element, reply) in group.iter().zip(outputs) {
+                values[element] = reply;
+            }
+        }
+        Ok(values)
     }
 
     /// Sends the elements of one group as one request and splits the reply again.
@@ -248,6 +360,7 @@ impl QueryExecution<'_> {
         stage: usize,
         inputs: &[Values],
         group: &[usize],
+        trace: Option<TraceContext>,
     ) -> ApiResult<Vec<Values>> {
         let query = &self.query_request.query;
         let spec = &query.spec.stages[stage];
@@ -268,13 +381,17 @@ impl QueryExecution<'_> {
             options: InferOptions {
                 timeout: Some(self.time_left(stage)?),
                 binary_output: true,
+                trace,
                 ..self.query_request.options.clone()
             },
             inputs: Inputs::Named(tensors),
             outputs: needed.map(|name| RequestedOutput { name, classes: 0 }).collect(),
         };
         let count = group.len() as u64;
-        let reply = self.inner.dispatch(model, request, count, self.table, entry).await?;
+        let reply = self
+            .inner
+            .dispatch(model, request, count, self.table, entry, self.context.canary)
+            .await?;
         let labels = &entry.record.config.labels;
         let mut values = vec![Values::new(); group.len()];
         let mut insert = |name: &str, tensor: &Tensor, pieces: &[usize]| -> ApiResult<()> {
@@ -321,6 +438,12 @@ fn covered_time(mut spans: Vec<(Nanos, Nanos)>) -> Nanos {
         until = until.max(to);
     }
     total
+}
+
+/// The score of a text; 0 without one.
+fn score_of(values: &Values) -> f32 {
+    let score = values.get("score").and_then(|score| score.to_vec::<f32>());
+    score.and_then(|score| score.first().copied()).unwrap_or(0.0)
 }
 
 /// Elements whose inputs can be batched, in groups of at most `batch`.
@@ -444,6 +567,22 @@ impl QueryRequest {
             }
         }
         Ok(found)
+    }
+
+    /// The inputs of other rectangles, each with the element of the outer fan-out that it belongs
+    /// to.
+    fn turned_inputs(
+        &self,
+        stage: usize,
+        done: &StageResults,
+        turned: &[(usize, Corners)],
+    ) -> ApiResult<Vec<Values>> {
+        let chain = &self.query.chains[stage];
+        let outer = &chain[..chain.len() - 1];
+        let inputs = |&(above, corners): &(usize, Corners)| {
+            self.inputs(stage, done, outer, above, None, &Some(corners))
+        };
+        turned.iter().map(inputs).collect()
     }
 
     fn inputs(

@@ -9,11 +9,14 @@ use api::{ApiError, ModelRef, ModelState};
 use base::Nanos;
 
 use super::backend_link::{BackendLink, BackendLinks};
+use super::canary_entry::{CanaryEntry, CanaryMeter};
 use super::meter::{Meter, QueryMeter, RateLimit};
 use super::status;
 use crate::balance::backend_health::ReplyLatency;
 use crate::balance::batch_progress::{BatchPlan, BatchProgress};
 use crate::query::spec::{Checked, QuerySpec};
+use crate::record::canary::{served_name, split_served};
+use crate::record::signature::SignatureRecord;
 use crate::record::{BackendRecord, ModelRecord, RouteRecord, ScalingRecord, SplitRecord};
 use crate::snapshot::ClusterSnapshot;
 
@@ -110,14 +113,20 @@ impl RouteTarget {
 
 /// A model.
 pub struct ModelEntry {
+    /// The name under which backends serve it.
+    pub served: String,
     /// Its record.
     pub record: ModelRecord,
+    /// The canary beside it.
+    pub canary: Option<CanaryEntry>,
     /// Backends that serve it.
     pub targets: Vec<RouteTarget>,
     /// Requests per second that all frontends together admit.
     pub rate_max: Option<f64>,
     /// Why no backend can load it, where that is so.
     pub failure: Option<String>,
+    /// Its inputs and outputs, once a backend has loaded it.
+    pub signature: Option<SignatureRecord>,
     /// Counts of its requests.
     pub meter: Arc<Meter>,
     /// Limits its rate.
@@ -137,7 +146,7 @@ pub struct QueryEntry {
 /// All models and queries.
 #[derive(Default)]
 pub struct RoutingTable {
-    /// By name.
+    /// By name; canaries by the names under which backends serve them.
     pub models: HashMap<String, Arc<ModelEntry>>,
     /// By name.
     pub queries: HashMap<String, Arc<QueryEntry>>,
@@ -145,6 +154,8 @@ pub struct RoutingTable {
     pub known: bool,
     /// Frontends that share the load.
     pub frontends: usize,
+    /// Backends that have joined.
+    pub backends: usize,
     /// The scaling record, where backends are scaled.
     pub scaling: Option<ScalingRecord>,
     /// Backends, routes and the plan, for the console.
@@ -202,26 +213,30 @@ impl RoutingTable {
             let old = before.models.get(name);
             let route = snapshot.routes.get(name);
             let entry = ModelEntry {
+                served: name.clone(),
                 record: record.clone(),
+                canary: None,
                 targets: route
                     .map(|route| targets(route, &snapshot.backends, old, links, now))
                     .unwrap_or_default(),
                 rate_max: route.and_then(|route| route.rate_max),
                 failure: failure(snapshot, name, record),
+                signature: snapshot.signatures.get(&record.digest).cloned(),
                 meter: old.map(|old| old.meter.clone()).unwrap_or_default(),
                 limit: old.map(|old| old.limit.clone()).unwrap_or_default(),
             };
-            (name.clone(), Arc::new(entry))
+            (name.clone(), entry)
         };
         let query = |(name, spec): (&String, &QuerySpec)| {
             let split = snapshot.splits.get(name).cloned();
             Some((name.clone(), Arc::new(query_entry(name, spec, split, before)?)))
         };
         RoutingTable {
-            models: snapshot.models.iter().map(entry).collect(),
+            models: with_canaries(snapshot, snapshot.models.iter().map(entry).collect(), before),
             queries: snapshot.queries.iter().filter_map(query).collect(),
             known: true,
             frontends: snapshot.frontends.len().max(1),
+            backends: snapshot.backends.len(),
             scaling: snapshot.scaling.clone(),
             summary: status::summary(snapshot),
         }
@@ -241,13 +256,23 @@ impl RoutingTable {
     /// The model, whatever its state.
     pub fn known(&self, model: ModelRef<'_>) -> ApiResult<&Arc<ModelEntry>> {
         let name = model.name;
-        let entry = self.models.get(name).ok_or_else(|| {
+        // Canaries are versions of their models, and not models of their own.
+        let entry = self.models.get(name).filter(|_| split_served(name).1.is_none());
+        let entry = entry.ok_or_else(|| {
             if !self.known {
                 return starting();
             }
             let name: String = name.chars().take(128).collect();
             ApiError::not_found(format!("there is no model '{name}'"))
         })?;
+        let canary = entry.canary.as_ref().filter(|canary| {
+            let is_wanted = model.version == Some(canary.record.version);
+            // What is promoted is also served under the model's own name, or soon.
+            is_wanted && (!canary.record.promoted || !canary.entry.targets.is_empty())
+        });
+        if let Some(canary) = canary {
+            return Ok(&canary.entry);
+        }
         match model.version {
             Some(version) if version != entry.record.version => Err(ApiError::not_found(format!(
                 "model '{name}' has no version {version} in service; version {} is",
@@ -255,6 +280,26 @@ impl RoutingTable {
             ))),
             _ => Ok(entry),
         }
+    }
+
+    /// Whether a model has no backend because the cluster is scaled to zero: a request for it
+    /// starts one.
+    pub fn is_at_zero(&self, entry: &ModelEntry) -> bool {
+        let is_off = self.scaling.is_some() && self.backends == 0;
+        is_off && entry.record.enabled && entry.targets.is_empty() && entry.failure.is_none()
+    }
+
+    /// The model, if a backend serves it, or one is started when it is requested.
+    pub fn available(&self, model: ModelRef<'_>) -> ApiResult<&Arc<ModelEntry>> {
+        match self.known(model) {
+            Ok(entry) if self.is_at_zero(entry) => Ok(entry),
+            _ => self.serving(model),
+        }
+    }
+
+    /// Whether this version of a model is in force.
+    pub fn is_in_force(&self, name: &str, version: u64) -> bool {
+        self.models.get(name).is_some_and(|entry| entry.record.version == version)
     }
 
     /// The model, if a backend serves it.
@@ -273,6 +318,42 @@ impl RoutingTable {
             _ => ApiError::unavailable(format!("model '{name}' is not ready: {reason}")),
         })
     }
+}
+
+/// Gives each model the entry of its canary, which is in the table under its own name, too.
+fn with_canaries(
+    snapshot: &ClusterSnapshot,
+    entries: Vec<(String, ModelEntry)>,
+    before: &RoutingTable,
+) -> HashMap<String, Arc<ModelEntry>> {
+    let is_canary = |(name, _): &(String, ModelEntry)| split_served(name).1.is_some();
+    let (canaries, models): (Vec<_>, Vec<_>) = entries.into_iter().partition(is_canary);
+    let arc = |(name, entry): (String, ModelEntry)| (name, Arc::new(entry));
+    let mut all: HashMap<String, Arc<ModelEntry>> = canaries.into_iter().map(arc).collect();
+    for (name, mut entry) in models {
+        let found = entry
+            .record
+            .canary
+            .as_ref()
+            .and_then(|record| Some((record, all.get(&served_name(&name, record.version))?)));
+        entry.canary = found.map(|(record, canary)| {
+            let old = before.models.get(&name).and_then(|old| old.canary.as_ref());
+            let old = old.filter(|old| old.meter.number() == record.number);
+            let meter = old.map(|old| old.meter.clone());
+            let progress = snapshot.canaries.get(&name);
+            CanaryEntry {
+                record: record.clone(),
+                entry: canary.clone(),
+                meter: meter.unwrap_or_else(|| Arc::new(CanaryMeter::new(record.number))),
+                progress: progress
+                    .filter(|p| p.number == record.number)
+                    .cloned()
+                    .unwrap_or_default(),
+            }
+        });
+        all.insert(name, Arc::new(entry));
+    }
+    all
 }
 
 /// A frontend that has not read the cluster's state cannot say what is missing.

@@ -10,26 +10,33 @@ use std::time::Duration;
 use api::error::ApiResult;
 use api::metadata::{BatchStats, DurationStat};
 use api::monitor::Monitor;
+use api::trace::SpanSink;
 use api::{
-    ApiError, Classification, ClassifyRequest, ErrorKind, IndexEntry, InferRequest, InferResponse,
-    InferenceService, ModelMetadata, ModelRef, ModelState, ModelStatistics, QueryMetadata,
-    RegisterRequest, Registered, RequestContext, ServerMetadata, ServiceFuture, proto,
+    ApiError, CanaryChoice, CanaryOptions, CanaryStatus, Classification, ClassifyRequest,
+    ErrorKind, IndexEntry, InferRequest, InferResponse, InferenceService, ModelMetadata, ModelRef,
+    ModelState, ModelStatistics, QueryMetadata, RegisterRequest, Registered, RequestContext,
+    ServerMetadata, ServiceFuture, proto,
 };
+use base::Nanos;
 use model::ModelConfig;
 
 use super::monitor::FrontendMonitor;
 use super::routing_table::{ModelEntry, RoutingTable};
 use super::status;
-use super::{Frontend, Inner, classify, deadline_exceeded, no_backend};
+use super::{Frontend, InFlightGuard, Inner, classify, deadline_exceeded, no_backend};
 use crate::balance::backend_health::EjectionReason;
 use crate::candidate::CandidateError;
+use crate::record::canary::split_served;
 use crate::record::{LoadReport, ModelLoad, ScalingRecord, validation};
 use crate::store::{StoreError, health};
 
 /// Time limit for backends to load or unload a model.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
+pub(super) const LOAD_TIMEOUT: Duration = Duration::from_secs(120);
 /// How often the end of a drain is checked.
 const DRAIN_POLL: Duration = Duration::from_millis(10);
+
+/// What the index says of a model while there are no backends.
+const AT_ZERO: &str = "scaled to zero: the first request starts a backend";
 
 pub(super) fn store_error(error: StoreError) -> ApiError {
     match error {
@@ -40,7 +47,7 @@ pub(super) fn store_error(error: StoreError) -> ApiError {
     }
 }
 
-fn candidate_error(error: CandidateError) -> ApiError {
+pub(super) fn candidate_error(error: CandidateError) -> ApiError {
     let text = |why: String| format!("the model is not registered: {why}");
     match error {
         CandidateError::Refused(why) => ApiError::invalid(text(why)),
@@ -52,7 +59,7 @@ fn candidate_error(error: CandidateError) -> ApiError {
 
 impl Inner {
     /// Waits until `done` holds for the model `name`; an error from it ends the wait.
-    async fn wait_for(
+    pub(super) async fn wait_for(
         &self,
         name: &str,
         done: impl Fn(Option<&ModelEntry>) -> ApiResult<bool>,
@@ -75,6 +82,10 @@ impl Inner {
         done: impl Fn(&RoutingTable) -> ApiResult<bool>,
     ) -> ApiResult<()> {
         let mut table_changes = self.table_changed.subscribe();
+        // A registered model needs a backend, and then some time until it is requested.
+        self.changes_waiting.fetch_add(1, Ordering::Relaxed);
+        let _waiting = InFlightGuard(&self.changes_waiting);
+        self.entered_at.store(self.clock.now().0, Ordering::Relaxed);
         let wait = async {
             loop {
                 if done(&self.table())? {
@@ -206,7 +217,7 @@ impl Inner {
         let files = self.settings.files.clone().ok_or_else(|| {
             ApiError::unavailable("cannot register models: start the frontend with --model-store")
         })?;
-        let RegisterRequest { name, onnx, labels, preprocessing, class, slo_ms } = request;
+        let RegisterRequest { name, onnx, labels, preprocessing, class, slo_ms, canary } = request;
         let config = ModelConfig {
             class: class.unwrap_or_default(),
             labels,
@@ -219,6 +230,9 @@ impl Inner {
             .put(onnx)
             .await
             .map_err(|error| ApiError::unavailable(format!("cannot store the model: {error}")))?;
+        if let Some(options) = canary {
+            return self.register_canary(&name, (&digest, bytes), config, &options).await;
+        }
         // Nothing is replaced before a backend has compiled and loaded it.
         let candidate = (name.as_str(), digest.as_str(), bytes);
         self.records.propose(candidate, &config, LOAD_TIMEOUT).await.map_err(candidate_error)?;
@@ -232,27 +246,51 @@ impl Inner {
         Ok(Registered { name, version: version.to_string(), state: ModelState::Ready })
     }
 
-    async fn classify(&self, request: ClassifyRequest) -> ApiResult<Classification> {
-        let table = self.table();
+    async fn classify(
+        &self,
+        request: ClassifyRequest,
+        choice: CanaryChoice,
+    ) -> ApiResult<Classification> {
         let model = ModelRef { name: &request.model, version: None };
-        let entry = table.serving(model)?;
+        let table = self.table();
+        if let Err(error) = table.serving(model)
+            && !self.can_wait(&table, model)
+        {
+            return Err(error);
+        }
         let _in_flight = self.enter()?;
-        entry.meter.arrive(1);
         let arrived = self.clock.now();
-        let mut last = no_backend(model.name);
+        let table = self.wait_for_backend(model, arrived, None).await?;
+        let entry = table.serving(model)?;
+        let attempt = |version| self.classify_with(version, &request, arrived);
+        self.with_canary(entry, choice, (arrived, None), attempt).await
+    }
+
+    /// Classifies with exactly one version.
+    async fn classify_with(
+        &self,
+        entry: &ModelEntry,
+        request: &ClassifyRequest,
+        arrived: Nanos,
+    ) -> ApiResult<Classification> {
+        entry.meter.arrive(1);
+        let mut last = no_backend(&request.model);
         let mut tried: Option<String> = None;
+        let named = ClassifyRequest { model: entry.served.clone(), ..request.clone() };
         for _ in 0..2 {
             let Some(chosen) = self.choose_serving(entry, tried.as_deref()) else { break };
             let target = &entry.targets[chosen];
-            let reply = classify::send(&target.http, self.settings.backend_tls.as_ref(), &request);
+            let reply = classify::send(&target.http, self.settings.backend_tls.as_ref(), &named);
             match tokio::time::timeout(self.settings.timeout, reply).await {
                 Ok(Ok(reply)) => {
-                    entry.meter.answer(self.clock.now() - arrived, None, 1);
-                    return Ok(reply);
+                    let now = self.clock.now();
+                    self.note_answered(now, &request.model);
+                    entry.meter.answer(now - arrived, None, 1);
+                    return Ok(Classification { model: request.model.clone(), ..reply });
                 }
                 Ok(Err(error)) if error.kind == ErrorKind::Unavailable => last = error,
                 Ok(Err(error)) => return Err(error),
-                Err(_) => last = deadline_exceeded(model.name),
+                Err(_) => last = deadline_exceeded(&request.model),
             }
             tried = Some(target.link.address.clone());
         }
@@ -262,22 +300,23 @@ impl Inner {
 
     async fn statistics(&self, model: Option<ModelRef<'_>>) -> ApiResult<Vec<ModelStatistics>> {
         let table = self.table();
-        let names: Vec<&str> = match model {
+        let entries: Vec<&Arc<ModelEntry>> = match model {
+            // A version alone, or all versions of the model.
             Some(model) => {
-                table.serving(model)?;
-                vec![model.name]
+                let entry = table.serving(model)?;
+                let canary = entry.canary.as_ref().filter(|_| model.version.is_none());
+                [entry].into_iter().chain(canary.map(|canary| &canary.entry)).collect()
             }
-            None => {
-                let ready = table.models.iter().filter(|(_, entry)| !entry.targets.is_empty());
-                ready.map(|(name, _)| name.as_str()).collect()
-            }
+            None => table.models.values().collect(),
         };
         let mut all: BTreeMap<(String, String), ModelStatistics> = BTreeMap::new();
-        for name in names {
-            let Some(entry) = table.models.get(name) else { continue };
+        for entry in entries {
+            let name = split_served(&entry.served).0;
             for target in &entry.targets {
-                let request =
-                    proto::ModelStatisticsRequest { name: name.to_string(), ..Default::default() };
+                let request = proto::ModelStatisticsRequest {
+                    name: entry.served.clone(),
+                    ..Default::default()
+                };
                 let mut client = target.link.client();
                 let reply = client.model_statistics(request);
                 // A backend that does not reply is skipped.
@@ -286,7 +325,8 @@ impl Inner {
                     continue;
                 };
                 for stats in reply.into_inner().model_stats {
-                    let stats = ModelStatistics::from(stats);
+                    let stats =
+                        ModelStatistics { name: name.to_string(), ..ModelStatistics::from(stats) };
                     let key = (stats.name.clone(), stats.version.clone());
                     match all.get_mut(&key) {
                         Some(sum) => add(sum, &stats),
@@ -303,13 +343,27 @@ impl Inner {
     fn index(&self, only_ready: bool) -> Vec<IndexEntry> {
         let table = self.table();
         let row = |(name, entry): (&String, &Arc<ModelEntry>)| {
-            let (state, reason) = entry.state();
-            let version = entry.record.version.to_string();
-            IndexEntry { name: name.clone(), version, state: Some(state), reason }
+            let (state, reason) = match table.is_at_zero(entry) {
+                true => (ModelState::Ready, AT_ZERO.to_string()),
+                false => entry.state(),
+            };
+            let version = entry.record.version;
+            let (name, canary) = split_served(name);
+            let reason = match (canary, reason.is_empty()) {
+                // What is promoted has a row already.
+                (Some(_), _) if table.is_in_force(name, version) => return None,
+                (Some(_), true) => "canary".to_string(),
+                (Some(_), false) => format!("canary: {reason}"),
+                (None, _) => reason,
+            };
+            let (name, version) = (name.to_string(), version.to_string());
+            Some(IndexEntry { name, version, state: Some(state), reason })
         };
-        let mut rows: Vec<IndexEntry> = table.models.iter().map(row).collect();
+        let mut rows: Vec<IndexEntry> = table.models.iter().filter_map(row).collect();
         rows.retain(|row| !only_ready || row.state == Some(ModelState::Ready));
-        rows.sort_by(|a, b| a.name.cmp(&b.name));
+        // The version in force comes first.
+        let order = |row: &IndexEntry| (row.name.clone(), row.reason.starts_with("canary"));
+        rows.sort_by_key(order);
         rows
     }
 }
@@ -329,6 +383,14 @@ fn write_scaling_metrics(text: &mut String, scaling: Option<&ScalingRecord>) {
     }
 }
 
+/// The labels of a model, or of its canary, which has the version as well.
+fn labels(served: &str) -> String {
+    match split_served(served) {
+        (model, None) => format!("model=\"{model}\""),
+        (model, Some(version)) => format!("model=\"{model}\",version=\"{version}\""),
+    }
+}
+
 /// Hedges of each model, and ejections of each backend.
 fn write_attempt_metrics(text: &mut String, frontend: &Inner) {
     let name = "atoll_cluster_hedges";
@@ -337,7 +399,7 @@ fn write_attempt_metrics(text: &mut String, frontend: &Inner) {
     let table = frontend.table();
     let models: BTreeMap<_, _> = table.models.iter().collect();
     for (model, entry) in models {
-        let _ = writeln!(text, "{name}{{model=\"{model}\"}} {}", entry.meter.hedged());
+        let _ = writeln!(text, "{name}{{{}}} {}", labels(model), entry.meter.hedged());
     }
     let rows = frontend.ejections();
     let name = "atoll_cluster_ejections";
@@ -443,6 +505,11 @@ fn add(sum: &mut ModelStatistics, other: &ModelStatistics) {
 }
 
 impl InferenceService for Frontend {
+    fn record_spans(&self, sink: Arc<dyn SpanSink>) {
+        // Servers of the same frontend, such as its admin port, have the same sink.
+        let _ = self.inner.spans.set(sink);
+    }
+
     fn server_metadata(&self) -> ServerMetadata {
         self.inner.settings.metadata.clone()
     }
@@ -460,11 +527,22 @@ impl InferenceService for Frontend {
             return false;
         }
         // Ready once all models are; models that are added later do not make the frontend unready.
+        // Without models it is ready when one can be registered, and at zero when one is started.
         let table = self.inner.table();
         let settled = |entry: &Arc<ModelEntry>| {
-            !entry.record.enabled || !entry.targets.is_empty() || entry.failure.is_some()
+            // Without its canary a model is served, too.
+            split_served(&entry.served).1.is_some()
+                || !entry.record.enabled
+                || !entry.targets.is_empty()
+                || entry.failure.is_some()
+                || table.is_at_zero(entry)
         };
-        if !table.models.is_empty() && table.models.values().all(settled) {
+        let may_have_models = table.known && (table.backends > 0 || table.scaling.is_some());
+        let is_settled = match table.models.is_empty() {
+            true => may_have_models,
+            false => table.models.values().all(settled),
+        };
+        if is_settled {
             self.inner.started.store(true, Ordering::SeqCst);
         }
         self.inner.started.load(Ordering::SeqCst)
@@ -472,7 +550,7 @@ impl InferenceService for Frontend {
 
     fn model_ready<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, bool> {
         let table = self.inner.table();
-        let ready = match table.serving(model) {
+        let ready = match table.available(model) {
             Ok(_) => Ok(true),
             Err(error) if error.kind == ErrorKind::Unavailable => Ok(false),
             Err(error) => Err(error),
@@ -483,8 +561,16 @@ impl InferenceService for Frontend {
     fn model_metadata<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, ModelMetadata> {
         Box::pin(async move {
             let table = self.inner.table();
-            let entry = table.serving(model)?;
-            self.inner.metadata(model.name, entry).await.map(|metadata| (*metadata).clone())
+            let entry = table.available(model)?;
+            let metadata = self.inner.metadata(entry).await?;
+            let mut metadata = (*metadata).clone();
+            if let Some(canary) = entry.serving_canary()
+                && model.version.is_none()
+                && !canary.record.promoted
+            {
+                metadata.versions.push(canary.record.version.to_string());
+            }
+            Ok(metadata)
         })
     }
 
@@ -493,7 +579,7 @@ impl InferenceService for Frontend {
             let table = self.inner.table();
             let entry = table.serving(model)?;
             let request =
-                proto::ModelConfigRequest { name: model.name.to_string(), ..Default::default() };
+                proto::ModelConfigRequest { name: entry.served.clone(), ..Default::default() };
             let reply = self
                 .inner
                 .call_any_backend(model.name, entry, |mut client| {
@@ -501,7 +587,9 @@ impl InferenceService for Frontend {
                     async move { client.model_config(request).await }
                 })
                 .await?;
-            reply.config.ok_or_else(|| ApiError::internal("a backend sent no configuration"))
+            let missing = || ApiError::internal("a backend sent no configuration");
+            let config = reply.config.ok_or_else(missing)?;
+            Ok(proto::ModelConfig { name: model.name.to_string(), ..config })
         })
     }
 
@@ -509,9 +597,9 @@ impl InferenceService for Frontend {
         &'a self,
         model: ModelRef<'a>,
         request: InferRequest,
-        _: RequestContext,
+        context: RequestContext,
     ) -> ServiceFuture<'a, InferResponse> {
-        Box::pin(self.inner.infer(model, request))
+        Box::pin(self.inner.infer(model, request, context))
     }
 
     fn statistics<'a>(
@@ -555,21 +643,43 @@ impl InferenceService for Frontend {
         })
     }
 
+    fn start_canary<'a>(
+        &'a self,
+        model: ModelRef<'a>,
+        options: CanaryOptions,
+    ) -> ServiceFuture<'a, CanaryStatus> {
+        let (inner, name, version) = (self.inner.clone(), model.name.to_string(), model.version);
+        // Runs to its end even when the client disconnects, so that a failure is undone.
+        Box::pin(async move {
+            let work =
+                tokio::spawn(async move { inner.start_canary(&name, version, &options).await });
+            work.await.unwrap_or_else(|_| Err(ApiError::internal("the canary failed")))
+        })
+    }
+
+    fn end_canary<'a>(&'a self, model: &'a str, promote: bool) -> ServiceFuture<'a, CanaryStatus> {
+        Box::pin(self.inner.end_canary(model, promote))
+    }
+
+    fn canary<'a>(&'a self, model: &'a str) -> ServiceFuture<'a, CanaryStatus> {
+        Box::pin(std::future::ready(self.inner.table().canary(model)))
+    }
+
     fn classify(
         &self,
         request: ClassifyRequest,
-        _: RequestContext,
+        context: RequestContext,
     ) -> ServiceFuture<'_, Classification> {
-        Box::pin(self.inner.classify(request))
+        Box::pin(self.inner.classify(request, context.canary))
     }
 
     fn query_infer<'a>(
         &'a self,
         query: &'a str,
         request: InferRequest,
-        _: RequestContext,
+        context: RequestContext,
     ) -> ServiceFuture<'a, InferResponse> {
-        Box::pin(self.inner.infer_query(query, request))
+        Box::pin(self.inner.infer_query(query, request, context))
     }
 
     fn queries(&self) -> ServiceFuture<'_, Vec<QueryMetadata>> {
@@ -615,11 +725,13 @@ impl InferenceService for Frontend {
         for (name, kind, help, value) in metrics {
             let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
             for (model, load) in &report.models {
-                let _ = writeln!(text, "{name}{{model=\"{model}\"}} {}", value(load));
+                let _ = writeln!(text, "{name}{{{}}} {}", labels(model), value(load));
             }
         }
         write_attempt_metrics(text, &self.inner);
+        self.inner.cold_starts.write_metrics(text);
         write_query_metrics(text, &report);
+        self.inner.write_canary_metrics(text);
         let table = self.inner.table();
         write_scaling_metrics(text, table.scaling.as_ref());
         write_plan_metrics(text, &table.summary);

@@ -5,7 +5,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use serde_json::{Value, json};
 
 use super::routing_table::RoutingTable;
-use crate::record::LoadState;
+use crate::record::canary::{served_name, split_served};
+use crate::record::{LoadState, ModelRecord};
 use crate::snapshot::ClusterSnapshot;
 
 /// Backends, routes and the plan's summary, without what changes with every request.
@@ -26,9 +27,8 @@ pub(super) fn summary(snapshot: &ClusterSnapshot) -> Value {
             })
         })
         .collect();
-    let models: Vec<Value> = snapshot
-        .models
-        .iter()
+    let own = snapshot.models.iter().filter(|(name, _)| split_served(name).1.is_none());
+    let models: Vec<Value> = own
         .map(|(name, record)| {
             let targets = snapshot.routes.get(name).map(|route| route.targets.as_slice());
             let targets = targets.unwrap_or_default();
@@ -43,6 +43,7 @@ pub(super) fn summary(snapshot: &ClusterSnapshot) -> Value {
                 "enabled": record.enabled,
                 "slo_ms": record.config.slo_ms,
                 "routes": targets.iter().map(route).collect::<Vec<_>>(),
+                "canary": canary(snapshot, name, record),
             })
         })
         .collect();
@@ -57,6 +58,20 @@ pub(super) fn summary(snapshot: &ClusterSnapshot) -> Value {
         "frontends": snapshot.frontends.len(),
         "backends": backends,
         "models": models,
+    })
+}
+
+/// The canary of a model, or null.
+fn canary(snapshot: &ClusterSnapshot, name: &str, record: &ModelRecord) -> Value {
+    let Some(canary) = &record.canary else { return Value::Null };
+    let route = snapshot.routes.get(&served_name(name, canary.version));
+    let backends = route.map_or(&[][..], |route| &route.targets).iter().map(|t| &t.backend);
+    json!({
+        "version": canary.version,
+        "share": canary.share,
+        "promoted": canary.promoted,
+        "backends": backends.collect::<Vec<_>>(),
+        "why": snapshot.canaries.get(name).map(|progress| &progress.why),
     })
 }
 
@@ -75,7 +90,7 @@ pub(super) fn status(table: &RoutingTable) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::{BackendRecord, ModelRecord, RouteRecord, TargetRecord};
+    use crate::record::{BackendRecord, RouteRecord, TargetRecord};
 
     #[test]
     fn shares_of_a_route_are_relative_to_all_of_it() {

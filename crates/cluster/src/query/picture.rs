@@ -3,7 +3,7 @@
 
 use api::ApiError;
 use api::error::ApiResult;
-use api::picture::{self, DecodeLimits};
+use api::picture::{self, DecodeLimits, Transparency};
 use model::config::{ChannelOrder, ImageLayout};
 use model::tensor::TensorData;
 use model::{DataType, HostMemory, Tensor};
@@ -57,11 +57,11 @@ impl Picture {
         }
     }
 
-    /// Decodes a JPEG or PNG file.
+    /// Decodes a JPEG or PNG file. What is transparent is white, as on a page.
     pub fn decode(file: &[u8]) -> ApiResult<Picture> {
         let limits = DecodeLimits { edge: EDGE_MAX, ..DecodeLimits::default() };
         let mut memory = HostMemory::process().empty();
-        let decoded = picture::decode(file, &limits, &mut memory)?;
+        let decoded = picture::decode(file, Transparency::OnWhite, &limits, &mut memory)?;
         let picture::RgbPicture { width, height, rgb } = decoded;
         Ok(Picture { width, height, rgb })
     }

@@ -53,6 +53,10 @@ pub struct StageSpec {
     /// of which the first is the blank, and adds the outputs `text` and `score`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
+    /// Score below which the text of a rectangle is read upside down as well; the text with the
+    /// higher score counts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub turn_below: Option<f32>,
 }
 
 fn default_batch() -> usize {
@@ -344,6 +348,15 @@ fn check_stage(stage: &StageSpec) -> Result<(), SpecError> {
             check_picture(picture, stage).or_else(bad)?;
         }
     }
+    if let Some(score) = stage.turn_below {
+        let is_crop = |feed: &Feed| matches!(feed, Feed::Picture(picture) if picture.crop);
+        if stage.text.is_none() || !stage.inputs.values().any(is_crop) {
+            return bad("turn_below needs text, and a picture with crop".to_string());
+        }
+        if !(0.0..=1.0).contains(&score) {
+            return bad(format!("turn_below = {score} is not in 0..1"));
+        }
+    }
     Ok(())
 }
 
@@ -526,7 +539,11 @@ mod tests {
         assert!(error("read.text", "text").contains("not an output"));
         assert!(error("fan_out = 10", "fan_aut = 10").contains("fan_aut"));
         assert!(error("each.regions = { map = \"find.map\" }", "batch = 1").contains("crop needs"));
+        assert!(error("fan_out = 10", "turn_below = 1.5").contains("is not in 0..1"));
+        assert!(error("text = \"scores\"", "turn_below = 0.9").contains("turn_below needs text"));
         assert!(QuerySpec::read("{").is_err() && QuerySpec::read("").is_err());
+        let turned = OCR.replace("fan_out = 10", "turn_below = 0.9");
+        assert!(QuerySpec::read(&turned).and_then(QuerySpec::check).is_ok());
     }
 
     #[test]

@@ -9,14 +9,18 @@ use std::fmt::Write;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{LazyLock, Mutex, PoisonError};
 
+use api::canary::SHARE_MAX_PERCENT;
 use model::ModelConfig;
 use model::repository::is_valid_name;
 use serde::de::DeserializeOwned;
 
+use super::canary::{
+    BUCKET_MAX, CanaryLoad, CanaryProgress, CanaryRecord, VersionCounts, is_served_name,
+};
 use super::{
-    Assignment, BackendRecord, BackendState, FrontendRecord, LoadReport, LoadState, ModelLoad,
-    ModelRecord, OTHER_VERSIONS_MAX, PlanRecord, ProfileRecord, QueryLoad, RouteRecord,
-    ScalingRecord, SplitRecord, is_tombstone,
+    Assignment, BackendRecord, BackendState, ColdStartLoad, FrontendRecord, LoadReport, LoadState,
+    ModelLoad, ModelRecord, OTHER_VERSIONS_MAX, PlanRecord, ProfileRecord, QueryLoad, RouteRecord,
+    SplitRecord, is_tombstone,
 };
 use crate::candidate::CandidateRecord;
 use crate::query::spec::{QuerySpec, STAGES_MAX};
@@ -114,16 +118,27 @@ pub fn write_metrics(text: &mut String) {
     }
 }
 
-fn clamp(value: &mut f64, min: f64, max: f64) {
+pub(super) fn clamp(value: &mut f64, min: f64, max: f64) {
     *value = if value.is_nan() { min } else { value.clamp(min, max) };
 }
 
 fn check_names<'a>(names: impl ExactSizeIterator<Item = &'a String>) -> Result<(), String> {
+    check_names_by(names, is_valid_name)
+}
+
+/// Checks names under which backends serve models and canaries.
+fn check_served_names<'a>(names: impl ExactSizeIterator<Item = &'a String>) -> Result<(), String> {
+    check_names_by(names, is_served_name)
+}
+
+fn check_names_by<'a>(
+    mut names: impl ExactSizeIterator<Item = &'a String>,
+    is_name: fn(&str) -> bool,
+) -> Result<(), String> {
     if names.len() > RECORDS_MAX {
         return Err(format!("it has {} names, more than {RECORDS_MAX}", names.len()));
     }
-    let mut names = names;
-    match names.find(|name| !is_valid_name(name)) {
+    match names.find(|name| !is_name(name)) {
         Some(name) => Err(format!("{} is no name", shortened(name))),
         None => Ok(()),
     }
@@ -134,12 +149,12 @@ fn shortened(text: &str) -> String {
     format!("{:?}", text.chars().take(64).collect::<String>())
 }
 
-fn check_text(what: &str, text: &str) -> Result<(), String> {
+pub(super) fn check_text(what: &str, text: &str) -> Result<(), String> {
     let plain = text.len() <= TEXT_MAX && !text.chars().any(char::is_control);
     if plain { Ok(()) } else { Err(format!("{what} {} is not plausible", shortened(text))) }
 }
 
-fn truncate(reason: &mut String) {
+pub(super) fn truncate(reason: &mut String) {
     if reason.len() > REASON_MAX {
         *reason = reason.chars().take(REASON_MAX / 4).collect();
     }
@@ -167,8 +182,8 @@ impl StoredRecord for BackendState {
     const KIND: &'static str = "states";
 
     fn limit(&mut self) -> Result<(), String> {
-        check_names(self.models.keys())?;
-        check_names(self.failed.keys())?;
+        check_served_names(self.models.keys())?;
+        check_served_names(self.failed.keys())?;
         for state in self.models.values_mut() {
             match state {
                 LoadState::Loading => {}
@@ -222,14 +237,85 @@ impl QueryLoad {
     }
 }
 
+impl VersionCounts {
+    /// Counts of requests that cannot have been: more failures than requests, or more replies.
+    fn limit(&mut self) {
+        self.requests = self.requests.min(COUNT_MAX);
+        self.failures = self.failures.min(self.requests);
+        self.latencies.retain(|bucket, _| *bucket <= BUCKET_MAX);
+        let mut left = self.requests;
+        for count in self.latencies.values_mut() {
+            *count = (*count).min(left);
+            left -= *count;
+        }
+        self.latencies.retain(|_, count| *count > 0);
+    }
+}
+
+impl CanaryLoad {
+    fn limit(&mut self) {
+        self.number = self.number.min(COUNT_MAX);
+        self.stable.limit();
+        self.canary.limit();
+    }
+}
+
+impl StoredRecord for CanaryProgress {
+    const KIND: &'static str = "canaries";
+
+    fn limit(&mut self) -> Result<(), String> {
+        self.number = self.number.min(COUNT_MAX);
+        self.elapsed_ms = self.elapsed_ms.min(TIME_MAX_MS as u64);
+        self.stable.limit();
+        self.canary.limit();
+        truncate(&mut self.why);
+        Ok(())
+    }
+}
+
+impl CanaryRecord {
+    fn limit(&mut self) {
+        self.number = self.number.min(COUNT_MAX);
+        clamp(&mut self.share, 0.0, SHARE_MAX_PERCENT / 100.0);
+        clamp(&mut self.max_errors, 1e-3, 1.0);
+        clamp(&mut self.max_slowdown, 0.0, 100.0);
+        // One that is too short would promote what nobody has looked at.
+        self.promote_after_ms = self.promote_after_ms.map(|ms| ms.clamp(1000, TIME_MAX_MS as u64));
+    }
+}
+
+impl ModelRecord {
+    /// Limits the canary. One that makes no sense is ignored: the version in force serves.
+    fn limit_canary(&mut self) {
+        if let Some(canary) = &mut self.canary {
+            canary.limit();
+            let is_in_force = canary.version == self.version;
+            let exists = self.others.iter().any(|other| other.version == canary.version);
+            if is_in_force != canary.promoted || !(is_in_force || exists) {
+                self.canary = None;
+            }
+        }
+        if let Some(ended) = &mut self.ended_canary {
+            ended.version = ended.version.min(COUNT_MAX);
+            ended.number = ended.number.min(COUNT_MAX);
+            truncate(&mut ended.reason);
+        }
+    }
+}
+
 impl StoredRecord for LoadReport {
     const KIND: &'static str = "loads";
 
     fn limit(&mut self) -> Result<(), String> {
-        check_names(self.models.keys())?;
+        check_served_names(self.models.keys())?;
         check_names(self.queries.keys())?;
+        check_names(self.canaries.keys())?;
         self.models.values_mut().for_each(ModelLoad::limit);
         self.queries.values_mut().for_each(QueryLoad::limit);
+        check_names(self.waiting.keys())?;
+        self.waiting.values_mut().for_each(|count| *count = (*count).min(COUNT_MAX));
+        self.cold_starts.iter_mut().for_each(ColdStartLoad::limit);
+        self.canaries.values_mut().for_each(CanaryLoad::limit);
         Ok(())
     }
 }
@@ -267,6 +353,7 @@ impl StoredRecord for ModelRecord {
             other.bytes = other.bytes.min(MEMORY_MAX);
             limit_config(&mut other.config);
         }
+        self.limit_canary();
         Ok(())
     }
 }
@@ -301,7 +388,7 @@ impl StoredRecord for Assignment {
         self.epoch = self.epoch.min(COUNT_MAX);
         clamp(&mut self.cycle_ms, 0.0, TIME_MAX_MS);
         for assigned in &mut self.models {
-            if !is_valid_name(&assigned.model) {
+            if !is_served_name(&assigned.model) {
                 return Err(format!("{} is no model", shortened(&assigned.model)));
             }
             assigned.version = assigned.version.min(COUNT_MAX);
@@ -396,19 +483,10 @@ impl StoredRecord for PlanRecord {
     }
 }
 
-impl StoredRecord for ScalingRecord {
-    const KIND: &'static str = "scaling";
-
-    fn limit(&mut self) -> Result<(), String> {
-        self.errors = self.errors.min(COUNT_MAX);
-        check_text("the target", &self.target)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::decode;
+    use crate::record::{ScalingRecord, decode};
 
     fn load(text: &str) -> Result<Option<LoadReport>, String> {
         read(text.as_bytes())
@@ -456,6 +534,40 @@ mod tests {
         for version in ["0", "18446744073709551615", "-1", "1.5"] {
             assert!(model(version).is_err(), "{version}");
         }
+    }
+
+    #[test]
+    fn absurd_canaries_are_limited_and_never_hurt_the_version_in_force() {
+        let model = |canary: &str| {
+            let other = "{\"version\":2,\"digest\":\"b\",\"bytes\":1}";
+            let value = format!(
+                "{{\"version\":1,\"digest\":\"a\",\"bytes\":1,\"enabled\":true,\
+                 \"others\":[{other}],\"canary\":{canary}}}"
+            );
+            read::<ModelRecord>(value.as_bytes()).unwrap().expect("a record")
+        };
+        let canary = |version: u64, share: &str, promoted: bool| {
+            format!(
+                "{{\"version\":{version},\"number\":18446744073709551615,\"share\":{share},\
+                 \"promote_after_ms\":0,\"max_errors\":-1,\"max_slowdown\":1e300,\
+                 \"promoted\":{promoted}}}"
+            )
+        };
+        let limited = model(&canary(2, "1e308", false)).canary.expect("a canary");
+        assert_eq!((limited.share, limited.max_errors, limited.max_slowdown), (0.9, 1e-3, 100.0));
+        assert_eq!((limited.promote_after_ms, limited.number), (Some(1000), COUNT_MAX));
+        for absurd in [canary(3, "0.1", false), canary(1, "0.1", false), canary(2, "0.1", true)] {
+            let record = model(&absurd);
+            assert_eq!((record.version, record.canary), (1, None), "{absurd}");
+        }
+        let load = "{\"models\":{\"m@2\":[1,1,1,1,1,0,0,0,1]},\"canaries\":{\"m\":{\"number\":1,\
+                    \"stable\":{\"requests\":5,\"failures\":9,\"latencies\":{\"1\":3,\"2\":99,\
+                    \"65535\":1}},\"canary\":{\"requests\":0,\"failures\":0}}}}";
+        let load = read::<LoadReport>(load.as_bytes()).unwrap().expect("a report");
+        let stable = &load.canaries["m"].stable;
+        assert_eq!((stable.failures, stable.replies()), (5, 5));
+        assert_eq!(stable.latencies, [(1, 3), (2, 2)].into());
+        assert!(read::<LoadReport>(b"{\"models\":{},\"canaries\":{\"m@2\":{}}}").is_err());
     }
 
     #[test]

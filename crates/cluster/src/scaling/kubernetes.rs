@@ -183,8 +183,21 @@ fn replica(pod: &Pod) -> Replica {
         ready: conditions.unwrap_or_default().iter().any(ready),
         ending: pod.metadata.deletion_timestamp.is_some(),
         marked: cost.is_some_and(|cost| cost < 0),
+        unscheduled: conditions.unwrap_or_default().iter().find_map(unscheduled),
         name,
     }
+}
+
+/// Characters of the scheduler's message that are kept.
+const MESSAGE_MAX: usize = 300;
+
+/// Why a pod has no node, from a condition of it.
+fn unscheduled(condition: &PodCondition) -> Option<String> {
+    let is_it = condition.kind == "PodScheduled" && condition.status == "False";
+    let plain = |c: char| if c.is_control() { ' ' } else { c };
+    let message = condition.message.as_deref().or(condition.reason.as_deref());
+    let message = message.unwrap_or("it is not scheduled");
+    is_it.then(|| message.chars().take(MESSAGE_MAX).map(plain).collect())
 }
 
 #[cfg(test)]

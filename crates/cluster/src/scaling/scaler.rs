@@ -77,6 +77,10 @@ pub struct ScalerInput<'a> {
     pub removal: Removal,
     /// The replicas that exist.
     pub replicas_present: &'a [ReplicaState],
+    /// Requests wait and no backend serves: replicas are added without a pause.
+    pub urgent: bool,
+    /// Nothing is removed now: other replicas that are to take over have not come yet.
+    pub hold: bool,
 }
 
 /// What to do.
@@ -131,6 +135,7 @@ impl Scaler {
         let need = input.need.unwrap_or(input.replicas);
         let desired = need.clamp(*bounds.start(), *bounds.end());
         let floor = self.floor(now, desired, input.replicas);
+        let floor = if input.hold { floor.max(input.replicas) } else { floor };
         self.forget(now, input.replicas_present);
         let mut decision = ScalingDecision { wanted: desired, ..ScalingDecision::default() };
         if desired > input.replicas {
@@ -140,7 +145,8 @@ impl Scaler {
                 self.removing.clear();
             }
             let max = input.replicas.saturating_add(self.settings.step_up);
-            decision.replicas = self.cooldown_passed(now).then(|| desired.min(max));
+            let may_grow = input.urgent || self.cooldown_passed(now);
+            decision.replicas = may_grow.then(|| desired.min(max));
         } else {
             self.scale_down(now, floor, input, &mut decision);
         }
@@ -216,16 +222,25 @@ impl Scaler {
             self.draining.clear();
             return;
         }
+        // A serving replica that is not ready would be removed before any marked one.
+        let is_unsafe = input.removal == Removal::Marked
+            && remaining.iter().any(|member| member.joined && !member.ready);
+        // Requested replicas that do not exist are taken back first: nothing has to be drained.
+        let missing = (input.replicas as usize).saturating_sub(remaining.len());
+        let vacant = u32::try_from(missing).unwrap_or(surplus).min(surplus);
+        if vacant > 0 {
+            self.draining.clear();
+            let may_write = !is_unsafe && self.cooldown_passed(now);
+            decision.replicas = may_write.then(|| input.replicas - vacant);
+            return;
+        }
         let candidates = self.candidates(&remaining, input.removal);
         let selected = &candidates[..candidates.len().min(surplus as usize)];
         self.drain(now, selected, decision);
         let removable = |member: &&&ReplicaState| !member.joined || member.empty;
         let removed: Vec<&ReplicaState> = match input.removal {
             Removal::Ordinal => selected.iter().take_while(removable).copied().collect(),
-            // A serving replica that is not ready would be removed before any marked one.
-            Removal::Marked if remaining.iter().any(|member| member.joined && !member.ready) => {
-                Vec::new()
-            }
+            Removal::Marked if is_unsafe => Vec::new(),
             Removal::Marked => selected.iter().filter(removable).copied().collect(),
         };
         if !removed.is_empty() && decision.stuck.is_empty() && self.cooldown_passed(now) {

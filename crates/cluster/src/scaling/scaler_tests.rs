@@ -223,6 +223,8 @@ fn simulate(phases: &[Phase], removal: Removal) -> (ChangeLog, Simulation) {
                 need: phase.need,
                 removal,
                 replicas_present: &replicas_present,
+                urgent: false,
+                hold: false,
             };
             let decision = scaler.step(seconds(now), &input);
             let bounded = phase.need.unwrap_or(simulation.replicas);
@@ -316,7 +318,14 @@ fn draining(removal: Removal, replicas_present: &[ReplicaState]) -> Vec<String> 
     let settings = ScalingSettings { step_down: 1, ..settings() };
     let mut scaler = Scaler::new(settings, Nanos::ZERO);
     let replicas = replicas_present.len() as u32;
-    let input = ScalerInput { replicas, need: Some(0), removal, replicas_present };
+    let input = ScalerInput {
+        replicas,
+        need: Some(0),
+        removal,
+        replicas_present,
+        urgent: false,
+        hold: false,
+    };
     scaler.step(Nanos::ZERO, &input);
     let decision = scaler.step(seconds(100), &input);
     assert_eq!(decision.replicas, None, "no backend is drained yet");
@@ -343,6 +352,8 @@ fn reports_drains_that_time_out() {
         need: Some(2),
         removal: Removal::Marked,
         replicas_present: &replicas_present,
+        urgent: false,
+        hold: false,
     };
     let mut named = Vec::new();
     for now in (0..200).step_by(5) {
@@ -364,6 +375,8 @@ fn terminating_replica_is_draining() {
         need: Some(3),
         removal: Removal::Marked,
         replicas_present: &replicas_present,
+        urgent: false,
+        hold: false,
     };
     let decision = scaler.step(Nanos::ZERO, &input);
     assert_eq!(decision.draining.into_iter().collect::<Vec<_>>(), ["a"]);
@@ -381,6 +394,8 @@ fn removes_nothing_while_replicas_exceed_the_request() {
             need: Some(2),
             removal: Removal::Marked,
             replicas_present: &replicas_present,
+            urgent: false,
+            hold: false,
         };
         let decision = scaler.step(seconds(now), &input);
         assert_eq!((decision.replicas, decision.draining.len()), (None, 0), "at {now}");
@@ -390,6 +405,65 @@ fn removes_nothing_while_replicas_exceed_the_request() {
         need: Some(2),
         removal: Removal::Marked,
         replicas_present: &replicas_present[..3],
+        urgent: false,
+        hold: false,
     };
     assert_eq!(scaler.step(seconds(200), &input).replicas, Some(2));
+}
+
+#[test]
+fn urgent_need_does_not_wait_for_the_cooldown_and_held_replicas_stay() {
+    let settings = ScalingSettings { replicas_min: 0, ..settings() };
+    let mut scaler = Scaler::new(settings, Nanos::ZERO);
+    let step = |scaler: &mut Scaler, at, replicas, need, urgent, hold, present: &[ReplicaState]| {
+        let input = ScalerInput {
+            replicas,
+            need: Some(need),
+            removal: Removal::Marked,
+            replicas_present: present,
+            urgent,
+            hold,
+        };
+        let decision = scaler.step(seconds(at), &input);
+        if decision.replicas.is_some() {
+            scaler.applied(seconds(at), &decision);
+        }
+        decision.replicas
+    };
+    assert_eq!(step(&mut scaler, 0, 0, 1, true, false, &[]), Some(1));
+    // An operator set it back at once.
+    assert_eq!(step(&mut scaler, 1, 0, 1, false, false, &[]), None, "the cooldown holds");
+    assert_eq!(step(&mut scaler, 2, 0, 1, true, false, &[]), Some(1), "requests wait");
+    let mut present = [member("a", 0.0)];
+    present[0].empty = true;
+    for at in (3..200).step_by(5) {
+        assert_eq!(step(&mut scaler, at, 1, 0, false, true, &present), None, "held");
+    }
+    assert_eq!(step(&mut scaler, 200, 1, 0, false, false, &present), Some(0));
+}
+
+#[test]
+fn requested_replicas_that_do_not_exist_are_taken_back() {
+    for removal in [Removal::Marked, Removal::Ordinal] {
+        let mut scaler =
+            Scaler::new(ScalingSettings { replicas_min: 0, ..settings() }, Nanos::ZERO);
+        let mut replicas = 3;
+        for now in (0..200).step_by(5) {
+            let input = ScalerInput {
+                replicas,
+                need: Some(0),
+                removal,
+                replicas_present: &[],
+                urgent: false,
+                hold: false,
+            };
+            let decision = scaler.step(seconds(now), &input);
+            assert!(decision.removing.is_empty() && decision.draining.is_empty());
+            if let Some(fewer) = decision.replicas {
+                scaler.applied(seconds(now), &decision);
+                replicas = fewer;
+            }
+        }
+        assert_eq!(replicas, 0, "{removal:?}");
+    }
 }

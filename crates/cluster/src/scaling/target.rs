@@ -23,6 +23,8 @@ pub struct Replica {
     pub ending: bool,
     /// Whether it is marked to be removed first.
     pub marked: bool,
+    /// Why no machine has been found for it, where that is so.
+    pub unscheduled: Option<String>,
 }
 
 /// The scale of the workload.

@@ -11,17 +11,19 @@ use bytes::Bytes;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use super::canary_judge::{CanaryChange, CanaryDecision, CanaryJudge, CanaryStep};
 use super::maintenance::{Maintenance, MaintenanceSettings};
 use super::service::SchedulerState;
 use super::{Core, Decision, SchedulerSettings};
 use crate::election::{Candidate, Leader};
-use crate::record::{Keys, PlanRecord, RecordKind, decode, encode};
+use crate::record::canary::CanaryOutcome;
+use crate::record::{Keys, ModelRecord, PlanRecord, RecordKind, decode, encode};
 use crate::retention::Retention;
 use crate::scaling::driver::{Driver, Scaling, ScalingReport};
 use crate::scaling::replica_estimate::ScalingInput;
 use crate::snapshot::ClusterSnapshot;
 use crate::store::mirror::{self, KeyValues};
-use crate::store::{Store, StoreError, Write};
+use crate::store::{Condition, Store, StoreError, Write};
 
 /// Maximum time between two steps of the core.
 const PLAN_INTERVAL: Duration = Duration::from_millis(500);
@@ -96,6 +98,7 @@ impl SchedulerAgent {
             self.state.lead(self.clock.now());
             let result = self.lead(leader, &mut stop).await;
             self.state.leading.store(false, Relaxed);
+            self.state.note_pools(None);
             match result {
                 Ok(true) => return Ok(()),
                 Ok(false) => tracing::warn!(name = self.name, "leadership lost"),
@@ -117,6 +120,7 @@ impl SchedulerAgent {
         let mut mirror = mirror::follow(self.store.clone(), self.keys.all()).await?;
         let first = ClusterSnapshot::read(&mirror.borrow_and_update());
         let mut core = Core::resume(self.settings.clone(), self.clock.now(), &first);
+        let mut judge = CanaryJudge::default();
         let mut published = PublishedPlan { epoch: core.plan.epoch, at: None };
         let mut retention = Retention::default();
         let mut task = self.scaling.clone().map(|scaling| self.start_scaling(scaling, &first));
@@ -130,11 +134,12 @@ impl SchedulerAgent {
             let retained = retention.merge(self.clock.now(), &models_only(&entries));
             let report = task.as_mut().map(|task| task.report.borrow_and_update().clone());
             if let Some(report) = &report {
-                core.drain(report.draining.clone());
+                core.drain(report.draining.clone(), report.may_empty);
+                self.state.note_pools(report.record.as_ref());
             }
             // Plans of large clusters take long; leases and watches continue meanwhile.
             let (clock, scales) = (self.clock.clone(), task.is_some());
-            let plan = move || plan(core, entries, &retained, &*clock, scales);
+            let plan = move || plan(core, judge, entries, &retained, &*clock, scales);
             let planned = match tokio::task::spawn_blocking(plan).await {
                 Ok(planned) => planned,
                 Err(error) => {
@@ -142,13 +147,13 @@ impl SchedulerAgent {
                     return Ok(false);
                 }
             };
-            core = planned.core;
+            (core, judge) = (planned.core, planned.judge);
             if let (Some(task), Some(scaling_input)) = (&task, planned.scaling_input) {
                 task.scaling_input.send_replace(Some(Arc::new(scaling_input)));
             }
             if let Some(decision) = planned.decision {
                 let now = self.clock.now();
-                let mut writes = self.writes(&planned.entries, &decision);
+                let mut writes = self.writes(&planned.entries, &decision, &planned.canaries);
                 if published.is_due(now, &planned.entries, &decision.plan) {
                     writes.push(Write::put(self.keys.plan(), encode(&decision.plan)));
                 }
@@ -157,6 +162,7 @@ impl SchedulerAgent {
                     Ok(true) => {
                         published.log(now, &decision.plan);
                         self.state.written(now, decision.plan.epoch);
+                        self.decide(&leader, &planned.canaries.decisions).await?;
                     }
                     Ok(false) => return Ok(false),
                     // The next step writes the plan again.
@@ -181,6 +187,52 @@ impl SchedulerAgent {
                 () = ScalingTask::changed(task.as_mut()) => {}
                 () = tokio::time::sleep(PLAN_INTERVAL) => {}
             }
+        }
+    }
+
+    /// Carries out decisions on canaries. One that the store does not take now is made again.
+    async fn decide(
+        &self,
+        leader: &Leader,
+        decisions: &[CanaryDecision],
+    ) -> Result<(), StoreError> {
+        for decision in decisions {
+            let key = self.keys.one(RecordKind::Model, &decision.model);
+            let decided = async {
+                let Some(entry) = self.store.get(&key).await? else { return Ok(false) };
+                let record: Option<ModelRecord> = decode(&key, &entry.value);
+                let Some(after) = record.and_then(|record| decision.apply(&record)) else {
+                    return Ok(false);
+                };
+                let condition = Condition { key: key.clone(), revision: entry.revision };
+                leader.write_if(condition, Write::put(key.clone(), encode(&after))).await
+            };
+            match decided.await {
+                Ok(true) => self.log_decision(decision),
+                // An operator or frontend has changed the record, or another scheduler leads.
+                Ok(false) => {}
+                Err(error @ (StoreError::Unreachable(_) | StoreError::Full(_))) => {
+                    tracing::debug!(key, %error, "cannot decide on the canary");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn log_decision(&self, decision: &CanaryDecision) {
+        let (model, version) = (&decision.model, decision.canary.version);
+        let reason = &decision.reason;
+        match decision.change {
+            CanaryChange::Promote => {
+                self.state.count_canary(CanaryOutcome::Promoted);
+                tracing::info!(model, version, reason, "canary promoted");
+            }
+            CanaryChange::RollBack => {
+                self.state.count_canary(CanaryOutcome::RolledBack);
+                tracing::warn!(model, version, reason, "canary rolled back");
+            }
+            CanaryChange::Settle => tracing::info!(model, version, "canary replaced the version"),
         }
     }
 
@@ -219,8 +271,15 @@ impl SchedulerAgent {
 
     /// The writes that bring the store to the decision. Routes come last: the backends they name
     /// have their assignments by then.
-    fn writes(&self, entries: &KeyValues, decision: &Decision) -> Vec<Write> {
+    fn writes(
+        &self,
+        entries: &KeyValues,
+        decision: &Decision,
+        canaries: &CanaryStep,
+    ) -> Vec<Write> {
         let mut writes = Vec::new();
+        let desired = canaries.progress.iter().map(|(name, p)| (name, encode(p))).collect();
+        self.differences(entries, RecordKind::Canary, desired, &mut writes);
         let desired = decision.assignments.iter().map(|(name, a)| (name, encode(a))).collect();
         self.differences(entries, RecordKind::Assignment, desired, &mut writes);
         let desired = decision.splits.iter().map(|(name, s)| (name, encode(s))).collect();
@@ -302,6 +361,8 @@ impl PublishedPlan {
 /// Result of one step.
 struct Planned {
     core: Core,
+    judge: CanaryJudge,
+    canaries: CanaryStep,
     entries: KeyValues,
     decision: Option<Decision>,
     /// For scaling; `None` while it is unclear which backends are present.
@@ -318,6 +379,7 @@ fn models_only(entries: &KeyValues) -> KeyValues {
 
 fn plan(
     mut core: Core,
+    mut judge: CanaryJudge,
     entries: KeyValues,
     retained: &KeyValues,
     clock: &dyn Clock,
@@ -327,6 +389,7 @@ fn plan(
     let mut snapshot = ClusterSnapshot::read(&entries);
     let kept = ClusterSnapshot::read_routes(retained);
     (snapshot.models, snapshot.queries) = (kept.models, kept.queries);
+    let canaries = judge.step(now, &snapshot);
     let epoch = core.plan.epoch;
     let decision = core.step(now, &snapshot).map(|mut decision| {
         if decision.plan.epoch != epoch {
@@ -336,7 +399,7 @@ fn plan(
         decision
     });
     let scaling_input = (scales && decision.is_some()).then(|| core.scaling_input(&snapshot));
-    Planned { core, entries, decision, scaling_input }
+    Planned { core, judge, canaries, entries, decision, scaling_input }
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use api::{
@@ -14,7 +14,8 @@ use api::{
 use base::{Clock, Nanos};
 
 use super::maintenance::SpaceGauges;
-use crate::record::validation;
+use crate::record::canary::CanaryOutcome;
+use crate::record::{ReplicaPoolRecord, ScalingRecord, validation};
 use crate::store::{Store, health};
 
 /// What a scheduler is doing, shared by its agent and its admin port.
@@ -28,6 +29,10 @@ pub struct SchedulerState {
     written_at: AtomicU64,
     /// The store's space; only the leader looks at it.
     pub space: Arc<SpaceGauges>,
+    /// The replica pools that it scales while it leads.
+    pools: Mutex<Vec<ReplicaPoolRecord>>,
+    /// Canaries that it decided on, by outcome.
+    canaries: [AtomicU64; CanaryOutcome::ALL.len()],
 }
 
 impl SchedulerState {
@@ -35,6 +40,22 @@ impl SchedulerState {
     pub fn written(&self, now: Nanos, epoch: u64) {
         self.epoch.store(epoch, Relaxed);
         self.written_at.store(now.0.max(1), Relaxed);
+    }
+
+    /// Notes the replica pools, for metrics; `None` while none are scaled here.
+    pub fn note_pools(&self, record: Option<&ScalingRecord>) {
+        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        match record {
+            Some(record) => pools.clone_from(&record.pools),
+            None => pools.clear(),
+        }
+    }
+
+    /// Counts a decision on a canary.
+    pub fn count_canary(&self, outcome: CanaryOutcome) {
+        if let Some(index) = CanaryOutcome::ALL.iter().position(|other| *other == outcome) {
+            self.canaries[index].fetch_add(1, Relaxed);
+        }
     }
 
     /// Starts a term of leadership: the plan in the store is as old as the term.
@@ -147,12 +168,46 @@ impl InferenceService for SchedulerService {
             "Bytes from which the store refuses writes",
             self.quota_bytes as f64,
         );
+        write_pool_metrics(text, &state.pools.lock().unwrap_or_else(PoisonError::into_inner));
+        let name = "atoll_cluster_canaries_total";
+        let help = "Canaries that this scheduler decided on";
+        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter");
+        // What operators and registrations end is not its decision.
+        for (outcome, count) in CanaryOutcome::ALL.iter().zip(&state.canaries).take(2) {
+            let (outcome, count) = (outcome.as_str(), count.load(Relaxed));
+            let _ = writeln!(text, "{name}{{outcome=\"{outcome}\"}} {count}");
+        }
         health::write_metrics(text, &*self.store);
         validation::write_metrics(text);
     }
 
     fn drain(&self, _: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {
         Box::pin(std::future::ready(true))
+    }
+}
+
+/// A gauge of replica pools: its name, its help and its value.
+type PoolGauge = (&'static str, &'static str, fn(&ReplicaPoolRecord) -> f64);
+
+/// Metrics of the replica pools that the leader scales.
+fn write_pool_metrics(text: &mut String, pools: &[ReplicaPoolRecord]) {
+    let gauges: [PoolGauge; 4] = [
+        ("pool_wanted", "Replicas that the load needs", |pool| f64::from(pool.wanted)),
+        ("pool_replicas", "Replicas requested", |pool| f64::from(pool.replicas)),
+        ("pool_present", "Replicas that have joined", |pool| pool.present as f64),
+        ("pool_stalled", "Whether requested replicas do not come", |pool| {
+            f64::from(u8::from(pool.stalled.is_some()))
+        }),
+    ];
+    for (name, help, value) in gauges {
+        let name = format!("atoll_cluster_{name}");
+        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} gauge");
+        for pool in pools {
+            // The kind is what a backend says of itself.
+            let kind = pool.kind.replace(['"', '\\'], "_");
+            let labels = format!("pool=\"{}\",kind=\"{kind}\"", pool.target);
+            let _ = writeln!(text, "{name}{{{labels}}} {}", value(pool));
+        }
     }
 }
 

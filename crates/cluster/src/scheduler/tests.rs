@@ -258,7 +258,7 @@ fn drains_a_backend_without_a_gap() {
     settle(&mut core, Nanos::ZERO, &mut snapshot);
     let held = |core: &Core, snapshot: &ClusterSnapshot| core.scaling_input(snapshot).usage["b1"];
     assert!(!held(&core, &snapshot).empty && held(&core, &snapshot).busy > 0.0);
-    core.drain(["b1".to_string()].into());
+    core.drain(["b1".to_string()].into(), false);
     let mut decision = core.step(seconds(2), &snapshot).unwrap();
     assert_eq!(decision.plan.reason, "backend drained");
     for _ in 0..10 {
@@ -287,15 +287,15 @@ fn reuses_a_backend_that_is_no_longer_draining() {
     let mut snapshot = cluster(3, &[("a", 300.0), ("b", 100.0)]);
     let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &snapshot);
     settle(&mut core, Nanos::ZERO, &mut snapshot);
-    core.drain(["b0".to_string()].into());
+    core.drain(["b0".to_string()].into(), false);
     settle(&mut core, seconds(2), &mut snapshot);
     assert!(!core.placement().duty_cycles.contains_key("b0"));
-    core.drain(BTreeSet::new());
+    core.drain(BTreeSet::new(), false);
     let decision = settle(&mut core, seconds(4), &mut snapshot);
     assert_eq!(decision.plan.reason, "backend joined");
     assert!(!core.scaling_input(&snapshot).usage["b0"].empty);
     // Not all backends can be drained.
-    core.drain(["b0", "b1", "b2"].map(str::to_string).into());
+    core.drain(["b0", "b1", "b2"].map(str::to_string).into(), false);
     let decision = settle(&mut core, seconds(6), &mut snapshot);
     assert!(decision.routes.values().all(|route| !route.targets.is_empty()));
 }

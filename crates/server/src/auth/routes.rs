@@ -145,6 +145,10 @@ mod tests {
             ("DELETE", "/v2/atoll/queries/q"),
             ("DELETE", "/v2/atoll/models/m"),
             ("POST", "/v2/atoll/models/m/rollback"),
+            ("POST", "/v2/atoll/models/m/canary"),
+            ("POST", "/v2/atoll/models/m/versions/2/canary"),
+            ("POST", "/v2/atoll/models/m/canary/promote"),
+            ("POST", "/v2/atoll/models/m/canary/abort"),
             ("POST", "/v2/logging"),
             ("POST", "/unknown"),
         ] {

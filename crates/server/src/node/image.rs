@@ -3,7 +3,7 @@
 use api::ApiError;
 use api::error::ApiResult;
 use api::fallible::{converted, with_room};
-use api::picture::{self, DecodeLimits, RgbPicture};
+use api::picture::{self, DecodeLimits, RgbPicture, Transparency};
 use model::config::{ChannelOrder, ImageLayout, Preprocessing};
 use model::{DataType, Dim, Reservation, Tensor, ValueInfo};
 
@@ -54,7 +54,7 @@ pub fn to_tensor(
     check(preprocessing)?;
     let (width, height) = input_size(preprocessing, info)?;
     let limits = DecodeLimits { edge: MAX_EDGE, ..DecodeLimits::default() };
-    let image = picture::decode(file, &limits, memory)?;
+    let image = picture::decode(file, Transparency::Dropped, &limits, memory)?;
     let image = resize_and_crop(&image, width, height, preprocessing, memory)?;
     let values = normalise(&image, preprocessing)?;
     let (width, height) = (width as usize, height as usize);

@@ -63,7 +63,7 @@ impl Operation {
 
     fn infers(self) -> Operation {
         let errors = &[400, 404, 429, 501, 503, 504];
-        let parameters = &["header_length", "traceparent"];
+        let parameters = &["header_length", "traceparent", "canary", "canary_key"];
         Operation { success: Success::Inference, errors, parameters, ..self }
     }
 
@@ -128,6 +128,7 @@ pub(super) fn all() -> Vec<Operation> {
         ("Models", models()),
         ("Repository", repository()),
         ("Registry", registry()),
+        ("Canaries", canaries()),
         ("Watching", watching()),
         ("Queries", queries()),
         ("Console", console()),
@@ -279,6 +280,45 @@ fn registry() -> Vec<Operation> {
             "Serves this older registered version",
         )
         .json("Registered")
+        .fails(&[501, 503]),
+    ]
+}
+
+fn canaries() -> Vec<Operation> {
+    let options = RequestBody::Json("CanaryOptions");
+    vec![
+        get("/v2/atoll/models/{model}/canary", "canary", "The canary of a model, or the last one")
+            .json("Canary")
+            .fails(&[501, 503]),
+        post(
+            "/v2/atoll/models/{model}/canary",
+            "start_canary",
+            "Serves the newest registered version beside the one in force",
+        )
+        .takes(options)
+        .json("Canary")
+        .fails(&[400, 501, 503]),
+        post(
+            "/v2/atoll/models/{model}/versions/{version}/canary",
+            "start_canary_of",
+            "Serves this registered version beside the one in force",
+        )
+        .takes(options)
+        .json("Canary")
+        .fails(&[400, 501, 503]),
+        post(
+            "/v2/atoll/models/{model}/canary/promote",
+            "promote_canary",
+            "Puts the canary in force",
+        )
+        .json("Canary")
+        .fails(&[501, 503]),
+        post(
+            "/v2/atoll/models/{model}/canary/abort",
+            "abort_canary",
+            "Gives all requests to the version in force",
+        )
+        .json("Canary")
         .fails(&[501, 503]),
     ]
 }

@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
+use api::canary::{parse_percent, parse_time_ms};
 use api::error::ApiResult;
 use api::fallible::with_room;
-use api::{
-    ApiError, ClassifyRequest, ErrorKind, RegisterRequest, RequestContext, check_model_name,
-};
+use api::{ApiError, CanaryOptions, ClassifyRequest, ErrorKind, RegisterRequest, check_model_name};
 use axum::extract::multipart::{Field, MultipartError, MultipartRejection};
 use axum::extract::{Extension, Multipart, State};
 use bytes::Bytes;
@@ -15,7 +14,7 @@ use model::Reservation;
 use model::config::{Class, Preprocessing};
 
 use super::body;
-use super::infer_api::trace_context;
+use super::infer_api::context;
 use super::response::{self, HandlerResult};
 use crate::auth::Caller;
 use crate::server::AppState;
@@ -58,7 +57,7 @@ pub(super) async fn classify(
     let mut memory = app.bodies.memory.empty();
     let request = read_image(form_of(form)?, &mut memory).await?;
     caller.check_model(&request.model)?;
-    let own = RequestContext { trace: trace_context(&headers) };
+    let own = context(&headers);
     let model = request.model.clone();
     let name = RequestName { name: "classify", model: &model, protocol: "rest" };
     let served = &app;
@@ -114,6 +113,7 @@ async fn read_registration(
 ) -> ApiResult<RegisterRequest> {
     let (mut name, mut onnx, mut class, mut slo_ms) = (None, None, None, None);
     let (mut labels, mut preprocessing) = (Vec::new(), None);
+    let mut canary = CanaryFields::default();
     while let Some(field) = form.next_field().await.map_err(form_error)? {
         match field.name().unwrap_or_default() {
             "name" => name = Some(text_of(field, memory).await?),
@@ -122,8 +122,13 @@ async fn read_registration(
             "preprocessing" => preprocessing = read_preprocessing(&text_of(field, memory).await?)?,
             "class" => class = read_class(&text_of(field, memory).await?)?,
             "slo_ms" => slo_ms = read_slo(&text_of(field, memory).await?)?,
+            "canary" | "promote_after" | "max_errors" | "max_slowdown" => {
+                let name = field.name().unwrap_or_default().to_string();
+                canary.read(&name, &text_of(field, memory).await?)?;
+            }
             other => {
-                let known = "name, model, labels, preprocessing, class, slo_ms";
+                let known = "name, model, labels, preprocessing, class, slo_ms, canary, \
+                             promote_after, max_errors, max_slowdown";
                 return Err(unknown_field(other, known));
             }
         }
@@ -134,7 +139,52 @@ async fn read_registration(
     if onnx.is_empty() {
         return Err(ApiError::invalid("the field 'model' is empty; it must be an ONNX file"));
     }
-    Ok(RegisterRequest { name, onnx, labels, preprocessing, class, slo_ms })
+    let canary = canary.options()?;
+    Ok(RegisterRequest { name, onnx, labels, preprocessing, class, slo_ms, canary })
+}
+
+/// The fields of a form that make a version a canary.
+#[derive(Default)]
+struct CanaryFields {
+    share_percent: Option<f64>,
+    promote_after_ms: Option<u64>,
+    max_errors_percent: Option<f64>,
+    max_slowdown_percent: Option<f64>,
+}
+
+impl CanaryFields {
+    fn read(&mut self, name: &str, text: &str) -> ApiResult<()> {
+        let wrong = |why: String| ApiError::invalid(format!("the field '{name}': {why}"));
+        match name {
+            "canary" => self.share_percent = Some(parse_percent(text).map_err(wrong)?),
+            "promote_after" => self.promote_after_ms = Some(parse_time_ms(text).map_err(wrong)?),
+            "max_errors" => self.max_errors_percent = Some(parse_percent(text).map_err(wrong)?),
+            _ => self.max_slowdown_percent = Some(parse_percent(text).map_err(wrong)?),
+        }
+        Ok(())
+    }
+
+    fn options(self) -> ApiResult<Option<CanaryOptions>> {
+        let CanaryFields { share_percent, promote_after_ms, max_errors_percent, .. } = self;
+        let rules = (promote_after_ms, max_errors_percent, self.max_slowdown_percent);
+        let Some(share_percent) = share_percent else {
+            return match rules {
+                (None, None, None) => Ok(None),
+                _ => Err(ApiError::invalid(
+                    "promote_after, max_errors and max_slowdown are for a field 'canary'",
+                )),
+            };
+        };
+        let default = CanaryOptions::with_share(share_percent);
+        let options = CanaryOptions {
+            promote_after_ms,
+            max_errors_percent: max_errors_percent.unwrap_or(default.max_errors_percent),
+            max_slowdown_percent: self.max_slowdown_percent.unwrap_or(default.max_slowdown_percent),
+            ..default
+        };
+        options.check()?;
+        Ok(Some(options))
+    }
 }
 
 fn unknown_field(name: &str, known: &str) -> ApiError {

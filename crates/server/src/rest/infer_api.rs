@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use api::canary::{CANARY, CANARY_KEY};
 use api::codec::response::text_bytes;
 use api::codec::{self, Decoded, EncodedResponse, HEADER_LENGTH};
 use api::error::ApiResult;
 use api::trace::TRACEPARENT;
 use api::{
-    ApiError, InferResponse, ModelRef, NamedTensor, RequestContext, TraceContext, decoded_size,
+    ApiError, CanaryChoice, InferResponse, ModelRef, NamedTensor, RequestContext, TraceContext,
+    decoded_size,
 };
 use axum::BoxError;
 use axum::body::Body;
@@ -94,7 +96,17 @@ where
 
 /// Context of a request.
 pub(super) fn context(headers: &HeaderMap) -> RequestContext {
-    RequestContext { trace: trace_context(headers) }
+    RequestContext {
+        trace: trace_context(headers),
+        canary: canary_choice(headers),
+        ..RequestContext::default()
+    }
+}
+
+/// Which version the caller wants where a model has a canary.
+pub(crate) fn canary_choice(headers: &HeaderMap) -> CanaryChoice {
+    let value = |name: &str| headers.get(name).map(HeaderValue::as_bytes);
+    CanaryChoice::read(value(CANARY), value(CANARY_KEY))
 }
 
 /// The caller's trace context; an invalid header is ignored.

@@ -158,6 +158,7 @@ pub(super) fn request(
 fn spans(record: &RequestRecord, ids: &SpanIds) -> Vec<Span> {
     let mut attributes =
         vec![text("atoll.model", &record.model), text("atoll.protocol", record.protocol)];
+    attributes.extend(record.stage.as_deref().map(|stage| text("atoll.stage", stage)));
     let status = record.error.as_ref().map(|(kind, message)| {
         attributes.push(text("error.type", &kind.http_status().to_string()));
         Status { message: message.clone(), code: ERROR }
@@ -166,8 +167,8 @@ fn spans(record: &RequestRecord, ids: &SpanIds) -> Vec<Span> {
         trace_id: record.trace_id.to_be_bytes().to_vec(),
         span_id: record.span_id.to_be_bytes().to_vec(),
         parent_span_id: record.parent_id.map_or_else(Vec::new, |id| id.to_be_bytes().to_vec()),
-        name: format!("{} {}", record.name, record.model),
-        kind: SERVER,
+        name: format!("{} {}", record.name, record.stage.as_ref().unwrap_or(&record.model)),
+        kind: if record.stage.is_some() { INTERNAL } else { SERVER },
         start_time_unix_nano: record.began_unix_ns,
         end_time_unix_nano: record.ended_unix_ns,
         attributes,
@@ -231,6 +232,7 @@ mod tests {
             parent_id: Some(4),
             name: "infer",
             model: "resnet".to_string(),
+            stage: None,
             protocol: "rest",
             began_unix_ns: 1_000,
             ended_unix_ns: 2_000,

@@ -339,6 +339,7 @@ fn registration(name: &str) -> RegisterRequest {
         preprocessing: None,
         class: None,
         slo_ms: None,
+        canary: None,
     }
 }
 
@@ -376,6 +377,7 @@ async fn registered_models_classify_pictures() {
             preprocessing: Some(Default::default()),
             class: None,
             slo_ms: None,
+            canary: None,
         })
         .await
         .unwrap();
@@ -531,6 +533,7 @@ async fn models_are_profiled_in_the_background() {
         preprocessing: None,
         class: None,
         slo_ms: Some(600_000),
+        canary: None,
     };
     node.register(registered).await.unwrap();
     assert_eq!(measured(&node, "new").await("atoll_slo_ms"), "600000");

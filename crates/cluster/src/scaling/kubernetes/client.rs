@@ -83,6 +83,8 @@ pub(super) struct PodCondition {
     #[serde(rename = "type")]
     pub(super) kind: String,
     pub(super) status: String,
+    pub(super) reason: Option<String>,
+    pub(super) message: Option<String>,
 }
 
 #[derive(Default, Deserialize)]
