@@ -5,6 +5,8 @@ use crate::dim::SymDim;
 use crate::op::{Ml, Op, PoolKind, Signal, Text};
 use crate::{Dim, LaunchPlan, Step, ValueId};
 
+mod control;
+
 /// The symbol that is the first dimension of every input and output, and occurs in no other
 /// dimension of theirs.
 pub fn batch_symbol(plan: &LaunchPlan) -> Option<&str> {
@@ -21,18 +23,13 @@ pub fn batch_symbol(plan: &LaunchPlan) -> Option<&str> {
 }
 
 /// The first step after which rows may depend on each other or on their number.
-pub fn mixing_step<'a>(plan: &'a LaunchPlan, batch: &str) -> Option<&'a Step> {
-    let mut analysis = RowAnalysis { plan, batch, states: vec![RowState::Free; plan.values.len()] };
+pub fn mixing_step<'a>(plan: &'a LaunchPlan, batch: &'a str) -> Option<&'a Step> {
+    let mut analysis = RowAnalysis::new(plan, batch);
     for id in &plan.inputs {
         analysis.states[id.index()] = RowState::Rows(0);
     }
-    for step in &plan.steps {
-        let Some(state) = analysis.after(step) else { return Some(step) };
-        for (index, id) in step.outputs.iter().enumerate() {
-            if let Some(id) = id {
-                analysis.states[id.index()] = of_output(step, index, state);
-            }
-        }
+    if let Some(step) = analysis.run() {
+        return Some(step);
     }
     let rows = |id: &ValueId| analysis.state(*id) == RowState::Rows(0);
     if plan.outputs.iter().all(rows) { None } else { plan.steps.last() }
@@ -60,6 +57,7 @@ enum RowState {
     /// that differs within a batch.
     Sizes(u64),
     /// Its entries along this dimension belong to one row each, in order, the same number to each.
+    /// No other size of it depends on the number of rows, also where no size is known.
     Rows(usize),
 }
 
@@ -67,9 +65,41 @@ struct RowAnalysis<'a> {
     plan: &'a LaunchPlan,
     batch: &'a str,
     states: Vec<RowState>,
+    /// Constants that a body captures.
+    captured: Vec<(ValueId, Vec<i64>)>,
+    /// How many bodies this plan lies in.
+    depth: usize,
 }
 
-impl RowAnalysis<'_> {
+impl<'a> RowAnalysis<'a> {
+    fn new(plan: &'a LaunchPlan, batch: &'a str) -> RowAnalysis<'a> {
+        let states = vec![RowState::Free; plan.values.len()];
+        RowAnalysis { plan, batch, states, captured: Vec::new(), depth: 0 }
+    }
+
+    /// The first step that may mix rows; all steps before it have states.
+    fn run(&mut self) -> Option<&'a Step> {
+        let plan = self.plan;
+        plan.steps.iter().find(|step| {
+            let Some(states) = self.of_step(step) else { return true };
+            for (id, state) in step.outputs.iter().zip(states) {
+                if let Some(id) = id {
+                    self.states[id.index()] = state;
+                }
+            }
+            false
+        })
+    }
+
+    /// The states of the outputs of `step`; `None` when it may mix rows.
+    fn of_step(&self, step: &Step) -> Option<Vec<RowState>> {
+        if let Op::Control(control) = &step.op {
+            return self.of_control(step, control);
+        }
+        let state = self.after(step)?;
+        Some((0..step.outputs.len()).map(|index| of_output(step, index, state)).collect())
+    }
+
     fn state(&self, id: ValueId) -> RowState {
         self.states[id.index()]
     }
@@ -84,6 +114,9 @@ impl RowAnalysis<'_> {
 
     /// A constant's integers.
     fn numbers(&self, id: ValueId) -> Option<Vec<i64>> {
+        if let Some((_, numbers)) = self.captured.iter().find(|(constant, _)| *constant == id) {
+            return Some(numbers.clone());
+        }
         self.plan.constants.iter().find(|(constant, _)| *constant == id)?.1.to_vec::<i64>()
     }
 
@@ -255,6 +288,7 @@ impl RowAnalysis<'_> {
             | Op::OneHot { .. }
             | Op::GatherElements { .. }
             | Op::GatherNd { .. }
+            | Op::ScatterElements { .. }
             | Op::ReverseSequence { .. } => self.beside(step, x),
             Op::Ml(_) | Op::Text(_) | Op::Signal(_) => self.of_records(step, x),
             Op::Shape { .. }
@@ -281,6 +315,7 @@ impl RowAnalysis<'_> {
             }
             // Indices count from the first row.
             Op::Pool(pool) if matches!(pool.kind, PoolKind::MaxWithIndices { .. }) => false,
+            Op::BatchNorm { .. } if !alone => return self.normalized_channels(step, x),
             Op::ConvTranspose(_) | Op::Pool(_) | Op::GlobalPool(_) | Op::BatchNorm { .. } => alone,
             Op::InstanceNorm { .. } | Op::GroupNorm { .. } | Op::Lrn { .. } => alone,
             Op::ScaleShift { .. } | Op::DepthToSpace { .. } | Op::SpaceToDepth { .. } => alone,
@@ -291,6 +326,20 @@ impl RowAnalysis<'_> {
             _ => false,
         };
         kept.then_some(RowState::Rows(0))
+    }
+
+    /// Layer normalization as TensorFlow writes it: rows are channels, each with its own numbers.
+    fn normalized_channels(&self, step: &Step, x: ValueId) -> Option<RowState> {
+        let size = |id: ValueId, axis: usize| Some(SymDim::from(self.dims(id)?.get(axis)?));
+        let own = |index: usize| {
+            input(step, index).is_some_and(|id| {
+                let rows = self.state(id) == RowState::Rows(0);
+                let aligned = size(x, 1).zip(size(id, 0)).is_some_and(|(a, b)| a.is_same(&b));
+                rows && aligned || self.same_for_all(id, 1)
+            })
+        };
+        let kept = self.state(x) == RowState::Rows(1) && (1..=4).all(own);
+        kept.then_some(RowState::Rows(1))
     }
 
     /// Whether a step resamples each row by itself.
@@ -378,7 +427,10 @@ impl RowAnalysis<'_> {
                     Some(axes) => self.numbers(axes)?,
                     None => (0..self.numbers(input(step, 1)?)?.len() as i64).collect(),
                 };
-                self.reduced(x, &axes, true).filter(|_| self.others_free(step, 1))
+                let rows = self.rows_of(x)?;
+                let cut = axes.iter().filter(|axis| self.axis(x, **axis) == Some(rows));
+                let whole = cut.count() == 0 || self.all_rows(step, x, rows, &axes);
+                (whole && self.others_free(step, 1)).then(|| self.state(x))
             }
             Op::Pad { .. } => {
                 let (rows, rank) = (self.rows_of(x)?, self.rank(x)?);
@@ -413,6 +465,12 @@ impl RowAnalysis<'_> {
             Op::GatherElements { axis } => {
                 let indices = input(step, 1)?;
                 self.axis(x, *axis)? != rows? && self.aligned(x, indices, rows?)
+            }
+            // An update lands in the row in which its index stands.
+            Op::ScatterElements { axis, .. } => {
+                let (indices, updates) = (input(step, 1)?, input(step, 2)?);
+                let beside = self.aligned(x, indices, rows?) && self.aligned(x, updates, rows?);
+                self.axis(x, *axis)? != rows? && beside
             }
             Op::GatherNd { batch_dims } => {
                 let indices = input(step, 1)?;
@@ -484,15 +542,16 @@ impl RowAnalysis<'_> {
                 kept.then_some(RowState::Rows(0))
             }
             Op::Squeeze | Op::Unsqueeze => {
-                let at = self.row_axis(first_output(step)?)??;
+                let rows = self.rows_of(x)?;
+                let adds = matches!(step.op, Op::Unsqueeze);
+                let moved = input(step, 1).and_then(|axes| self.numbers(axes));
+                let at = match moved {
+                    Some(axes) => self.after_ones(x, rows, &axes, adds)?,
+                    None => self.row_axis(first_output(step)?)??,
+                };
                 self.others_free(step, 1).then_some(RowState::Rows(at))
             }
-            Op::Reshape { .. } => {
-                let output = first_output(step)?;
-                let at = self.row_axis(output)??;
-                let kept = self.state(x) == RowState::Rows(0) && at == 0 && self.no_rows(step, 1);
-                self.each_row(output, 0).filter(|_| kept).map(|_| RowState::Rows(0))
-            }
+            Op::Reshape { .. } => self.reshaped(step, x),
             Op::Expand => {
                 let output = first_output(step)?;
                 let aligned = self.rows_of(x)? + self.rank(output)?.checked_sub(self.rank(x)?)?;
@@ -501,6 +560,41 @@ impl RowAnalysis<'_> {
             }
             _ => None,
         }
+    }
+
+    /// Where dimension `rows` of `x` is after dimensions of one were added or taken away.
+    fn after_ones(&self, x: ValueId, rows: usize, axes: &[i64], adds: bool) -> Option<usize> {
+        let rank = self.rank(x)? + if adds { axes.len() } else { 0 };
+        let place = |axis: &i64| {
+            let at = if *axis < 0 { axis.checked_add(rank as i64)? } else { *axis };
+            usize::try_from(at).ok().filter(|at| *at < rank)
+        };
+        let ones = axes.iter().map(place).collect::<Option<Vec<usize>>>()?;
+        if adds {
+            return (0..rank).filter(|at| !ones.contains(at)).nth(rows);
+        }
+        let before = ones.iter().filter(|at| **at < rows).count();
+        (!ones.contains(&rows)).then(|| rows - before)
+    }
+
+    /// Rows stay together where as many elements come before them as before, in equal parts.
+    fn reshaped(&self, step: &Step, x: ValueId) -> Option<RowState> {
+        let output = first_output(step)?;
+        let (before, to) = (product(&self.dims(x)?[..self.rows_of(x)?])?, self.dims(output)?);
+        let at = (0..to.len()).find(|at| {
+            let same = product(&to[..*at]).is_some_and(|size| size.is_same(&before));
+            same && self.each_row(output, *at).is_some()
+        })?;
+        let fixed = |dim: &Dim| *dim != Dim::Unknown && !dim.has_symbol(self.batch);
+        let known = to.iter().enumerate().all(|(axis, dim)| axis == at || fixed(dim));
+        let kept = match input(step, 1).map(|id| self.state(id)) {
+            None | Some(RowState::Free) => true,
+            // Only the size of the rows themselves follows their number.
+            Some(RowState::Sizes(bits)) => known || bits & !(1 << at) == 0,
+            Some(RowState::Count) => known,
+            Some(RowState::Rows(_)) => false,
+        };
+        kept.then_some(RowState::Rows(at))
     }
 
     /// The sizes of dimensions `start..end` of rows.
@@ -514,8 +608,8 @@ impl RowAnalysis<'_> {
         let rows = self.rows_of(x);
         let counts = |at: i64| {
             let dim = &dims[at as usize];
-            // A size that nobody knows may depend on anything.
-            let open = *dim == Dim::Unknown || dim.has_symbol(self.batch);
+            // Of a value without rows, a size that nobody knows may depend on anything.
+            let open = *dim == Dim::Unknown && rows.is_none() || dim.has_symbol(self.batch);
             u64::from(open || rows == Some(at as usize))
         };
         let bits: Vec<u64> = (start..end.max(start)).map(counts).collect();
@@ -557,6 +651,21 @@ impl RowAnalysis<'_> {
         let Some(dims) = self.dims(id) else { return false };
         let at = dims.len().checked_sub(from_end).map(|at| &dims[at]);
         self.state(id) == RowState::Free && matches!(at, None | Some(Dim::Fixed(1)))
+    }
+
+    /// Whether a slice along the rows takes all of them.
+    fn all_rows(&self, step: &Step, x: ValueId, rows: usize, axes: &[i64]) -> bool {
+        let size = |id: ValueId| self.dims(id).and_then(|dims| dims.get(rows)).map(SymDim::from);
+        let same = size(x)
+            .zip(first_output(step).and_then(size))
+            .is_some_and(|(before, after)| before.is_same(&after));
+        let at = axes.iter().position(|axis| self.axis(x, *axis) == Some(rows));
+        let number = |index: usize| {
+            let numbers = input(step, index).and_then(|id| self.numbers(id))?;
+            numbers.get(at?).copied()
+        };
+        let forwards = input(step, 4).is_none() || number(4) == Some(1);
+        same && number(1) == Some(0) && forwards
     }
 
     fn reduced(&self, x: ValueId, axes: &[i64], keep_dims: bool) -> Option<RowState> {
@@ -642,6 +751,13 @@ impl RowAnalysis<'_> {
             _ => None,
         }
     }
+}
+
+/// The product of sizes, if all are known.
+fn product(dims: &[Dim]) -> Option<SymDim> {
+    let known = dims.iter().all(|dim| *dim != Dim::Unknown);
+    known
+        .then(|| dims.iter().map(SymDim::from).fold(SymDim::from(&Dim::Fixed(1)), |a, b| a.mul(&b)))
 }
 
 /// A list of sizes from one bit for each.

@@ -15,29 +15,29 @@ fn shape(text: &str) -> Option<Vec<Dim>> {
 }
 
 #[derive(Default)]
-struct PlanBuilder(LaunchPlan);
+pub(super) struct PlanBuilder(pub(super) LaunchPlan);
 
 impl PlanBuilder {
-    fn value(&mut self, dims: &str) -> ValueId {
+    pub(super) fn value(&mut self, dims: &str) -> ValueId {
         let (name, dtype) = (format!("v{}", self.0.values.len()), DataType::F32);
         self.0.values.push(ValueInfo { name, dtype, shape: shape(dims) });
         ValueId(self.0.values.len() as u32 - 1)
     }
 
-    fn input(&mut self, dims: &str) -> ValueId {
+    pub(super) fn input(&mut self, dims: &str) -> ValueId {
         let id = self.value(dims);
         self.0.inputs.push(id);
         id
     }
 
-    fn constant(&mut self, dims: &str, numbers: Vec<i64>) -> ValueId {
+    pub(super) fn constant(&mut self, dims: &str, numbers: Vec<i64>) -> ValueId {
         let id = self.value(dims);
         let tensor = Tensor::from_vec(vec![numbers.len()], numbers).expect("a vector");
         self.0.constants.push((id, tensor));
         id
     }
 
-    fn step(&mut self, op: Op, inputs: &[ValueId], dims: &str) -> ValueId {
+    pub(super) fn step(&mut self, op: Op, inputs: &[ValueId], dims: &str) -> ValueId {
         let output = self.value(dims);
         let inputs = inputs.iter().copied().map(Some).collect();
         let name = op.name().to_lowercase();
@@ -52,7 +52,7 @@ impl PlanBuilder {
     }
 
     /// The step that mixes rows, by its name.
-    fn mixes(mut self, output: ValueId) -> Option<String> {
+    pub(super) fn mixes(mut self, output: ValueId) -> Option<String> {
         self.0.outputs = vec![output];
         mixing_step(&self.0, "n").map(|step| step.name.clone())
     }
@@ -373,4 +373,108 @@ fn spectra_are_computed_row_by_row() {
     let dft = |axis| Op::Signal(Signal::Dft { inverse: false, onesided: false, axis });
     assert_eq!(after(dft(1), "n,16,1", "n,16,2"), None);
     assert!(after(dft(0), "n,16,1", "n,16,2").is_some());
+}
+
+#[test]
+fn rows_between_other_dimensions_survive_a_reshape() {
+    let reshaped = |dims: &str, perm: Option<Vec<usize>>, turned: &str, out: &str| {
+        let mut maker = PlanBuilder::default();
+        let x = maker.input(dims);
+        let back = perm.clone();
+        let y = maker.step(Op::Transpose { perm }, &[x], turned);
+        let target = maker.constant("3", vec![0, 0, -1]);
+        let y = maker.step(Op::Reshape { allow_zero: false }, &[y, target], out);
+        let perm = back.map(|_| vec![1, 0, 2]);
+        let y = maker.step(Op::Transpose { perm }, &[y], "n,t,8");
+        maker.mixes(y)
+    };
+    // What a recurrent layer gives in two directions.
+    assert_eq!(reshaped("n,t,2,4", Some(vec![1, 0, 2, 3]), "t,n,2,4", "t,n,8"), None);
+    // The time of a row is torn apart.
+    let torn = reshaped("n,t,2,4", Some(vec![1, 0, 2, 3]), "t,n,2,4", "n,t,8");
+    assert_eq!(torn.as_deref(), Some("reshape"));
+    let flat = |first: &str, axis: &str| {
+        let mut maker = PlanBuilder::default();
+        let x = maker.input("n,6,4");
+        let target = maker.constant("3", vec![0, 0, 0]);
+        let y = maker.step(Op::Reshape { allow_zero: false }, &[x, target], first);
+        let y = maker.step(Op::Reshape { allow_zero: false }, &[y, target], axis);
+        maker.mixes(y)
+    };
+    assert_eq!(flat("1,6*n,4", "n,24"), None);
+    assert_eq!(flat("2,3*n,4", "n,24").as_deref(), Some("reshape"));
+}
+
+#[test]
+fn lengths_that_nobody_knows_do_not_depend_on_rows() {
+    let mut maker = PlanBuilder::default();
+    let x = maker.input("n,t");
+    let one = maker.constant("1", vec![1]);
+    let y = maker.step(Op::Unsqueeze, &[x, one], "n,1,?");
+    let length = size_of(&mut maker, y, 2, 3);
+    let zero = maker.constant("1", vec![0]);
+    let range = maker.step(Op::Range, &[zero, length, one], "?");
+    let y = maker.step(Op::Binary(Binary::Add), &[y, range], "n,1,?");
+    let y = maker.step(Op::Squeeze, &[y, one], "n,?");
+    assert_eq!(maker.mixes(y), None);
+    // Nor may rows disappear with dimensions of one.
+    assert!(with_constants(Op::Squeeze, "n,1", &[("1", vec![0])], "1").is_some());
+    // Of the number of rows alone nobody knows which sizes follow it.
+    let mut maker = PlanBuilder::default();
+    let x = maker.input("n,5");
+    let count = maker.step(Op::Size, &[x], "1");
+    let table = maker.constant("9", vec![0]);
+    let (zero, one) = (maker.constant("1", vec![0]), maker.constant("1", vec![1]));
+    let cut = maker.step(Op::Slice, &[table, zero, count], "?");
+    let length = maker.step(Op::Shape { start: 0, end: None }, &[cut], "1");
+    let range = maker.step(Op::Range, &[zero, length, one], "?");
+    let y = maker.step(Op::Binary(Binary::Add), &[x, range], "n,5");
+    assert!(maker.mixes(y).is_some());
+}
+
+#[test]
+fn slices_of_all_rows_keep_them() {
+    let cut = |starts: Vec<i64>, steps: Vec<i64>, out: &str| {
+        let both = || ("2", vec![0, 1]);
+        let constants = [("2", starts), ("2", vec![i64::MAX, 4]), both(), ("2", steps)];
+        with_constants(Op::Slice, "n,5", &constants, out)
+    };
+    assert_eq!(cut(vec![0, 0], vec![1, 1], "n,4"), None);
+    assert_eq!(cut(vec![1, 0], vec![1, 1], "n-1,4").as_deref(), Some("slice"));
+    assert_eq!(cut(vec![0, 0], vec![-1, 1], "n,4").as_deref(), Some("slice"), "backwards");
+}
+
+#[test]
+fn updates_land_in_their_own_rows_only() {
+    let scattered = |axis: i64| {
+        let mut maker = PlanBuilder::default();
+        let (x, at, with) = (maker.input("n,5"), maker.input("n,2"), maker.input("n,2"));
+        let op = Op::ScatterElements { axis, reduction: crate::op::ScatterReduction::None };
+        let y = maker.step(op, &[x, at, with], "n,5");
+        maker.mixes(y)
+    };
+    assert_eq!(scattered(1), None);
+    assert_eq!(scattered(0).as_deref(), Some("scatterelements"));
+}
+
+#[test]
+fn rows_as_channels_are_normalized_one_by_one() {
+    let normalized = |own: bool| {
+        let mut maker = PlanBuilder::default();
+        let x = maker.input("n,6");
+        let rows = size_of(&mut maker, x, 0, 2);
+        let one = maker.constant("1", vec![1]);
+        let ones = maker.step(Op::Expand, &[one, rows], "n");
+        let other = maker.constant("n", vec![1]);
+        let target = maker.constant("3", vec![1, -1, 6]);
+        let y = maker.step(Op::Reshape { allow_zero: false }, &[x, target], "1,n,6");
+        let scale = if own { ones } else { other };
+        let op = Op::BatchNorm { epsilon: 1e-5 };
+        let y = maker.step(op, &[y, scale, ones, ones, ones], "1,n,6");
+        let target = maker.constant("2", vec![-1, 6]);
+        let y = maker.step(Op::Reshape { allow_zero: false }, &[y, target], "n,6");
+        maker.mixes(y)
+    };
+    assert_eq!(normalized(true), None);
+    assert_eq!(normalized(false).as_deref(), Some("batchnorm"));
 }
