@@ -136,23 +136,43 @@ def keep(scratch: Path, kind: str, version: str, source: str, cache: Path) -> Fi
 
 
 def make(args: argparse.Namespace) -> int:
-    """Makes variants that the list does not have yet."""
+    """Makes variants that the list or the cache does not have yet."""
     listed = read_files()
     files = [file for file in listed if file.registry != "made"]
     made = [file for file in listed if file.registry == "made"]
-    known, rules = {(file.package, file.path) for file in made}, read_rules()
+    known = {origin(file) for file in made if content(args.cache, file).exists()}
+    rules = read_rules()
     for number, file in enumerate(files, 1):
-        path = args.cache / "files" / file.sha256 / "model.onnx"
+        path = content(args.cache, file)
         if not path.exists() or not variants.wanted(path):
             continue
         say(f"[{number}/{len(files)}] {file.label}")
         for kind in variants.kinds_of(file.sha256, VARIANTS_PER_FILE):
             if (kind, file.sha256) not in known:
-                made += make_one(kind, file, path, args.cache, rules_of(file, rules))
+                new = make_one(kind, file, path, args.cache, rules_of(file, rules))
+                made = replaced(made, new)
                 write_files(files + made)
-    made += make_pipelines(known, args.cache)
+    made = replaced(made, make_pipelines(known, args.cache))
     write_files(files + made)
     return 0
+
+
+def origin(file: File) -> tuple[str, str]:
+    """What a made file is made of, and how."""
+    return file.package, file.path
+
+
+def content(cache: Path, file: File) -> Path:
+    return cache / "files" / file.sha256 / "model.onnx"
+
+
+def replaced(made: list[File], new: list[File]) -> list[File]:
+    """A variant that was made again may differ: other versions of the tools write other bytes."""
+    again = {origin(file) for file in new}
+    for old in made:
+        if origin(old) in again and old not in new:
+            say(f"  {old.package} of {old.path[:16]} is not what the list has: replaced")
+    return [file for file in made if origin(file) not in again] + new
 
 
 def make_one(kind: str, file: File, path: Path, cache: Path, rules: dict) -> list[File]:
@@ -208,12 +228,12 @@ def run(args: argparse.Namespace) -> int:
     results.mkdir(parents=True, exist_ok=True)
     rules, counts = read_rules(), {}
     for number, file in enumerate(files, 1):
-        path = args.cache / "files" / file.sha256 / "model.onnx"
+        path = content(args.cache, file)
         if not path.exists():
-            say(f"{file.label}: not in the cache; run: python scripts/corpus.py collect")
+            command = "make" if file.registry == "made" else "collect"
+            say(f"{file.label}: not in the cache; run: python scripts/corpus.py {command}")
             return 1
-        origin = sources.get(file.path, file)
-        rule = rules_of(origin, rules) | {"seed": file.sha256}
+        rule = rules_of(sources.get(file.path, file), rules) | {"seed": file.sha256}
         outcome = cached(results / f"{file.sha256}.json", args, path, rule, limits)
         status = outcome["status"]
         counts[status] = counts.get(status, 0) + 1

@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 
 from modelcorpus import feeds
+from modelcorpus.widen import widen, widen_arrays
 
 # More symbolic sizes than these are not tried.
 TRIALS_MAX = len(feeds.TRIALS)
@@ -118,13 +120,28 @@ def outputs(path: Path, folder: Path, rules: dict) -> dict:
     session = session_of(path, optimise=False, threads=1)
     sizes, arrays, results = find_feed(session, facts, rules["seed"], rules)
     again = run(session_of(path, optimise=True, threads=1), arrays) if facts.quantised else results
+    wide_error = save_wide(path, folder, arrays) if facts.half else None
     return {
+        "wide_error": wide_error,
         "sizes": sizes,
         "inputs": save(folder / "in", arrays),
         "outputs": save(folder / "out", results),
         "optimised": save(folder / "optimised", again),
         "batch": batched(session, facts, sizes, rules["seed"], rules, folder),
     }
+
+
+def save_wide(path: Path, folder: Path, arrays: dict) -> str | None:
+    """Writes what the same network gives in single precision; returns why it cannot."""
+    file = folder / "wide.onnx"
+    try:
+        onnx.save(widen(onnx.load(path)), file)
+        save(folder / "wide", run(session_of(file, optimise=False, threads=1), widen_arrays(arrays)))
+    except Exception as error:  # ONNX Runtime has many kinds.
+        return f"{type(error).__name__}: {error}"[:400]
+    finally:
+        file.unlink(missing_ok=True)
+    return None
 
 
 def measure(path: Path, folder: Path, threads: int, seconds: float) -> dict:
