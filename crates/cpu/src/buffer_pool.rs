@@ -21,7 +21,7 @@ pub(crate) struct BufferPool {
     buffers: Mutex<PooledBuffers>,
 }
 
-/// Empty buffers with capacity, oldest first.
+/// Buffers with capacity, oldest first. Their elements are of no use.
 #[derive(Default)]
 pub(crate) struct PooledBuffers {
     bools: Vec<Buffer<bool>>,
@@ -124,7 +124,25 @@ impl BufferPool {
         }
         // The lock is released before the allocator is called.
         let found = T::take_buffer(&mut self.lock(), capacity);
-        found.map_or_else(|| Buffer::with_capacity(capacity), Ok)
+        match found {
+            Some(mut buffer) => {
+                buffer.clear();
+                Ok(buffer)
+            }
+            None => Buffer::with_capacity(capacity),
+        }
+    }
+
+    /// A buffer of `count` bytes with arbitrary content: the caller must overwrite all that is
+    /// read.
+    pub(crate) fn any_bytes(&self, count: usize) -> Result<Buffer<u8>, MemoryError> {
+        let found = u8::take_buffer(&mut self.lock(), count);
+        let mut buffer = found.map_or_else(|| Buffer::with_capacity(count), Ok)?;
+        buffer.resize(count, 0);
+        // Makes tests fail if a kernel does not overwrite everything.
+        #[cfg(test)]
+        buffer.fill(0xa5);
+        Ok(buffer)
     }
 
     /// A buffer of `count` copies of `value`.
@@ -139,11 +157,10 @@ impl BufferPool {
     }
 
     /// Keeps the memory of `buffer` for [`alloc`](BufferPool::alloc).
-    pub(crate) fn add<T: Pooled>(&self, mut buffer: Buffer<T>) {
+    pub(crate) fn add<T: Pooled>(&self, buffer: Buffer<T>) {
         if buffer.capacity().saturating_mul(size_of::<T>()) < MIN_BYTES {
             return;
         }
-        buffer.clear();
         let surplus = T::put_buffer(&mut self.lock(), buffer);
         drop(surplus);
     }

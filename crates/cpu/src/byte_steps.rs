@@ -4,18 +4,20 @@
 //! an integer product and what turns its sums into numbers, and functions of one or two operands
 //! between both. What is not recognised stays as it is.
 
+mod images;
 mod scope;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use model::op::{Activation, Binary, Op, Unary};
+use model::op::{Activation, Binary, Op, Pool, Unary};
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId};
 
 use crate::dequantized_weights::empty;
 use crate::kernel::bytes::elementwise::{self, ByteBinary, ByteZip};
+use crate::kernel::bytes::mean::{self, ByteMean};
 use crate::kernel::bytes::{self, ByteLayout, ByteOutput, ByteSpec};
-use crate::kernel::{Kernel, KernelError};
+use crate::kernel::{self, Kernel, KernelError};
 use crate::value::Value;
 use scope::Scope;
 
@@ -26,7 +28,11 @@ pub(crate) enum ByteStep {
     /// A function of two operands.
     Zip(ByteZip),
     /// A function of one operand, by its byte.
-    Table { table: Box<[u8; 256]>, signed: bool },
+    Table { table: Box<[u8; 256]>, from_signed: bool, signed: bool },
+    /// The largest byte of each window.
+    Largest { pool: Pool, signed: bool },
+    /// The mean of each plane.
+    Mean(ByteMean),
 }
 
 impl ByteStep {
@@ -37,7 +43,11 @@ impl ByteStep {
                 bytes::build((**spec).clone(), &Value::from_host(weight)?)
             }
             ByteStep::Zip(zip) => Ok(elementwise::build_zip(*zip)),
-            ByteStep::Table { table, signed } => Ok(elementwise::build_table(**table, *signed)),
+            ByteStep::Table { table, signed, .. } => Ok(elementwise::build_table(**table, *signed)),
+            ByteStep::Largest { pool, signed } => {
+                Ok(kernel::build_max_bytes(pool.clone(), *signed))
+            }
+            ByteStep::Mean(mean) => Ok(mean::build(*mean)),
         }
     }
 }
@@ -62,6 +72,7 @@ pub(crate) fn with_byte_steps(plan: Arc<LaunchPlan>) -> (Arc<LaunchPlan>, ByteSt
                 | Op::QuantizeLinear { .. }
                 | Op::MatMulInteger
                 | Op::ConvInteger(_)
+                | Op::QLinearConv(_)
         )
     };
     // A broken plan is refused as it is.
@@ -84,6 +95,9 @@ fn find(plan: &LaunchPlan) -> Vec<Found> {
         let found = match &step.op {
             Op::Conv(_) | Op::MatMul(_) | Op::Gemm(_) => product(&scope, index),
             Op::MatMulInteger | Op::ConvInteger(_) => scaled_sums(&scope, index),
+            Op::QLinearConv(_) => images::linear_convolution(&scope, index),
+            Op::Pool(_) => images::largest(&scope, index),
+            Op::GlobalPool(_) => images::mean(&scope, index),
             Op::Binary(_) => zip(&scope, index),
             Op::Unary(_) => table(&scope, index),
             _ => None,
@@ -340,7 +354,11 @@ fn table(scope: &Scope, index: usize) -> Option<Found> {
         rounded.max(least as f32).min(most as f32) as i32 as u8
     });
     let table: [u8; 256] = bytes.collect::<Vec<u8>>().try_into().ok()?;
-    let byte_step = ByteStep::Table { table: Box::new(table), signed: output.signed };
+    let byte_step = ByteStep::Table {
+        table: Box::new(table),
+        from_signed: quantum.signed,
+        signed: output.signed,
+    };
     Some(Found { byte_step, inputs: vec![Some(x)], replaced })
 }
 

@@ -2,7 +2,9 @@
 //!
 //! Convolutions read and write images in blocks, and so do the steps between them that can. A step
 //! that cannot reads plain images: operands are converted before it, results after it. Values that
-//! leave the plan are plain.
+//! leave the plan are plain. Blocks of numbers and of bytes differ in their channels.
+
+mod bytes;
 
 use std::collections::HashMap;
 
@@ -10,8 +12,10 @@ use model::op::{Activation, Conv, GlobalPool, Op, Pool, Unary};
 use model::plan::Dim;
 use model::{DataType, LaunchPlan, Step, Tensor, ValueId};
 
-use crate::byte_steps::ByteSteps;
+use self::bytes::BlockedBytes;
+use crate::byte_steps::{ByteStep, ByteSteps};
 use crate::kernel::blocks::{self, DenseConv, DepthwiseConv};
+use crate::kernel::bytes::blocks as byte_blocks;
 use crate::kernel::invalid;
 use crate::kernel::{self, Context, Inputs, Kernel, KernelError, KernelResult, Operand, StepFacts};
 use crate::value::{Typed, Value};
@@ -29,6 +33,7 @@ enum BlockedKernel {
     /// By the kernel of plain images: one element of the result depends on one of each operand.
     Elementwise,
     Concat,
+    Bytes(BlockedBytes),
 }
 
 /// What is known of an image in blocks.
@@ -37,6 +42,19 @@ struct Blocked {
     channels: usize,
     /// Dimensions of the plain image.
     rank: usize,
+    content: Content,
+}
+
+/// What the elements of an image are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Content {
+    Numbers,
+    /// Bytes, of which `lanes` lie side by side in a block.
+    Bytes {
+        /// Of the plain image.
+        signed: bool,
+        lanes: usize,
+    },
 }
 
 /// A change of an operand before a step, or of a result after it.
@@ -66,8 +84,9 @@ impl ChannelBlocks {
     /// Those of `plan`, apart from `byte_steps`.
     pub(crate) fn find(plan: &LaunchPlan, byte_steps: &ByteSteps) -> ChannelBlocks {
         let is_conv = |step: &Step| matches!(step.op, Op::Conv(_));
-        let some = plan.steps.iter().filter(|step| is_conv(step)).nth(1).is_some();
-        if !some || blocks::channels_per_block().is_none() || plan.check().is_err() {
+        let some = plan.steps.iter().filter(|step| is_conv(step)).nth(1).is_some()
+            && blocks::channels_per_block().is_some();
+        if !(some || byte_steps.values().any(bytes::is_convolution)) || plan.check().is_err() {
             return ChannelBlocks::default();
         }
         Finder::new(plan, byte_steps).found()
@@ -84,15 +103,24 @@ impl ChannelBlocks {
         &self,
         index: usize,
         facts: &StepFacts,
+        byte_step: Option<&ByteStep>,
     ) -> Option<Result<Kernel, KernelError>> {
-        self.steps.get(&index).map(|form| form.build(facts))
+        self.steps.get(&index).map(|form| form.build(facts, byte_step))
     }
 }
 
 impl StepForm {
-    fn build(&self, facts: &StepFacts) -> Result<Kernel, KernelError> {
+    fn build(
+        &self,
+        facts: &StepFacts,
+        byte_step: Option<&ByteStep>,
+    ) -> Result<Kernel, KernelError> {
         let kernel = match &self.kernel {
-            None | Some(BlockedKernel::Elementwise) => kernel::build(facts)?,
+            None | Some(BlockedKernel::Elementwise) => match byte_step {
+                Some(byte_step) => byte_step.build()?,
+                None => kernel::build(facts)?,
+            },
+            Some(BlockedKernel::Bytes(kernel)) => kernel.build(byte_step)?,
             Some(BlockedKernel::Conv(conv)) => {
                 DenseConv::new(conv.clone(), weight_of(facts)?)?.into_kernel()
             }
@@ -144,13 +172,21 @@ impl StepForm {
 
 impl Conversion {
     fn apply(self, context: &Context, value: &Value) -> Result<Value, KernelError> {
-        let tensor = f32::get(value).ok_or_else(|| invalid!("an image is {}", value.dtype()))?;
-        match self {
-            Conversion::ToBlocks(Blocked { channels, rank }) => {
-                blocks::to_blocks(context, tensor, rank, channels)
+        let numbers = || f32::get(value).ok_or_else(|| invalid!("an image is {}", value.dtype()));
+        let (Conversion::ToBlocks(form) | Conversion::ToPlain(form)) = self;
+        let Blocked { channels, rank, content } = form;
+        match (self, content) {
+            (Conversion::ToBlocks(_), Content::Numbers) => {
+                blocks::to_blocks(context, numbers()?, rank, channels)
             }
-            Conversion::ToPlain(Blocked { channels, .. }) => {
-                blocks::to_plain(context, tensor, channels)
+            (Conversion::ToPlain(_), Content::Numbers) => {
+                blocks::to_plain(context, numbers()?, channels)
+            }
+            (Conversion::ToBlocks(_), Content::Bytes { lanes, .. }) => {
+                byte_blocks::to_blocks(context, value, channels, lanes)
+            }
+            (Conversion::ToPlain(_), Content::Bytes { signed, .. }) => {
+                byte_blocks::to_plain(context, value, channels, signed)
             }
         }
     }
@@ -196,11 +232,14 @@ impl<'a> Finder<'a> {
     fn choose(&mut self, index: usize) {
         let step = &self.plan.steps[index];
         let [Some(output)] = step.outputs[..] else { return };
-        let is_number = self.plan.value(output).dtype == DataType::F32;
-        if !is_number || self.byte_steps.contains_key(&output) {
-            return;
-        }
-        if let Some((kernel, form)) = self.form_of(step) {
+        let byte_step = self.byte_steps.get(&output);
+        let found = match self.plan.value(output).dtype {
+            DataType::F32 if byte_step.is_some() => None,
+            DataType::F32 => self.form_of(step),
+            DataType::U8 | DataType::I8 => self.form_of_bytes(step, byte_step),
+            _ => None,
+        };
+        if let Some((kernel, form)) = found {
             self.forms[output.index()] = Some(form);
             self.chosen[index] = Some(kernel);
         }
@@ -210,8 +249,10 @@ impl<'a> Finder<'a> {
         step.inputs.get(position).copied().flatten()
     }
 
+    /// The form of an operand of numbers.
     fn form(&self, step: &Step, position: usize) -> Option<Blocked> {
         self.forms[self.input(step, position)?.index()]
+            .filter(|form| form.content == Content::Numbers)
     }
 
     fn form_of(&self, step: &Step) -> Option<(BlockedKernel, Blocked)> {
@@ -259,7 +300,8 @@ impl<'a> Finder<'a> {
         let weight = self.constants.get(&self.input(step, 1)?)?;
         let numbers = weight.dtype() == DataType::F32 && self.plan.value(x).dtype == DataType::F32;
         let shape = weight.shape();
-        let form = Blocked { channels: *shape.first()?, rank: shape.len() };
+        let content = Content::Numbers;
+        let form = Blocked { channels: *shape.first()?, rank: shape.len(), content };
         let (kernel, inputs) = if blocks::supports_depthwise(conv, shape) {
             (BlockedKernel::Depthwise(conv.clone()), conv.groups)
         } else if blocks::supports_conv(conv, shape) {
@@ -267,7 +309,7 @@ impl<'a> Finder<'a> {
         } else {
             return None;
         };
-        let reads = Blocked { channels: inputs, rank: form.rank };
+        let reads = Blocked { channels: inputs, ..form };
         let image_fits = self.forms[x.index()].is_none_or(|given| given == reads);
         let residual_fits = match self.input(step, 3) {
             None => true,
@@ -310,7 +352,7 @@ impl<'a> Finder<'a> {
     fn concatenation(&self, step: &Step, axis: i64) -> Option<(BlockedKernel, Blocked)> {
         let lanes = blocks::channels_per_block()?;
         let given: Vec<ValueId> = step.inputs.iter().copied().collect::<Option<_>>()?;
-        let rank = given.iter().find_map(|id| self.forms[id.index()])?.rank;
+        let Blocked { rank, content, .. } = given.iter().find_map(|id| self.forms[id.index()])?;
         let axis = if axis < 0 { axis + rank as i64 } else { axis };
         let mut channels = 0;
         let mut blocked = 0;
@@ -329,7 +371,7 @@ impl<'a> Finder<'a> {
             }
             channels += own;
         }
-        let form = Blocked { channels, rank };
+        let form = Blocked { channels, rank, content };
         (axis == 1 && 2 * blocked >= given.len()).then_some((BlockedKernel::Concat, form))
     }
 
@@ -337,8 +379,9 @@ impl<'a> Finder<'a> {
     fn channels(&self, id: ValueId, rank: usize) -> Option<usize> {
         let value = self.plan.value(id);
         let dims = value.shape.as_ref().filter(|dims| dims.len() == rank && rank >= 3)?;
+        let is_image = matches!(value.dtype, DataType::F32 | DataType::U8 | DataType::I8);
         match dims[1] {
-            Dim::Fixed(channels) if value.dtype == DataType::F32 && channels > 1 => Some(channels),
+            Dim::Fixed(channels) if is_image && channels > 1 => Some(channels),
             _ => None,
         }
     }
@@ -373,7 +416,10 @@ impl<'a> Finder<'a> {
                 self.chosen[index],
                 Some(BlockedKernel::Conv(_) | BlockedKernel::Depthwise(_))
             );
-            convolutions[root(&mut parents, index)] += usize::from(own);
+            // Of bytes, a single one gains more.
+            let of_bytes = matches!(&self.chosen[index], Some(BlockedKernel::Bytes(kernel))
+                if kernel.is_convolution());
+            convolutions[root(&mut parents, index)] += usize::from(own) + 2 * usize::from(of_bytes);
         }
         for index in 0..count {
             if convolutions[root(&mut parents, index)] < 2 && self.chosen[index].take().is_some() {
@@ -393,7 +439,7 @@ impl<'a> Finder<'a> {
         match (kernel, position) {
             (BlockedKernel::Conv(_), 0) => {
                 let weight = self.constants.get(&self.input(step, 1)?)?;
-                Some(Blocked { channels: *weight.shape().get(1)?, rank: form.rank })
+                Some(Blocked { channels: *weight.shape().get(1)?, ..form })
             }
             (BlockedKernel::Conv(_) | BlockedKernel::Depthwise(_), 0 | 3) => Some(form),
             (BlockedKernel::Conv(_) | BlockedKernel::Depthwise(_), _) => None,
@@ -404,6 +450,7 @@ impl<'a> Finder<'a> {
                 None => Some(Blocked { channels: self.channels(id, form.rank)?, ..form }),
             },
             (BlockedKernel::Elementwise, _) => (!self.is_single(id)).then_some(form),
+            (BlockedKernel::Bytes(kernel), _) => kernel.reads(position),
         }
     }
 

@@ -54,6 +54,7 @@ mod wide;
 pub(crate) use cast::convert;
 use model::op::Op;
 use model::{DataType, LaunchPlan, MemoryError, Step};
+pub(crate) use pool::build_max_bytes;
 use smallvec::SmallVec;
 use thiserror::Error;
 

@@ -98,10 +98,12 @@ impl CpuProgram {
         for (index, step) in plan.steps.iter().enumerate() {
             let facts = StepFacts { plan: &plan, step, constants: &constants };
             let output = step.outputs.first().copied().flatten();
-            let kernel = match output.and_then(|id| byte_steps.get(&id)) {
-                Some(byte_step) => byte_step.build(),
-                None if is_empty(step) => Ok(Kernel::new(|_, _| Ok(Outputs::new()))),
-                None => blocks.build(index, &facts).unwrap_or_else(|| kernel::build(&facts)),
+            let byte_step = output.and_then(|id| byte_steps.get(&id));
+            let kernel = match (blocks.build(index, &facts, byte_step), byte_step) {
+                (Some(kernel), _) => kernel,
+                (None, Some(byte_step)) => byte_step.build(),
+                (None, None) if is_empty(step) => Ok(Kernel::new(|_, _| Ok(Outputs::new()))),
+                (None, None) => kernel::build(&facts),
             };
             kernels.push(kernel.map_err(|error| unsupported(step, error))?);
         }

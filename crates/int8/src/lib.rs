@@ -3,11 +3,16 @@
 //! The only `unsafe` code is the call of a function that is compiled for an instruction set, after
 //! the processor was asked whether it has it ([`InstructionSet::detected`]).
 
+mod blocks;
 mod plain;
 #[cfg(target_arch = "x86_64")]
 mod x86;
+#[cfg(target_arch = "x86_64")]
+mod x86_blocks;
 
 use std::sync::OnceLock;
+
+pub use blocks::{BLOCK, BlockFinish, BlockRun, MAX_BLOCKS, ROUND};
 
 /// Columns of a vector: each is 32 bits with the bytes of four depths.
 pub const LANES: usize = 16;
@@ -124,6 +129,29 @@ pub fn dot_with(
         (_, 3) => tile.run::<1, 3>(set, unsigned),
         (_, 2) => tile.run::<1, 2>(set, unsigned),
         (_, _) => tile.run::<1, 1>(set, unsigned),
+    }
+}
+
+/// Computes the convolution `run`.
+pub fn convolve(run: BlockRun) {
+    convolve_with(InstructionSet::detected(), run);
+}
+
+/// Like [`convolve`], with the instruction set `set`, or the plain one where the processor lacks
+/// it.
+#[allow(unsafe_code)]
+pub fn convolve_with(set: InstructionSet, run: BlockRun) {
+    match set {
+        // SAFETY: the processor has what the functions are compiled for, and they need nothing
+        // else.
+        #[cfg(target_arch = "x86_64")]
+        InstructionSet::Avx512Vnni if set.is_available() => unsafe {
+            x86_blocks::convolve_vnni(run);
+        },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        InstructionSet::Avx2 if set.is_available() => unsafe { x86_blocks::convolve_avx2(run) },
+        _ => plain::convolve(run),
     }
 }
 

@@ -53,7 +53,7 @@ pub(crate) fn dot_avx2<const ROWS: usize, const VECTORS: usize, const LEFT: bool
 
 /// Bytes at even and at odd places, each as 16 bits.
 #[target_feature(enable = "avx2")]
-fn halves<const UNSIGNED: bool>(words: __m256i) -> [__m256i; 2] {
+pub(crate) fn halves<const UNSIGNED: bool>(words: __m256i) -> [__m256i; 2] {
     let even = _mm256_slli_epi16::<8>(words);
     match UNSIGNED {
         true => [_mm256_srli_epi16::<8>(even), _mm256_srli_epi16::<8>(words)],

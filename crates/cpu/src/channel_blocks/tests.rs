@@ -1,5 +1,7 @@
 //! Random networks in channel blocks against the same networks plain.
 
+mod bytes;
+
 use std::sync::Arc;
 
 use base::Random;
@@ -264,9 +266,13 @@ impl Draft {
 type Find = fn(&LaunchPlan, &ByteSteps) -> ChannelBlocks;
 
 fn run(plan: &Arc<LaunchPlan>, given: &Tensor, find: Find) -> Result<Vec<Tensor>, String> {
+    run_with(plan, vec![given.clone()], find)
+}
+
+fn run_with(plan: &Arc<LaunchPlan>, given: Vec<Tensor>, find: Find) -> Result<Vec<Tensor>, String> {
     let memory = crate::buffer::memory();
     let program = CpuProgram::load_with(plan.clone(), memory, find).map_err(|e| e.to_string())?;
-    let mut task = program.prepare(vec![given.clone()]).map_err(|e| e.to_string())?;
+    let mut task = program.prepare(given).map_err(|e| e.to_string())?;
     let (pool, steps) = (BufferPool::new(), task.step_count());
     let own = task.as_any_mut().downcast_mut::<CpuTask>().unwrap();
     for _ in 0..steps {

@@ -9,6 +9,7 @@ mod conv;
 mod depthwise;
 mod layout;
 mod pool;
+mod positions;
 mod scale;
 mod tile;
 
@@ -16,6 +17,7 @@ pub(crate) use conv::{DenseConv, supports as supports_conv};
 pub(crate) use depthwise::{DepthwiseConv, supports as supports_depthwise};
 pub(crate) use layout::{to_blocks, to_plain};
 pub(crate) use pool::{build_global, build_window, supports_global, supports_window};
+pub(super) use positions::Positions;
 pub(crate) use scale::build as build_scale;
 
 use super::gemm;

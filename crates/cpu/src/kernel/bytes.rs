@@ -1,9 +1,11 @@
 //! Products of bytes with constant weights: convolutions and matrix products whose operands are
 //! quantized. Results are sums, numbers, or bytes again.
 
+pub(crate) mod blocks;
 mod depthwise;
 pub(crate) mod elementwise;
 mod finish;
+pub(crate) mod mean;
 mod pack;
 mod product;
 
@@ -13,7 +15,7 @@ use model::op::{Activation, Conv};
 use self::finish::{Channels, Finish, Target};
 pub(super) use self::finish::{clamped, rounded};
 use self::pack::{ByteImage, FLIP};
-use self::product::{ByteProduct, Right};
+use self::product::{BYTES_PER_NUMBER, ByteProduct, Right};
 use super::conv::{Border, ConvShapes};
 use super::dense::{self, elements};
 use super::gemm::{IMAGE_GUARD, with_scratch};
@@ -65,6 +67,20 @@ pub(crate) struct ByteSpec {
     /// Applied to numbers last.
     pub(crate) activation: Activation,
     pub(crate) output: ByteOutput,
+}
+
+impl ByteSpec {
+    /// The clamp of values before they are rounded.
+    fn clamp(&self) -> (f32, f32) {
+        let (low, high) = self.clamp;
+        match self.output {
+            ByteOutput::Bytes { zero, signed } => {
+                let (least, most) = if signed { (-128, 127) } else { (0, 255) };
+                (low.max((least - zero) as f32), high.min((most - zero) as f32))
+            }
+            _ => (low, high),
+        }
+    }
 }
 
 /// The weight as the products read it.
@@ -140,10 +156,7 @@ impl ByteKernel {
         let zeros = Buffer::collect(zeros.iter().map(|zero| zero.wrapping_sub(shift)))?;
         let (form, weight_sums) = match &spec.layout {
             ByteLayout::Convolution(conv) if conv.groups > 1 && shape[1] == 1 => {
-                let taps = data.iter().enumerate();
-                let filters = taps.map(|(at, byte)| (number(*byte) - zeros[at / depth]) as f32);
-                let filters = Buffer::collect(filters)?;
-                (WeightForm::Filters(filters), Buffer::filled(channels, 0)?)
+                (WeightForm::Filters(numbers_of(&spec, weight)?), Buffer::filled(channels, 0)?)
             }
             ByteLayout::Convolution(conv) => {
                 let sum = |row: &[u8]| row.iter().map(|byte| number(*byte)).sum();
@@ -302,24 +315,28 @@ impl ByteKernel {
         Ok(Buffer::collect((0..self.weights.channels).map(one))?)
     }
 
-    /// The clamp of values before they are rounded.
-    fn clamp(&self) -> (f32, f32) {
-        let (low, high) = self.spec.clamp;
-        match self.spec.output {
-            ByteOutput::Bytes { zero, signed } => {
-                let (least, most) = if signed { (-128, 127) } else { (0, 255) };
-                (low.max((least - zero) as f32), high.min((most - zero) as f32))
-            }
-            _ => (low, high),
-        }
-    }
-
     fn output_zero(&self) -> i32 {
         match self.spec.output {
             ByteOutput::Bytes { zero, .. } => zero,
             _ => 0,
         }
     }
+}
+
+/// The weight of a convolution with one filter for each channel, as numbers without zero points and
+/// scales.
+fn numbers_of(spec: &ByteSpec, weight: &Value) -> Result<Buffer<f32>, KernelError> {
+    if let Value::F32(filters) = weight {
+        return Ok(Buffer::copy_of(elements(filters))?);
+    }
+    let (data, signed) = bytes_of(weight)?;
+    let (channels, depth) = extents(&spec.layout, weight.shape())?;
+    let zeros: Buffer<i32> = spread(&spec.weight_zeros, channels, "zero points")?;
+    let number = |(at, byte): (usize, &u8)| {
+        let byte = if signed { i32::from(*byte as i8) } else { i32::from(*byte) };
+        byte.wrapping_sub(zeros[at / depth]) as f32
+    };
+    Ok(Buffer::collect(data.iter().enumerate().map(number))?)
 }
 
 /// Whether a weight of `shape` has a kernel.
@@ -414,7 +431,7 @@ impl Call<'_> {
             scales: &self.scales[range.clone()],
             bias: kernel.bias.as_ref().map(|bias| &bias[range]),
             residual: None,
-            clamp: kernel.clamp(),
+            clamp: kernel.spec.clamp(),
             zero: kernel.output_zero(),
         }
     }

@@ -63,6 +63,14 @@ fn build_max(facts: &StepFacts, pool: Pool, dtype: DataType) -> Result<Kernel, K
     }
 }
 
+/// The kernel of the largest byte of each window.
+pub(crate) fn build_max_bytes(pool: Pool, signed: bool) -> Kernel {
+    match signed {
+        true => Kernel::new(move |c, i| max_pool_bytes::<i8>(c, &i, &pool)),
+        false => Kernel::new(move |c, i| max_pool_bytes::<u8>(c, &i, &pool)),
+    }
+}
+
 /// The window over an input of `shape`, and the output's shape.
 fn resolve(pool: &Pool, shape: &[usize]) -> Result<(Geometry, Vec<usize>), KernelError> {
     let [images, channels, spatial @ ..] = shape else {

@@ -73,7 +73,7 @@ impl Call<'_> {
         let outputs = shapes.groups * shapes.group_outputs;
         let taps = geometry.taps();
         let flip = if self.kernel.spec.activations_signed { FLIP as u8 } else { 0 };
-        let clamp = self.kernel.clamp();
+        let clamp = self.kernel.spec.clamp();
         let zero = self.kernel.output_zero();
         let sum_bias = self.kernel.spec.sum_bias.as_deref();
         try_for_each(out.chunks_exact_mut(out_plane).enumerate(), &|(index, out)| {

@@ -99,7 +99,7 @@ pub(super) struct FinishTile<'a, 'b, T> {
 
 /// The first elements of `source`, and defaults where it ends.
 #[inline(always)]
-fn lanes<T: Copy + Default>(source: &[T]) -> [T; LANES] {
+pub(super) fn lanes<T: Copy + Default>(source: &[T]) -> [T; LANES] {
     if let Some(chunk) = source.first_chunk::<LANES>() {
         return *chunk;
     }

@@ -23,7 +23,7 @@ const NEAR_WORDS: usize = 7 * 1024;
 const MIN_PARALLEL_WORK: usize = 512 * 1024;
 
 /// Multiplications of bytes that take as long as one of numbers.
-const BYTES_PER_NUMBER: usize = 3;
+pub(super) const BYTES_PER_NUMBER: usize = 3;
 
 /// Multiplications that are added up before they are reported.
 const REPORT_AFTER: usize = 256 * 1024;
