@@ -23,6 +23,10 @@ include-tag = ["Models", "Inference"]
 parameters = { "path.model" = "add_sub", "path.version" = 1 }
 
 [[operations]]
+include-operation-id = "change_settings"
+parameters = { "path.model" = "add_sub" }
+
+[[operations]]
 include-path = "/v2/atoll/trace/devices/{device}/requests/{request}"
 parameters = { "path.device" = 0, "path.request" = 1 }
 
@@ -56,9 +60,10 @@ def fuzz(folder: Path, description: str, url: str, *flags: str, examples: int = 
 
 @pytest.fixture(scope="module")
 def fuzzed(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of its own: fuzzing unloads models."""
+    """A server of its own: fuzzing unloads models and changes their settings."""
     folder = tmp_path_factory.mktemp("fuzzed")
-    running = serve(make_repository(models, folder / "models"), folder / "server.log")
+    models = make_repository(models, folder / "models")
+    running = serve(models, folder / "server.log", "--data-dir", str(folder / "data"))
     yield running
     running.stop()
 
@@ -102,7 +107,7 @@ def test_the_live_stream_refuses_what_its_description_excludes(server: Server) -
 @pytest.mark.parametrize("width", [1280, 380])
 def test_the_page_shows_every_operation(server: Server, tmp_path: Path, width: int) -> None:
     described = requests.get(f"{server.url}/openapi.json", timeout=60).json()
-    methods = {"get", "post", "put", "delete"}
+    methods = {"get", "post", "put", "patch", "delete"}
     count = sum(len(methods & path.keys()) for path in described["paths"].values())
     browser = Browser(tmp_path / "profile")
     try:

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use model::config::{Class, Preprocessing};
+use model::config::{Class, Preprocessing, SettingsChange};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -159,6 +159,14 @@ fn no_canaries<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
     Box::pin(std::future::ready(Err(ApiError::new(ErrorKind::Unsupported, why))))
 }
 
+/// The error of a service whose models keep their settings.
+fn fixed_settings<'a, T: Send + 'a>() -> ServiceFuture<'a, T> {
+    let why = "settings of a cluster's models are given when they are registered, or in the \
+               repositories of its backends: register the model again with its class and SLO, or \
+               change its file and restart the backends";
+    Box::pin(std::future::ready(Err(ApiError::new(ErrorKind::Unsupported, why))))
+}
+
 /// All operations of REST and gRPC.
 pub trait InferenceService: Send + Sync + 'static {
     /// Takes the place to which spans of parts of requests go. Called at most once, before any
@@ -245,6 +253,16 @@ pub trait InferenceService: Send + Sync + 'static {
         no_canaries()
     }
 
+    /// Changes settings of `model` while it is served; replies with all of them and with how long
+    /// they are kept.
+    fn change_settings<'a>(
+        &'a self,
+        _model: ModelRef<'a>,
+        _change: SettingsChange,
+    ) -> ServiceFuture<'a, Value> {
+        fixed_settings()
+    }
+
     /// Classifies an image.
     fn classify(
         &self,
@@ -295,6 +313,12 @@ pub trait InferenceService: Send + Sync + 'static {
     /// Settings of `model`, and what its launch plan consists of.
     fn model_details<'a>(&'a self, _model: ModelRef<'a>) -> ServiceFuture<'a, Value> {
         let why = "only servers with devices have details of models: ask a backend";
+        Box::pin(std::future::ready(Err(ApiError::unsupported(why))))
+    }
+
+    /// Measures the steps of `model` and reports the slowest.
+    fn model_steps<'a>(&'a self, _model: ModelRef<'a>) -> ServiceFuture<'a, Value> {
+        let why = "only servers with devices measure the steps of models: ask a backend";
         Box::pin(std::future::ready(Err(ApiError::unsupported(why))))
     }
 

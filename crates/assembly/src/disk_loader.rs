@@ -11,10 +11,10 @@ use compiler::CompileError;
 use device::DeviceError;
 use graph::ImportError;
 use model::repository::{Repository, RepositoryError};
-use model::store::{LoadStage, Manifest, MarkedModel, Store, StoreError};
+use model::store::{ChangedSettings, LoadStage, Manifest, MarkedModel, Store, StoreError};
 use model::{HostMemory, LaunchPlan, MemoryError, ModelConfig, Reservation};
 use runtime::{DeviceGroup, PlacedProgram};
-use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry, check_cancelled};
+use server::{KeptSettings, LoadError, LoadedModel, ModelLoader, RepositoryEntry, check_cancelled};
 
 use crate::compile::{compile_bytes, compile_bytes_until, compile_file_until};
 use crate::load_checks::LoadChecks;
@@ -122,7 +122,8 @@ impl DiskLoader {
                 Err(RepositoryError::NotFound { .. }) => continue,
                 Err(err) => return Err(LoadError::Internal(err.to_string())),
             };
-            let config = entry.config().map_err(|err| LoadError::Invalid(err.to_string()))?;
+            let files = entry.config().map_err(|err| LoadError::Invalid(err.to_string()))?;
+            let config = self.with_changes(&entry, files);
             let model = repository_model(&entry);
             let read = || std::fs::read(&entry.path).map_err(|err| internal(&err));
             let check = self.checks.repositories;
@@ -187,6 +188,42 @@ impl DiskLoader {
         Ok(LoadedModel { placed, config: manifest.config.clone(), version: manifest.version })
     }
 
+    /// The settings of a repository's model: those of its files, unless clients changed them and the
+    /// files have not changed since.
+    fn with_changes(
+        &self,
+        entry: &model::repository::RepositoryEntry,
+        files: ModelConfig,
+    ) -> ModelConfig {
+        let Ok(store) = &self.registry else { return files };
+        let (name, place) = (entry.name.as_str(), settings_place(entry));
+        let changed = match store.changed_settings(&place) {
+            Ok(Some(changed)) => changed,
+            Ok(None) => return files,
+            Err(error) => {
+                tracing::warn!(model = name, %error, "changed settings are not used");
+                return files;
+            }
+        };
+        if changed.files == files {
+            tracing::info!(model = name, "settings that were changed while it was served are used");
+            return changed.config;
+        }
+        tracing::warn!(model = name, "its files have new settings: earlier changes are forgotten");
+        if let Err(error) = store.set_changed_settings(&place, None) {
+            tracing::warn!(model = name, %error, "changed settings are not forgotten");
+        }
+        files
+    }
+
+    fn find_in_repositories(
+        &self,
+        name: &str,
+        version: u64,
+    ) -> Option<model::repository::RepositoryEntry> {
+        self.repositories.iter().find_map(|r| r.find(name, Some(version)).ok())
+    }
+
     fn is_in_repository(&self, name: &str) -> bool {
         self.repositories.iter().any(|repository| repository.find(name, None).is_ok())
     }
@@ -217,6 +254,14 @@ fn registered_model(manifest: &Manifest) -> MarkedModel {
         version: manifest.version,
         content: manifest.sha256.clone(),
     }
+}
+
+/// The path that stands for the settings of a repository's model: of all versions in its folder.
+fn settings_place(entry: &model::repository::RepositoryEntry) -> String {
+    let folder = entry.path.parent().and_then(Path::parent);
+    let is_bare = entry.path.file_name().is_none_or(|file| file != "model.onnx");
+    let place = if is_bare { entry.path.as_path() } else { folder.unwrap_or(&entry.path) };
+    place.canonicalize().unwrap_or_else(|_| place.to_path_buf()).to_string_lossy().into_owned()
 }
 
 /// A model of a repository as marks name it: a changed file is another model.
@@ -384,9 +429,41 @@ impl ModelLoader for DiskLoader {
         }
     }
 
+    fn settings(&self, name: &str, version: u64) -> Result<ModelConfig, LoadError> {
+        if let Some(entry) = self.find_in_repositories(name, version) {
+            return entry.config().map_err(|err| LoadError::Invalid(err.to_string()));
+        }
+        // Those of a registered model change in its record; there is no file to return to.
+        Ok(ModelConfig::default())
+    }
+
+    fn keep_settings(
+        &self,
+        name: &str,
+        version: u64,
+        config: &ModelConfig,
+    ) -> Result<KeptSettings, LoadError> {
+        let Some(entry) = self.find_in_repositories(name, version) else {
+            let kept = self.registry()?.set_config(name, version, config.clone());
+            return match kept.map_err(store_error)? {
+                true => Ok(KeptSettings::InRegistry),
+                false => Err(not_found(name, Some(version))),
+            };
+        };
+        let store = match &self.registry {
+            Ok(store) => store,
+            Err(why) => return Ok(KeptSettings::UntilLoad(why.clone())),
+        };
+        let files = entry.config().map_err(|err| LoadError::Invalid(err.to_string()))?;
+        let changed = ChangedSettings { files, config: config.clone() };
+        let is_changed = changed.files != changed.config;
+        let (place, changed) = (settings_place(&entry), is_changed.then_some(&changed));
+        store.set_changed_settings(&place, changed).map_err(store_error)?;
+        Ok(KeptSettings::InDataFolder)
+    }
+
     fn begin_measuring(&self, name: &str, version: u64) -> Option<Box<dyn Send>> {
-        let found = self.repositories.iter().find_map(|r| r.find(name, Some(version)).ok());
-        let model = match found {
+        let model = match self.find_in_repositories(name, version) {
             Some(entry) => repository_model(&entry),
             None => registered_model(&self.registry().ok()?.find(name, Some(version)).ok()??),
         };
@@ -428,6 +505,12 @@ mod tests {
         assert_eq!(prepared.take("m", 3), None);
         assert_eq!(prepared.take("m", 4), Some((4, "four")));
         assert!(prepared.by_name.is_empty());
+    }
+
+    /// A loader of the same repositories without a registry.
+    fn start_without(loader: &DiskLoader) -> DiskLoader {
+        let (group, repositories) = (loader.device_group.clone(), loader.repositories.clone());
+        DiskLoader::new(group, repositories, Err("no data folder".to_string()))
     }
 
     fn loader(folder: &Path) -> DiskLoader {
@@ -473,6 +556,56 @@ mod tests {
         assert_eq!(second.load("m", None, &GO).unwrap().version, 1);
         assert_eq!(second.delete("m", None).unwrap(), 2);
         assert!(matches!(second.load("m", None, &GO), Err(LoadError::NotFound(_))));
+    }
+
+    #[test]
+    fn changed_settings_of_a_registered_model_are_in_its_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let changed = ModelConfig { priority: 5, ..ModelConfig::default() };
+        {
+            let loader = loader(folder.path());
+            loader.register(digits()).unwrap();
+            let kept = loader.keep_settings("m", 1, &changed).unwrap();
+            assert_eq!(kept, KeptSettings::InRegistry);
+            assert!(loader.keep_settings("n", 1, &changed).is_err());
+        }
+        let loader = loader(folder.path());
+        assert_eq!(loader.load("m", None, &GO).unwrap().config, changed);
+    }
+
+    #[test]
+    fn changed_settings_of_a_repository_hold_until_its_files_change() {
+        let (folder, models) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let file = |name: &str, bytes: &[u8]| {
+            std::fs::write(models.path().join(name), bytes).unwrap();
+        };
+        file("m.onnx", crate::demo_model::DIGITS_ONNX);
+        file("m.toml", b"priority = 7");
+        let start = || DiskLoader {
+            repositories: vec![Repository::open(models.path()).unwrap()],
+            ..loader(folder.path())
+        };
+        let priority = |loader: &DiskLoader| loader.load("m", None, &GO).unwrap().config.priority;
+        let first = start();
+        let config = first.load("m", None, &GO).unwrap().config;
+        assert_eq!(first.settings("m", 1).unwrap().priority, 7);
+        let changed = ModelConfig { priority: 5, ..config };
+        let kept = first.keep_settings("m", 1, &changed).unwrap();
+        assert_eq!((kept, priority(&first)), (KeptSettings::InDataFolder, 5));
+        assert_eq!(std::fs::read(models.path().join("m.toml")).unwrap(), b"priority = 7");
+        drop(first);
+        let second = start();
+        assert_eq!(priority(&second), 5);
+        // What its owner writes later wins, also when it is written back afterwards.
+        file("m.toml", b"priority = 8");
+        assert_eq!(priority(&second), 8);
+        file("m.toml", b"priority = 7");
+        assert_eq!(priority(&second), 7);
+        // Without a registry nothing is kept.
+        let without = start_without(&second);
+        let kept = without.keep_settings("m", 1, &changed).unwrap();
+        assert_eq!(kept, KeptSettings::UntilLoad("no data folder".to_string()));
+        assert_eq!(priority(&without), 7);
     }
 
     #[test]

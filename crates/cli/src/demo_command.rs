@@ -19,7 +19,7 @@ use model::ModelConfig;
 use model::config::{ChannelOrder, Class, Preprocessing};
 use runtime::{DeviceGroup, NodeOptions};
 use serde::{Deserialize, Serialize};
-use server::{LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry};
+use server::{KeptSettings, LoadError, LoadedModel, LocalNode, ModelLoader, RepositoryEntry};
 use tokio::task::JoinHandle;
 use tonic::transport::Channel;
 
@@ -139,6 +139,17 @@ fn preemptions(service: &LocalNode) -> u64 {
     samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum::<f64>() as u64
 }
 
+/// The settings of the built-in model.
+fn settings() -> ModelConfig {
+    let preprocessing =
+        Preprocessing { channels: ChannelOrder::Gray, crop: 1.0, ..Preprocessing::default() };
+    ModelConfig {
+        labels: (0..10).map(|digit| digit.to_string()).collect(),
+        preprocessing: Some(preprocessing),
+        ..ModelConfig::default()
+    }
+}
+
 /// Serves the built-in model.
 struct BuiltInLoader {
     device_group: Arc<DeviceGroup>,
@@ -155,14 +166,15 @@ impl ModelLoader for BuiltInLoader {
             .device_group
             .load(Arc::new(plan))
             .map_err(|err: DeviceError| LoadError::Internal(err.to_string()))?;
-        let preprocessing =
-            Preprocessing { channels: ChannelOrder::Gray, crop: 1.0, ..Preprocessing::default() };
-        let config = ModelConfig {
-            labels: (0..10).map(|digit| digit.to_string()).collect(),
-            preprocessing: Some(preprocessing),
-            ..ModelConfig::default()
-        };
-        Ok(LoadedModel { placed, config, version: 1 })
+        Ok(LoadedModel { placed, config: settings(), version: 1 })
+    }
+
+    fn settings(&self, _: &str, _: u64) -> Result<ModelConfig, LoadError> {
+        Ok(settings())
+    }
+
+    fn keep_settings(&self, _: &str, _: u64, _: &ModelConfig) -> Result<KeptSettings, LoadError> {
+        Ok(KeptSettings::UntilLoad("the demo keeps nothing".to_string()))
     }
 
     fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {

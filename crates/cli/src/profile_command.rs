@@ -10,22 +10,12 @@ use assembly::{
     sample_inputs::{self, Bindings},
 };
 use cuda::{ClassTiming, CudaDevice, PlanProfile, ProfileOptions, StepProfile};
+use device::{MachineLimits, StepWork};
 use model::{Dim, LaunchPlan};
 use serde::Serialize;
 
 use crate::args::ProfileArgs;
 use sections::SectionProfiler;
-
-/// Bytes and operations per microsecond that bound a step, measured on an H200 (see
-/// `crates/compiler/kernels/README.md`).
-const H200: RooflineLimits =
-    RooflineLimits { bytes_per_us: 4.3e6, flops_per_us: 790e6, launch_us: 1.6 };
-
-struct RooflineLimits {
-    bytes_per_us: f64,
-    flops_per_us: f64,
-    launch_us: f64,
-}
 
 #[derive(Debug, Serialize)]
 struct ProfileReport {
@@ -262,9 +252,9 @@ fn plan_report(batch: usize, profiled: PlanProfile, classes: ClassTiming) -> Pla
 fn step_report(step: &StepProfile) -> StepReport {
     let choice = &step.choices[step.rt];
     let us = choice.time.map_or(0.0, |time| time.median_us);
-    let moving = step.bytes as f64 / H200.bytes_per_us;
-    let computing = step.flops as f64 / H200.flops_per_us;
-    let limit = moving.max(computing).max(H200.launch_us);
+    // Other GPUs are compared with it too.
+    let (limits, work) = (MachineLimits::H200, StepWork { flops: step.flops, bytes: step.bytes });
+    let limit = limits.shortest_us(work);
     let per_us = |amount: u64| if us > 0.0 { amount as f64 / us } else { 0.0 };
     StepReport {
         name: step.name.clone(),
@@ -283,7 +273,7 @@ fn step_report(step: &StepProfile) -> StepReport {
         bytes: step.bytes,
         tflops: per_us(step.flops) / 1e6,
         gb_per_s: per_us(step.bytes) / 1e3,
-        bound: if computing > moving { "compute" } else { "memory" },
+        bound: if limits.is_compute_bound(work) { "compute" } else { "memory" },
         share_of_limit: if us > 0.0 { limit / us } else { 0.0 },
         variants_timed: step.choices.iter().filter(|choice| choice.time.is_some()).count(),
     }

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use base::{Bytes, Nanos};
-use device::{DeviceError, Program, Task, check_inputs};
+use device::{DeviceError, Program, RecordedStep, Task, check_inputs};
 use model::plan::PeakMemory;
 use model::{DataType, HostMemory, LaunchPlan, MemoryError, Step, Tensor};
 
@@ -127,6 +127,11 @@ impl Program for CpuProgram {
 
     fn resident(&self) -> Bytes {
         self.loaded.resident
+    }
+
+    fn recorded_steps(&self, _: &[Vec<usize>]) -> Vec<RecordedStep> {
+        let steps = self.loaded.plan.steps.iter();
+        steps.map(|step| RecordedStep::named(&step.name, step.op.name())).collect()
     }
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {

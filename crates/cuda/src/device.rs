@@ -9,7 +9,7 @@ use base::Bytes;
 use device::residency::MemoryUse;
 use device::{
     CompletionSink, Device, DeviceError, DeviceInfo, DeviceReadings, InjectedFault, KernelCompiler,
-    PreemptionLevel, Program, Queue, QueueCommand, QueueOptions,
+    MachineLimits, PreemptionLevel, Program, Queue, QueueCommand, QueueOptions,
 };
 use model::LaunchPlan;
 use model::gpu::{GpuTarget, Precision};
@@ -273,6 +273,10 @@ impl Device for CudaDevice {
     fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {
         let pinned_host_pool = self.services.memory.pinned_host_pool()?;
         Some(pinned_host_pool.clone())
+    }
+
+    fn limits(&self) -> Option<MachineLimits> {
+        MachineLimits::of_gpu(self.gpu_name())
     }
 
     fn readings(&self) -> Option<DeviceReadings> {

@@ -17,9 +17,12 @@ use std::time::Instant;
 
 use base::Bytes;
 use device::residency::Residency;
-use device::{DeviceError, LaunchChoices, Program, StagedInputs, Task, check_inputs};
+use device::{
+    DeviceError, LaunchChoices, Program, RecordedStep, StagedInputs, StepWork, Task,
+    TuningProgress, check_inputs,
+};
 use model::config::CopyTime;
-use model::gpu::GpuPlan;
+use model::gpu::{GpuPlan, GpuStep};
 use model::{LaunchPlan, Tensor};
 
 use crate::compile::kernel_cache::{CompileProgress, LoadedKernel};
@@ -279,6 +282,25 @@ impl Program for CudaProgram {
         let specialization = shared.specialization(sizes_of(&shared.plan, &inputs), &|_, _| {})?;
         let raw = inputs.iter().map(raw_bytes).collect::<Result<Vec<_>, _>>()?;
         Ok(Box::new(CudaTask::new(specialization, &raw, notify)?))
+    }
+
+    fn recorded_steps(&self, shapes: &[Vec<usize>]) -> Vec<RecordedStep> {
+        let sizes = sizes_of_shapes(&self.shared.plan, shapes.iter().map(Vec::as_slice));
+        let Some(specialization) = self.shared.known(&sizes) else { return Vec::new() };
+        let facts = |step: &GpuStep| RecordedStep {
+            work: Some(StepWork { flops: step.flops, bytes: step.bytes }),
+            ..RecordedStep::named(&step.name, step.op.clone())
+        };
+        specialization.gpu.steps.iter().map(facts).collect()
+    }
+
+    /// Of the sizes that were used last.
+    fn tuning(&self) -> Option<TuningProgress> {
+        let specialization = self.shared.plans().last().map(|(_, plan)| plan.clone())?;
+        let (steps, tuning) = (&specialization.gpu.steps, self.shared.services.compile.tuning());
+        let is_tuned = |step: &&GpuStep| tuning.choices.contains_key(&step.signature);
+        let tuned = steps.iter().filter(is_tuned).count();
+        Some(TuningProgress { tuned, steps: steps.len() })
     }
 
     fn is_prepared(&self, inputs: &[Tensor]) -> bool {

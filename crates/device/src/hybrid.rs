@@ -26,7 +26,7 @@ use model::LaunchPlan;
 use crate::residency::MemoryUse;
 use crate::{
     CompletionSink, Device, DeviceCapabilities, DeviceError, DeviceInfo, DeviceReadings,
-    HostSection, InjectedFault, Program, Queue, QueueCommand, QueueOptions,
+    HostSection, InjectedFault, MachineLimits, Program, Queue, QueueCommand, QueueOptions,
 };
 pub use placement::{HostReason, Placement};
 pub use program::HybridProgram;
@@ -124,6 +124,10 @@ impl Device for HybridDevice {
 
     fn inject(&self, fault: InjectedFault) -> Result<(), DeviceError> {
         self.accelerator.inject(fault)
+    }
+
+    fn limits(&self) -> Option<MachineLimits> {
+        self.accelerator.limits()
     }
 
     fn host_pool(&self) -> Option<Arc<dyn model::HostPool>> {

@@ -44,6 +44,7 @@ pub mod conformance;
 pub mod hybrid;
 pub mod paged;
 pub mod profile;
+pub mod recorded_step;
 pub mod residency;
 pub mod sim;
 pub mod thread_placement;
@@ -58,6 +59,7 @@ pub use batch::StagedInputs;
 use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{DataType, LaunchPlan, MemoryError, Tensor};
+pub use recorded_step::{MachineLimits, RecordedStep, StepWork, TuningProgress};
 use thiserror::Error;
 
 /// How finely a device preempts running work.
@@ -280,6 +282,11 @@ pub trait Device: Send + Sync {
         None
     }
 
+    /// What bounds its steps from below, if that was measured.
+    fn limits(&self) -> Option<MachineLimits> {
+        None
+    }
+
     /// What the tools of its maker report of it now, if there are any. May take milliseconds.
     fn readings(&self) -> Option<DeviceReadings> {
         None
@@ -373,6 +380,18 @@ pub trait Program: Send + Sync {
 
     /// Device memory that it holds now.
     fn resident(&self) -> Bytes;
+
+    /// The steps whose times a task for inputs of these shapes records, in this order. A device may
+    /// run others than the plan's.
+    fn recorded_steps(&self, _shapes: &[Vec<usize>]) -> Vec<RecordedStep> {
+        let steps = self.plan().steps.iter();
+        steps.map(|step| RecordedStep::named(&step.name, step.op.name())).collect()
+    }
+
+    /// How far its steps are tuned; `None` where there is nothing to tune.
+    fn tuning(&self) -> Option<TuningProgress> {
+        None
+    }
 
     /// Creates a task for `inputs`: one tensor per plan input, in the plan's order. Checks types
     /// and shapes.

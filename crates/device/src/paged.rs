@@ -17,7 +17,7 @@ use model::{LaunchPlan, Tensor};
 use crate::residency::{LoadCallback, LoadProgress, MemoryUse, Residency};
 use crate::{
     Completion, CompletionSink, Device, DeviceError, DeviceInfo, DeviceReadings, InjectedFault,
-    Outcome, Program, Queue, QueueOptions, Segment, Task,
+    Outcome, Program, Queue, QueueOptions, RecordedStep, Segment, Task, TuningProgress,
 };
 
 /// Properties of the memory.
@@ -325,6 +325,14 @@ impl Program for PagedProgram {
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
         let inner = Some(self.inner.prepare(inputs)?);
         Ok(Box::new(PagedTask { inner, weights: self.weights.clone() }))
+    }
+
+    fn recorded_steps(&self, shapes: &[Vec<usize>]) -> Vec<RecordedStep> {
+        self.inner.recorded_steps(shapes)
+    }
+
+    fn tuning(&self) -> Option<TuningProgress> {
+        self.inner.tuning()
     }
 
     fn residency(&self) -> Option<Arc<dyn Residency>> {

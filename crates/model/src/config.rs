@@ -3,10 +3,12 @@
 mod batching;
 mod limits;
 pub mod pbtxt;
+mod settings_change;
 
 pub use batching::{Batching, BatchingPolicy, CopyTime};
 pub use limits::{Rate, RequestLimits};
 use serde::{Deserialize, Serialize};
+pub use settings_change::SettingsChange;
 
 /// How a request is scheduled relative to others on the same device.
 #[derive(

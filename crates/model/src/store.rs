@@ -21,6 +21,7 @@ use crate::ModelConfig;
 use crate::durable;
 use crate::repository::is_valid_name;
 
+mod changed_settings;
 mod files;
 mod limits;
 mod load_markers;
@@ -28,6 +29,7 @@ mod maintenance;
 #[cfg(test)]
 mod tests;
 
+pub use changed_settings::ChangedSettings;
 use files::RegistryFiles;
 pub use limits::RegistryLimits;
 pub use load_markers::{LoadMarker, LoadMarkers, LoadStage, MarkedModel, Quarantined, Suspect};
@@ -579,6 +581,7 @@ fn open_database(data_dir: &Path) -> Result<Database, StoreError> {
     transaction.open_table(SELECTED).map_err(|err| unreadable(err.into()))?;
     transaction.open_table(NEWEST).map_err(|err| unreadable(err.into()))?;
     transaction.open_table(FACTS).map_err(|err| unreadable(err.into()))?;
+    transaction.open_table(changed_settings::CHANGED).map_err(|err| unreadable(err.into()))?;
     transaction.commit().map_err(database)?;
     Ok(opened)
 }

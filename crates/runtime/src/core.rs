@@ -335,6 +335,11 @@ impl Core {
             Event::ModelAdded { model, steps, queue_capacity } => {
                 self.add_model(model, steps, queue_capacity);
             }
+            Event::ModelQueueCapacity { model, queue_capacity } => {
+                if let Some(state) = self.model_mut(model) {
+                    state.queue_capacity = queue_capacity;
+                }
+            }
             Event::ModelConcurrency { model, max_running } => {
                 if let Some(state) = self.model_mut(model) {
                     state.max_running = max_running.max(1);

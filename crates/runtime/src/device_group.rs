@@ -6,6 +6,7 @@
 
 pub mod recovery;
 pub mod router;
+mod settings;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
@@ -14,20 +15,19 @@ use std::time::Duration;
 
 use base::{Bytes, Clock, Nanos};
 use device::batch::rows_of;
-use device::{DeviceError, Program};
+use device::{DeviceError, MachineLimits, Program, TuningProgress};
 use model::LaunchPlan;
-use model::config::{BatchingPolicy, Class, ModelConfig};
+use model::config::{Class, ModelConfig};
 
 use crate::batching::StaggeredBatch;
 use crate::node::{
-    BatchTime, CheckedPadding, ModelKey, Node, Rejection, Reply, Request, RequestHandle,
-    refuse_at_once,
+    BatchTime, CheckedPadding, ModelKey, Node, Rejection, Reply, Request, RequestHandle, StepTimes,
+    StepTimesError, refuse_at_once,
 };
 
 use self::recovery::{FaultDomain, RecoveryCounts};
 use self::router::{
-    GroupModelId, ModelFacts, ReplicaChange, ReplicaCounts, ReplicaStatus, RequestEnd,
-    RoutedRequest, Router,
+    GroupModelId, ReplicaChange, ReplicaCounts, ReplicaStatus, RequestEnd, RoutedRequest, Router,
 };
 
 /// Weights take at least this part of a plan's constants: a half in half precision, and half of
@@ -79,6 +79,17 @@ pub struct PlacedProgram {
     pub program: Arc<dyn Program>,
     /// Faults of the device before the program was loaded.
     pub faults: u64,
+}
+
+/// The steps of a model, measured.
+#[derive(Clone, Debug)]
+pub struct MeasuredSteps {
+    /// The device in the group.
+    pub device: usize,
+    /// The times.
+    pub times: StepTimes,
+    /// What bounds steps on that device, if that was measured.
+    pub limits: Option<MachineLimits>,
 }
 
 /// The devices of a server, with their router.
@@ -263,18 +274,8 @@ impl DeviceGroup {
         let (plan, bytes) = (program.plan().clone(), program_bytes(&*program));
         let node = self.shared.node(device);
         let key = node.add_model(program, config);
-        let facts = ModelFacts {
-            class: config.class,
-            pinned: config.pinned,
-            held_back: match config.batching.policy {
-                BatchingPolicy::Window => Nanos::from_micros(config.batching.max_wait_us),
-                // Waits deliberately as long as its SLO allows.
-                BatchingPolicy::Deferred => Nanos::from_millis(config.slo_ms.unwrap_or(0)),
-                _ => Nanos::ZERO,
-            },
-        };
         let mut state = self.shared.lock();
-        let model = state.router.add(device, bytes, facts);
+        let model = state.router.add(device, bytes, settings::facts(config));
         let mut keys = vec![None; self.device_count()];
         // A model that was loaded before a fault is loaded again.
         let current = self.shared.is_current(&state, device, faults, &node);
@@ -397,6 +398,32 @@ impl DeviceGroup {
             }
         }
         times
+    }
+
+    /// Measures the steps of `model` on one of its devices, as best effort; with what bounds them
+    /// there. Takes at most about `limit`.
+    ///
+    /// # Errors
+    /// Why they cannot be measured.
+    pub fn measure_steps(
+        &self,
+        model: GroupModelId,
+        limit: Duration,
+    ) -> Result<MeasuredSteps, StepTimesError> {
+        let (view, key) =
+            self.replicas(model).into_iter().next().ok_or(StepTimesError::NoSuchModel)?;
+        let node = self.shared.node(view.device);
+        let times = node.measure_steps(key, limit)?;
+        Ok(MeasuredSteps { device: view.device, times, limits: node.device().limits() })
+    }
+
+    /// How far the steps of `model` are tuned on its devices; `None` where there is nothing to
+    /// tune.
+    pub fn tuning(&self, model: GroupModelId) -> Option<TuningProgress> {
+        let replicas = self.replicas(model).into_iter();
+        let tuned: Vec<TuningProgress> =
+            replicas.filter_map(|(view, key)| self.shared.node(view.device).tuning(key)).collect();
+        (!tuned.is_empty()).then(|| tuned.into_iter().sum())
     }
 
     /// Whether requests of `model` might be padded; [`DeviceGroup::check_padding`] tells.
@@ -697,7 +724,7 @@ impl Shared {
             }
         };
         // Pinned weights stay at their home; a replica can be evicted.
-        let key = node.add_model(program, &ModelConfig { pinned: false, ..config });
+        let key = node.add_model(program, &settings::of_replica(&config));
         node.preload(key);
         if let Some((_, times)) = profile.filter(|(kind, _)| *kind == self.kind(device)) {
             node.set_profile(key, &times);
@@ -710,14 +737,20 @@ impl Shared {
             state.router.replica_failed(self.clock.now(), model, device);
             return;
         }
+        let mut changed = None;
         let kept = match state.entry_mut(model) {
             Some(entry) => {
                 entry.keys[device] = Some(key);
+                changed = (entry.config != config).then(|| entry.config.clone());
                 state.router.replica_added(model, device)
             }
             None => false,
         };
         drop(state);
+        if let Some(changed) = changed {
+            let (old, new) = (settings::of_replica(&config), settings::of_replica(&changed));
+            node.set_settings(key, &old, &new);
+        }
         match kept {
             true => tracing::info!(device = self.names[device], "replica added"),
             false => drop(node.remove_model(key)),

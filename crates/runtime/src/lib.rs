@@ -51,5 +51,5 @@ pub use device_group::{DeviceGroup, DeviceGroupOptions, PlacedProgram};
 pub use node::{
     BatchTime, LockContention, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions,
     Observer, Preemption, PreemptionLog, PreemptionStats, Rejection, Reply, ReplyResult, Request,
-    RequestHandle, SwapStats, Timing,
+    RequestHandle, StepTimes, StepTimesError, SwapStats, Timing,
 };

@@ -28,7 +28,9 @@ mod preemptions;
 mod preparation;
 mod profiling;
 mod request;
+mod settings;
 mod span_record;
+mod step_times;
 mod submission;
 mod weights;
 
@@ -43,6 +45,8 @@ use self::preemptions::{PreemptionRecord, QueueJob};
 use self::preparation::{PreparationThreads, PreparingRequest};
 pub use self::profiling::BatchTime;
 pub use self::request::{ModelStats, Rejection, Reply, ReplyResult, Request, Timing};
+use self::settings::BatchSettings;
+pub use self::step_times::{StepTimes, StepTimesError};
 pub(crate) use self::submission::refuse_at_once;
 use self::weights::{Discard, EntryWeights};
 pub use self::weights::{NodeMemory, SwapStats};
@@ -443,11 +447,7 @@ impl Node {
     /// Adds a loaded program under a new key. Requests may follow at once.
     pub fn add_model(&self, program: Arc<dyn Program>, config: &ModelConfig) -> ModelKey {
         let level = self.shared.device.info().preemption;
-        let batching = batch_jobs::batcher_of(program.plan(), config, level);
-        let padding_rule = batching.as_ref().and_then(|(_, staging)| {
-            let rule = LengthPadding::of(program.plan(), staging.symbol(), &config.batching);
-            rule.inspect_err(|why| tracing::debug!(why, "lengths are not mixed")).ok()
-        });
+        let BatchSettings { batching, padding_rule } = BatchSettings::of(&*program, config, level);
         let prepared = batching.as_ref().map(|(batcher, _)| {
             (program.clone(), batcher.rules().batches(), batcher.rules().workers.len())
         });
@@ -457,11 +457,7 @@ impl Node {
         let slot = state.models.iter().position(Option::is_none).unwrap_or(state.models.len());
         let entry = ModelEntry {
             generation,
-            defaults: Defaults {
-                class: config.class,
-                priority: config.priority,
-                timeout: config.timeout_ms.map(Nanos::from_millis),
-            },
+            defaults: settings::defaults(config),
             queue_capacity: config.queue_capacity,
             stats: ModelStats::default(),
             preemption_stats: PreemptionStats::default(),
@@ -476,8 +472,7 @@ impl Node {
         };
         let model = ModelId(slot as u32);
         let steps = entry.program.plan().steps.len();
-        // The batcher enforces the queue capacity itself; the core holds only its jobs.
-        let queue_capacity = if prepared.is_some() { usize::MAX } else { config.queue_capacity };
+        let queue_capacity = entry.core_queue_capacity();
         let mut events = VecDeque::from([Event::ModelAdded { model, steps, queue_capacity }]);
         if let Some((_, _, max_running)) = prepared {
             events.push_back(Event::ModelConcurrency { model, max_running });
@@ -500,7 +495,7 @@ impl Node {
 
     /// Whether requests of `model` are batched.
     pub fn is_batched(&self, model: ModelKey) -> bool {
-        self.shared.lock().model(model).is_some_and(|entry| entry.batching.is_some())
+        self.shared.lock().model(model).is_some_and(ModelEntry::is_batched)
     }
 
     /// Accepts no more requests for `model`, finishes the pending ones and frees it. `false` when

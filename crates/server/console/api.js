@@ -84,10 +84,14 @@ export async function getJson(path) {
   return JSON.parse(await response.text().catch(unreachable));
 }
 
-export async function postJson(path, value) {
+export const postJson = (path, value) => sendJson("POST", path, value);
+
+export const patchJson = (path, value) => sendJson("PATCH", path, value);
+
+async function sendJson(method, path, value) {
   const body = JSON.stringify(value ?? {});
   const response = await send(path, {
-    method: "POST",
+    method,
     body,
     headers: { "content-type": "application/json" },
   });

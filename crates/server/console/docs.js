@@ -2,7 +2,7 @@
 
 import { el, show } from "./dom.js";
 
-const METHODS = ["get", "post", "put", "delete"];
+const METHODS = ["get", "post", "put", "patch", "delete"];
 /** Schemas that contain others are shown to this depth. */
 const MAX_DEPTH = 6;
 

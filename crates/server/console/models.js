@@ -2,6 +2,8 @@
 
 import { getJson, postJson, send } from "./api.js";
 import { bytes, classTag, el, number, show, time } from "./dom.js";
+import { SettingsForm } from "./settings.js";
+import { StepsPanel } from "./steps.js";
 import { TryForm } from "./try.js";
 
 /** A name that the server takes, from the name of a file. */
@@ -11,6 +13,23 @@ export const modelName = (file) =>
     .replace(/[^A-Za-z0-9_.-]+/g, "_")
     .replace(/^[.-]+/, "")
     .slice(0, 128) || "model";
+
+/** How far the variants of a model's steps are measured. */
+function tuningText(tuning) {
+  if (!tuning) return "nothing to tune on this device";
+  const { tuned, steps } = tuning;
+  const share = steps ? (100 * tuned) / steps : 100;
+  const bar = el("i", { class: "fill-good" });
+  bar.style.width = `${share}%`;
+  return [
+    `${number(tuned)} of ${number(steps)} steps`,
+    el(
+      "div",
+      { class: "meter", role: "img", "aria-label": `${Math.round(share)} % tuned` },
+      bar,
+    ),
+  ];
+}
 
 export class Models {
   title = "Models";
@@ -372,6 +391,30 @@ export class Models {
     );
   }
 
+  /** Shows and hides the form that changes settings; it is above the settings. */
+  #changeButton(details) {
+    this.changing = el("div", { hidden: true });
+    const button = el(
+      "button",
+      {
+        "aria-expanded": "false",
+        onclick: () => {
+          const open = this.changing.hidden;
+          this.changing.hidden = !open;
+          button.setAttribute("aria-expanded", String(open));
+          const changed = async (reply) => {
+            this.message.textContent = `Changed ${reply.name}: ${reply.note}`;
+            await this.#showDetail(reply.name);
+          };
+          show(this.changing, open ? new SettingsForm(details, changed).node : []);
+          if (open) this.changing.querySelector("select").focus();
+        },
+      },
+      "Change settings",
+    );
+    return button;
+  }
+
   #detail(details) {
     const { settings } = details;
     const pair = (name, value) => [el("dt", {}, name), el("dd", {}, value)];
@@ -387,10 +430,17 @@ export class Models {
       el(
         "section",
         { class: "panel", "aria-label": `Settings of ${details.name}` },
-        el("div", { class: "bar" }, el("h2", {}, details.name), classTag(settings.class)),
+        el(
+          "div",
+          { class: "bar" },
+          el("h2", {}, details.name),
+          classTag(settings.class),
+          el("div", { class: "end" }, this.#changeButton(details)),
+        ),
         el(
           "div",
           { class: "body" },
+          this.changing,
           el(
             "dl",
             { class: "pairs" },
@@ -403,7 +453,7 @@ export class Models {
             pair(
               "Batching",
               details.batching.possible
-                ? `${settings.batching}, along ${details.batching.symbol}`
+                ? `${settings.batching.policy}, along ${details.batching.symbol}`
                 : `none: ${details.batching.reason}`,
             ),
             details.batch_times_us.length
@@ -417,6 +467,7 @@ export class Models {
             pair("Inputs", details.inputs.map(tensor)),
             pair("Outputs", details.outputs.map(tensor)),
             pair("Weights", `${bytes(details.weight_bytes)}${settings.pinned ? ", pinned" : ""}`),
+            pair("Tuning", tuningText(details.tuning)),
             pair(
               "Steps",
               `${details.steps}: ${operators
@@ -425,13 +476,9 @@ export class Models {
                 .join(", ")}${operators.length > 14 ? " …" : ""}`,
             ),
           ),
-          el(
-            "p",
-            { class: "note" },
-            "Settings are in the model's file in the repository; a new registration replaces them.",
-          ),
         ),
       ),
+      new StepsPanel(details).node,
       this.#tryPanel(details),
     );
   }

@@ -49,7 +49,7 @@ macro_rules! files {
     };
 }
 
-static FILES: [ConsoleFile; 16] = files![
+static FILES: [ConsoleFile; 18] = files![
     "index.html",
     "docs.html",
     "style.css",
@@ -62,7 +62,9 @@ static FILES: [ConsoleFile; 16] = files![
     "models.js",
     "now.js",
     "plan.js",
+    "settings.js",
     "spans.js",
+    "steps.js",
     "timeline.js",
     "try.js",
     "way.js",

@@ -24,7 +24,9 @@ pub mod tls;
 pub use auth::{AccessOptions, JwtOptions};
 pub use connection::ConnectionLimits;
 pub use node::LocalNode;
-pub use node::loader::{LoadError, LoadedModel, ModelLoader, RepositoryEntry, check_cancelled};
+pub use node::loader::{
+    KeptSettings, LoadError, LoadedModel, ModelLoader, RepositoryEntry, check_cancelled,
+};
 pub use server::{
     BoundServer, InheritedSockets, PlanFn, RunningServer, Server, ServerError, ServerOptions,
 };

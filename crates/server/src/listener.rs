@@ -413,7 +413,7 @@ fn preflight(origin: HeaderValue) -> Response<ResponseBody> {
     *response.status_mut() = StatusCode::NO_CONTENT;
     let headers = response.headers_mut();
     headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
-    let methods = HeaderValue::from_static("GET, POST, PUT, DELETE");
+    let methods = HeaderValue::from_static("GET, POST, PUT, PATCH, DELETE");
     headers.insert(ACCESS_CONTROL_ALLOW_METHODS, methods);
     let names = "authorization, content-type, content-encoding, inference-header-content-length, \
                  traceparent, x-request-id";

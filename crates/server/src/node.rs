@@ -15,7 +15,7 @@ use api::{
 };
 use base::{Clock, Nanos};
 use device::DeviceError;
-use model::config::Class;
+use model::config::{Class, ModelConfig, SettingsChange};
 use model::{HostMemory, Tensor};
 use runtime::batching::StaggeredBatch;
 use runtime::device_group::router::GroupModelId;
@@ -35,6 +35,8 @@ mod monitor;
 pub mod prefix_batching;
 mod registration;
 pub mod served_model;
+mod settings;
+mod step_report;
 
 use crate::heavy_work::{LARGE_BYTES, heavy, in_background};
 use crate::telemetry::unix_ns;
@@ -134,7 +136,7 @@ impl LocalNode {
             return Ok(());
         }
         Err(ApiError::unavailable(
-            "models are not loaded or unloaded by clients in this --model-control-mode",
+            "models are not loaded, unloaded or changed by clients in this --model-control-mode",
         ))
     }
 
@@ -414,6 +416,20 @@ impl Inner {
 
     /// Loads the newest version of a model. Ends early, without a change, once `cancelled` is set.
     async fn load(self: Arc<Inner>, name: String, cancelled: Arc<AtomicBool>) -> ApiResult<u64> {
+        self.load_version(name, cancelled, None).await
+    }
+
+    /// Loads a model again, with these settings instead of its own.
+    async fn load_with(self: Arc<Inner>, name: String, config: ModelConfig) -> ApiResult<u64> {
+        self.load_version(name, Arc::default(), Some(config)).await
+    }
+
+    async fn load_version(
+        self: Arc<Inner>,
+        name: String,
+        cancelled: Arc<AtomicBool>,
+        config: Option<ModelConfig>,
+    ) -> ApiResult<u64> {
         if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
             return Err(ApiError::not_found("there is no model of this name"));
         }
@@ -438,7 +454,7 @@ impl Inner {
                     &name,
                     version,
                     loaded.placed,
-                    loaded.config,
+                    settings::of_file(loaded.config, config),
                 );
                 let has_slo = served.config.slo_ms.is_some();
                 self.models.finish_load(served.clone(), released);
@@ -716,6 +732,18 @@ impl InferenceService for LocalNode {
         })
     }
 
+    fn change_settings<'a>(
+        &'a self,
+        model: ModelRef<'a>,
+        change: SettingsChange,
+    ) -> ServiceFuture<'a, Value> {
+        Box::pin(async move {
+            self.check_control()?;
+            let (name, version) = (model.name.to_string(), model.version);
+            run_detached(self.inner.clone().change_settings(name, version, change)).await
+        })
+    }
+
     fn classify(
         &self,
         request: ClassifyRequest,
@@ -734,6 +762,10 @@ impl InferenceService for LocalNode {
             let (served, group) = (served?, self.inner.device_group.clone());
             blocking_api(move || Ok(model_details::details(&served, &group))).await
         })
+    }
+
+    fn model_steps<'a>(&'a self, model: ModelRef<'a>) -> ServiceFuture<'a, Value> {
+        Box::pin(self.inner.model_steps(model))
     }
 
     fn write_metrics(&self, text: &mut String) {

@@ -10,7 +10,9 @@ use super::residency::{JointResidency, SectionWeights};
 use super::section::{Section, Side, sizes_of};
 use crate::batch::{HostStagedInputs, join, rows_of};
 use crate::residency::Residency;
-use crate::{Device, DeviceError, Program, StagedInputs, Task, check_inputs};
+use crate::{
+    Device, DeviceError, Program, RecordedStep, StagedInputs, Task, TuningProgress, check_inputs,
+};
 
 /// Sets of sizes of which it is remembered that all sections are ready.
 const MAX_READY: usize = 256;
@@ -249,6 +251,35 @@ impl Program for HybridProgram {
         let mut task = self.task(inputs, None);
         task.start_section(false)?;
         Ok(Box::new(task))
+    }
+
+    /// The steps of its tasks are the sections.
+    fn recorded_steps(&self, _: &[Vec<usize>]) -> Vec<RecordedStep> {
+        let facts = |section: &Section| {
+            let steps = &section.plan.steps;
+            let side = match section.side {
+                Side::Accelerator => "on the device",
+                Side::Host => "on the host",
+            };
+            let op = match &steps[..] {
+                [step] => format!("{} {side}", step.op.name()),
+                steps => format!("{} steps {side}", steps.len()),
+            };
+            let name = match (steps.first(), steps.last()) {
+                (Some(first), Some(last)) if steps.len() > 1 => {
+                    format!("{} to {}", first.name, last.name)
+                }
+                (first, _) => first.map(|step| step.name.clone()).unwrap_or_default(),
+            };
+            RecordedStep::named(&name, op)
+        };
+        self.sections().map(facts).collect()
+    }
+
+    fn tuning(&self) -> Option<TuningProgress> {
+        let tuned: Vec<TuningProgress> =
+            self.accelerated().filter_map(|loaded| loaded.program.tuning()).collect();
+        (!tuned.is_empty()).then(|| tuned.into_iter().sum())
     }
 
     fn specialize(&self, shapes: &[Vec<usize>]) -> Result<(), DeviceError> {

@@ -14,7 +14,7 @@ use super::program::{HybridProgram, is_refusal};
 use super::section;
 use crate::batch::{join_rows, rows_of};
 use crate::residency::Residency;
-use crate::{Device, DeviceError, Program, StagedInputs, Task};
+use crate::{Device, DeviceError, Program, RecordedStep, StagedInputs, Task, TuningProgress};
 
 /// A program of the accelerator.
 pub(super) struct WholeProgram {
@@ -90,6 +90,14 @@ impl Program for WholeProgram {
             }
             other => other,
         }
+    }
+
+    fn recorded_steps(&self, shapes: &[Vec<usize>]) -> Vec<RecordedStep> {
+        self.inner.recorded_steps(shapes)
+    }
+
+    fn tuning(&self) -> Option<TuningProgress> {
+        self.inner.tuning()
     }
 
     fn is_prepared(&self, inputs: &[Tensor]) -> bool {

@@ -26,6 +26,13 @@ pub enum Event {
         /// Maximum number of waiting requests.
         queue_capacity: usize,
     },
+    /// At most so many requests of a model wait from now on; those that wait already stay.
+    ModelQueueCapacity {
+        /// Its number.
+        model: ModelId,
+        /// The maximum.
+        queue_capacity: usize,
+    },
     /// How many real-time requests of a model may run at once, where there are queues for it; the
     /// default is one.
     ModelConcurrency {
@@ -35,7 +42,7 @@ pub enum Event {
         max_running: usize,
     },
     /// The weights of a model have so many bytes and are loaded and evicted. Sent again when they
-    /// grow.
+    /// grow, or are pinned or no longer.
     ModelWeights {
         /// Its number.
         model: ModelId,

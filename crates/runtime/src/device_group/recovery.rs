@@ -294,7 +294,14 @@ impl Shared {
         node.preload(key);
         let mut state = self.lock();
         match state.entry_mut(lost.model) {
-            Some(entry) => entry.keys[device] = Some(key),
+            Some(entry) => {
+                entry.keys[device] = Some(key);
+                let changed = (entry.config != lost.config).then(|| entry.config.clone());
+                drop(state);
+                if let Some(changed) = changed {
+                    node.set_settings(key, &lost.config, &changed);
+                }
+            }
             // It was removed meanwhile.
             None => {
                 drop(state);

@@ -262,6 +262,19 @@ impl Router {
         GroupModelId { slot: slot as u32, generation }
     }
 
+    /// Changes the properties of a model.
+    pub fn set_facts(&mut self, model: GroupModelId, facts: ModelFacts) {
+        if let Some(state) = self.model_mut(model) {
+            (state.class, state.pinned, state.held_back) =
+                (facts.class, facts.pinned, facts.held_back);
+        }
+    }
+
+    /// The device that a model always stays on.
+    pub fn home_of(&self, model: GroupModelId) -> Option<usize> {
+        self.model(model).map(|state| state.home)
+    }
+
     /// Removes a model and returns the devices that have it. Its pending requests may still end.
     pub fn remove(&mut self, model: GroupModelId) -> Vec<usize> {
         if self.model(model).is_none() {

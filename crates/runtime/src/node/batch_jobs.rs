@@ -129,6 +129,16 @@ pub(super) fn batcher_of(
 }
 
 impl BatchStaging {
+    /// Whether requests may share batches.
+    pub(super) fn is_open(&self) -> bool {
+        self.max_rows > 0
+    }
+
+    /// No further request shares a batch.
+    pub(super) fn close(&mut self) {
+        self.max_rows = 0;
+    }
+
     /// Whether inputs fit into a batch.
     pub(super) fn fits(&self, inputs: &[Tensor]) -> bool {
         (1..=self.max_rows).contains(&rows_of(inputs))

@@ -114,7 +114,8 @@ struct BatchSlot {
 struct StartedBatch<M> {
     id: RequestId,
     group: usize,
-    worker: usize,
+    /// Its worker; `None` when the workers were replaced since.
+    worker: Option<usize>,
     /// `device_time` when it started.
     began: Nanos,
     /// All members, in the order of the batch.
@@ -196,6 +197,44 @@ impl<M> Batcher<M> {
         }
         for group in &mut self.groups {
             group.policy = self.rules.policy(group.learned.profile());
+        }
+        let measured = std::mem::take(&mut self.measured);
+        self.set_profile(&measured);
+    }
+
+    /// At most so many requests wait from now on; those that wait already stay.
+    pub(super) fn set_capacity(&mut self, capacity: usize) {
+        self.capacity = capacity;
+    }
+
+    /// Changes its settings. Requests that wait stay and are batched by the new ones; batches that
+    /// run end by the old ones.
+    pub(super) fn set_rules(&mut self, rules: Rules, capacity: usize) {
+        self.capacity = capacity;
+        let staggered = self.rules.staggered();
+        let same_workers = self.rules.workers == rules.workers;
+        let batch_max = rules.batch_max();
+        self.rules = rules;
+        self.rules.set_staggered_batch(staggered);
+        if !same_workers {
+            self.jobs.iter_mut().for_each(|job| job.worker = None);
+            let worker = |batch: &usize| WorkerState { batch: *batch, running: 0 };
+            self.workers = self.rules.workers.iter().map(worker).collect();
+        }
+        for group in &mut self.groups {
+            if !same_workers {
+                group.learned = LearnedProfile::new(batch_max);
+                // The device may not be prepared for the new sizes.
+                group.batches_asked = false;
+                if let Some(slot) = &mut group.slot {
+                    // Decided again when it starts.
+                    (slot.worker, slot.count) = (0, slot.count.min(batch_max));
+                }
+            }
+            group.policy = self.rules.policy(group.learned.profile());
+            group.planned.clear();
+            group.wake = None;
+            group.recount(&self.rules);
         }
         let measured = std::mem::take(&mut self.measured);
         self.set_profile(&measured);
@@ -511,6 +550,7 @@ impl<M> Batcher<M> {
         let deadline = members.iter().map(|member| member.deadline).max().unwrap_or(Nanos::MAX);
         let all = members.iter().map(|member| (member.id, member.rows)).collect();
         let began = self.count_time(now);
+        let worker = Some(worker);
         self.jobs.push(StartedBatch { id: job, group: index, worker, began, all, members });
         FormedBatch { rows, deadline }
     }
@@ -560,7 +600,9 @@ impl<M> Batcher<M> {
             return BatchEnd::Unstarted;
         };
         let StartedBatch { group, worker, began, all, members, .. } = self.jobs.swap_remove(at);
-        self.workers[worker].running -= 1;
+        if let Some(worker) = worker {
+            self.workers[worker].running -= 1;
+        }
         let rows: usize = all.iter().map(|(_, rows)| rows).sum();
         let group = &mut self.groups[group];
         group.running -= rows;

@@ -1,10 +1,10 @@
 //! Measures batch times of a model, with best-effort runs of the lowest priority.
 
-use std::sync::mpsc::sync_channel;
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
 use base::{Nanos, Random};
-use device::Program;
+use device::{Program, Task};
 use model::config::Class;
 use model::row_independence::batch_symbol;
 use model::sample::random_tensor;
@@ -12,7 +12,7 @@ use model::tensor::{TensorError, element_count};
 use model::{Dim, LaunchPlan, Tensor, ValueInfo};
 
 use super::submission::Submission;
-use super::{ModelKey, Node, Rejection, Reply};
+use super::{ModelKey, Node, Rejection, Reply, RequestHandle};
 use crate::batching::StaggeredBatch;
 use crate::core::ModelId;
 
@@ -23,6 +23,7 @@ const RUNS: usize = 3;
 /// A model is measured at one size; requests may have others.
 const OPEN_PICTURE: [usize; 5] = [320, 224, 64, 32, 1];
 const OPEN: [usize; 5] = [128, 64, 32, 8, 1];
+pub(super) const SIZES: usize = OPEN.len();
 
 /// Max bytes of the inputs of a measurement. A model that declares larger ones is not measured:
 /// making them would take the memory and time that requests need.
@@ -42,7 +43,8 @@ impl Node {
         let found = {
             let state = self.shared.lock();
             state.model(model).map(|entry| {
-                let batcher = entry.batching.as_ref().map(|(batcher, _)| batcher.rules());
+                let batching = entry.batching.as_ref().filter(|_| entry.is_batched());
+                let batcher = batching.map(|(batcher, _)| batcher.rules());
                 let batches = batcher.map_or_else(|| vec![1], |rules| rules.batches());
                 (entry.program.clone(), batches, batcher.and_then(|rules| rules.objective()))
             })
@@ -85,7 +87,8 @@ impl Node {
     /// The largest batch of `model`; `None` without batching.
     pub fn max_batch(&self, model: ModelKey) -> Option<usize> {
         let state = self.shared.lock();
-        state.model(model)?.batching.as_ref().map(|(batcher, _)| batcher.max_batch())
+        let entry = state.model(model).filter(|entry| entry.is_batched())?;
+        entry.batching.as_ref().map(|(batcher, _)| batcher.max_batch())
     }
 
     fn measure(
@@ -98,17 +101,19 @@ impl Node {
         let plan = program.plan();
         let mut random = Random::new(1);
         let fits = |size: &usize| {
-            let inputs = inputs(plan, 1, *size, &mut random).ok()?;
+            let inputs = sample_inputs(plan, 1, *size, &mut random).ok()?;
             self.run_behind(model, program, inputs).map(|_| *size)
         };
-        let Some(size) = (0..OPEN.len()).collect::<Vec<_>>().iter().find_map(fits) else {
+        let Some(size) = (0..SIZES).collect::<Vec<_>>().iter().find_map(fits) else {
             return Vec::new();
         };
         let mut times: Vec<BatchTime> = Vec::new();
         for rows in batches {
             let mut best = None;
             for _ in 0..RUNS {
-                let Ok(inputs) = inputs(plan, *rows, size, &mut random) else { return times };
+                let Ok(inputs) = sample_inputs(plan, *rows, size, &mut random) else {
+                    return times;
+                };
                 // Larger batches may not fit; what was measured counts.
                 let Some((_, time)) = self.run_behind(model, program, inputs) else {
                     return times;
@@ -135,6 +140,23 @@ impl Node {
         inputs: Vec<Tensor>,
     ) -> Option<(Vec<Tensor>, Nanos)> {
         let task = program.prepare(inputs).ok()?;
+        let (_, receiver) = self.submit_behind(model, task);
+        match receiver.recv() {
+            Ok(Reply { result: Ok(outputs), timing }) => Some((outputs, timing.busy)),
+            Ok(Reply { result: Err(Rejection::Device(why)), .. }) => {
+                tracing::debug!(error = %why, "batch time not measured");
+                None
+            }
+            _ => None,
+        }
+    }
+
+    /// Submits a task behind everything else.
+    pub(super) fn submit_behind(
+        &self,
+        model: ModelKey,
+        task: Box<dyn Task>,
+    ) -> (RequestHandle, Receiver<Reply>) {
         let (sender, receiver) = sync_channel::<Reply>(1);
         let arrived = self.clock().now();
         let submission = Submission {
@@ -145,24 +167,16 @@ impl Node {
             staged: arrived,
             deadline: Nanos::MAX,
             reply: Box::new(move |reply| {
-                // The receiver below waits for it.
+                // The receiver may have given up.
                 let _ = sender.send(reply);
             }),
         };
-        self.shared.submit_alone(submission, Ok(task), None);
-        match receiver.recv() {
-            Ok(Reply { result: Ok(outputs), timing }) => Some((outputs, timing.busy)),
-            Ok(Reply { result: Err(Rejection::Device(why)), .. }) => {
-                tracing::debug!(error = %why, "batch time not measured");
-                None
-            }
-            _ => None,
-        }
+        (self.shared.submit_alone(submission, Ok(task), None), receiver)
     }
 }
 
 /// Random inputs with so many rows; other symbolic dimensions have the size of index `size`.
-fn inputs(
+pub(super) fn sample_inputs(
     plan: &LaunchPlan,
     rows: usize,
     size: usize,
@@ -217,7 +231,7 @@ mod tests {
 
     #[test]
     fn inputs_that_a_model_declares_too_large_are_not_made() {
-        let made = |shapes: &[&[Dim]]| inputs(&plan(shapes), 2, 0, &mut Random::new(1));
+        let made = |shapes: &[&[Dim]]| sample_inputs(&plan(shapes), 2, 0, &mut Random::new(1));
         assert_eq!(made(&[&[Dim::Fixed(3), Dim::Unknown]]).unwrap()[0].shape(), [3, 128]);
         // 4 TiB: the process would be killed while it fills them.
         assert!(made(&[&[Dim::Fixed(1 << 40)]]).is_err());

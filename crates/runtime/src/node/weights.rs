@@ -54,6 +54,11 @@ impl EntryWeights {
         })
     }
 
+    /// Pins them, or no longer; whether that is a change.
+    pub(super) fn set_pinned(&mut self, pinned: bool) -> bool {
+        std::mem::replace(&mut self.pinned, pinned) != pinned
+    }
+
     pub(super) fn event(&self, model: ModelId) -> Event {
         Event::ModelWeights { model, bytes: self.bytes, pinned: self.pinned }
     }

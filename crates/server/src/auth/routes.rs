@@ -68,7 +68,12 @@ pub(crate) fn rest(method: &Method, path: &str) -> Need {
         ["v2", "atoll", "queries", name, "infer"] => Need::of(INFER).model(name),
         ["v2", "atoll", "queries", name] if reads => Need::of(ANY).model(name),
         ["v2", "atoll", "queries", name, ..] => Need::of(ADMIN).model(name).change("query"),
+        // It changes nothing, and takes time of the device.
+        ["v2", "atoll", "models", name, "steps"] => Need::of(OVERVIEW).model(name),
         ["v2", "atoll", "models", name, ..] if reads => Need::of(OVERVIEW).model(name),
+        ["v2", "atoll", "models", name] if method == Method::PATCH => {
+            Need::of(REGISTER).model(name).change("settings")
+        }
         ["v2", "atoll", "models", name, ..] => Need::of(REGISTER).model(name).change("registry"),
         _ if reads => Need::of(ANY),
         // What is not known here may change something.
@@ -144,6 +149,7 @@ mod tests {
             ("PUT", "/v2/atoll/queries/q"),
             ("DELETE", "/v2/atoll/queries/q"),
             ("DELETE", "/v2/atoll/models/m"),
+            ("PATCH", "/v2/atoll/models/m"),
             ("POST", "/v2/atoll/models/m/rollback"),
             ("POST", "/v2/atoll/models/m/canary"),
             ("POST", "/v2/atoll/models/m/versions/2/canary"),

@@ -26,6 +26,17 @@ pub struct RepositoryEntry {
     pub version: u64,
 }
 
+/// How long changed settings of a model hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KeptSettings {
+    /// They are in the record of the registered version.
+    InRegistry,
+    /// They are in the data folder, until the model's settings in its repository change.
+    InDataFolder,
+    /// Until the model is loaded again, for this reason.
+    UntilLoad(String),
+}
+
 /// Why a model cannot be loaded.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum LoadError {
@@ -109,6 +120,21 @@ pub trait ModelLoader: Send + Sync + 'static {
     /// Returns the version that was in force and the one that is.
     fn roll_back(&self, _name: &str, _version: Option<u64>) -> Result<(u64, u64), LoadError> {
         Err(no_registry())
+    }
+
+    /// The settings of `name` in its files, without those that were changed since.
+    fn settings(&self, _name: &str, _version: u64) -> Result<ModelConfig, LoadError> {
+        Err(LoadError::Unsupported("the settings of this server's models are fixed".to_string()))
+    }
+
+    /// Keeps the settings of `name`, for loads that follow.
+    fn keep_settings(
+        &self,
+        _name: &str,
+        _version: u64,
+        _config: &ModelConfig,
+    ) -> Result<KeptSettings, LoadError> {
+        Ok(KeptSettings::UntilLoad("this server keeps no settings".to_string()))
     }
 
     /// Notes on disk that the model is being measured, until the result is dropped. If the process

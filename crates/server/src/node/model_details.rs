@@ -3,12 +3,14 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use device::TuningProgress;
 use model::row_independence::{batch_symbol, mixing_step};
 use model::{LaunchPlan, ValueId};
 use runtime::DeviceGroup;
 use serde_json::{Value, json};
 
 use super::served_model::ServedModel;
+use super::settings::settings_json;
 
 /// What is known of a served model without running it.
 pub(super) fn details(served: &ServedModel, group: &Arc<DeviceGroup>) -> Value {
@@ -32,16 +34,7 @@ pub(super) fn details(served: &ServedModel, group: &Arc<DeviceGroup>) -> Value {
         "name": *served.name,
         "version": *served.version_text,
         "devices": devices,
-        "settings": {
-            "class": config.class.as_str(),
-            "priority": config.priority,
-            "slo_ms": config.slo_ms,
-            "timeout_ms": config.timeout_ms,
-            "queue_capacity": config.queue_capacity,
-            "pinned": config.pinned,
-            "max_batch_size": config.max_batch_size,
-            "batching": config.batching.policy.as_str(),
-        },
+        "settings": settings_json(config),
         "labels": config.labels.len(),
         "classifies_images": config.preprocessing.is_some(),
         "inputs": tensors(&plan.inputs),
@@ -51,7 +44,19 @@ pub(super) fn details(served: &ServedModel, group: &Arc<DeviceGroup>) -> Value {
         "weight_bytes": plan.constant_bytes(),
         "batching": batching(plan),
         "batch_times_us": times,
+        "tuning": tuning(served, group),
     })
+}
+
+/// How far the steps of a model are tuned; null where there is nothing to tune.
+fn tuning(served: &ServedModel, group: &DeviceGroup) -> Value {
+    let prefix = served.split.as_ref().and_then(|split| group.tuning(split.prefix.key));
+    let parts: Vec<TuningProgress> = prefix.into_iter().chain(group.tuning(served.key)).collect();
+    if parts.is_empty() {
+        return Value::Null;
+    }
+    let TuningProgress { tuned, steps } = parts.into_iter().sum();
+    json!({ "tuned": tuned, "steps": steps })
 }
 
 fn tensor(plan: &LaunchPlan, value: ValueId) -> Value {

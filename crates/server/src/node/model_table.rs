@@ -159,6 +159,16 @@ impl ModelTable {
         drop(old);
     }
 
+    /// Puts `changed` in the place of `served`, the same model with other settings. `false` if
+    /// `served` is no longer in service.
+    pub fn replace(&self, served: &Arc<ServedModel>, changed: Arc<ServedModel>) -> bool {
+        let mut entries = self.write();
+        let entry = entries.get_mut(&*served.name).and_then(|entry| entry.served.as_mut());
+        let Some(held) = entry.filter(|held| Arc::ptr_eq(held, served)) else { return false };
+        *held = changed;
+        true
+    }
+
     /// Takes `name` out of service. The receiver fires when its last request is done.
     pub fn begin_unload(&self, name: &str) -> ApiResult<Option<oneshot::Receiver<()>>> {
         let (served, released) = {

@@ -58,6 +58,11 @@ impl SharedSettings {
     }
 }
 
+/// Whether a change of settings changes with which models a model may share a prefix.
+pub(super) fn concerns_prefix(old: &ModelConfig, new: &ModelConfig) -> bool {
+    SharedSettings::of(old) != SharedSettings::of(new)
+}
+
 /// The prefixes of a device group.
 #[derive(Default)]
 pub struct PrefixBatching {

@@ -48,11 +48,18 @@ pub struct ServedModel {
     batched: bool,
     /// Name of the batching policy.
     batching: &'static str,
+    in_service: Arc<InService>,
+}
+
+/// Removes the model from the device group when the last reference is dropped.
+struct InService {
     device_group: Arc<DeviceGroup>,
+    key: GroupModelId,
     _released: oneshot::Sender<()>,
 }
 
 /// A prefix that runs as a model of its own.
+#[derive(Clone)]
 pub struct PrefixSplit {
     /// Where.
     pub prefix: Arc<PrefixModel>,
@@ -60,7 +67,7 @@ pub struct PrefixSplit {
     pub sources: Vec<SuffixInput>,
 }
 
-impl Drop for ServedModel {
+impl Drop for InService {
     fn drop(&mut self) {
         self.device_group.remove_model(self.key);
     }
@@ -96,8 +103,7 @@ impl ServedModel {
             split: None,
             fingerprint: LazyFingerprint::new(),
             plan,
-            device_group,
-            _released: released,
+            in_service: Arc::new(InService { device_group, key, _released: released }),
         };
         (Arc::new(served), receiver)
     }
@@ -108,7 +114,8 @@ impl ServedModel {
         placed: PlacedProgram,
         split: PrefixSplit,
     ) -> (Arc<ServedModel>, oneshot::Receiver<()>) {
-        let key = whole.device_group.add_model(placed, &whole.config);
+        let device_group = whole.in_service.device_group.clone();
+        let key = device_group.add_model(placed, &whole.config);
         let (released, receiver) = oneshot::channel();
         let served = ServedModel {
             name: whole.name.clone(),
@@ -124,10 +131,38 @@ impl ServedModel {
             split: Some(split),
             fingerprint: whole.fingerprint.clone(),
             plan: whole.plan.clone(),
-            device_group: whole.device_group.clone(),
-            _released: released,
+            in_service: Arc::new(InService { device_group, key, _released: released }),
         };
         (Arc::new(served), receiver)
+    }
+
+    /// The same model with other settings, which the device group gets too. Requests in flight keep
+    /// the instance that they found.
+    pub fn with_settings(&self, config: ModelConfig) -> Arc<ServedModel> {
+        let group = &self.in_service.device_group;
+        group.set_settings(self.key, &config);
+        let batching = match self.split {
+            // The prefix is batched.
+            Some(_) => self.batching,
+            None if group.is_batched(self.key) => config.batching.policy.as_str(),
+            None => "none",
+        };
+        Arc::new(ServedModel {
+            name: self.name.clone(),
+            version: self.version,
+            version_text: self.version_text.clone(),
+            output_names: self.output_names.clone(),
+            batched: self.batched,
+            batching,
+            config,
+            counters: self.counters.clone(),
+            usage: self.usage.clone(),
+            key: self.key,
+            split: self.split.clone(),
+            fingerprint: self.fingerprint.clone(),
+            plan: self.plan.clone(),
+            in_service: self.in_service.clone(),
+        })
     }
 
     /// Whether it takes part in prefix batching.
@@ -362,9 +397,10 @@ impl ServedModel {
     /// One instance per device with a replica; GPUs and the CPU are separate groups.
     fn instance_groups(&self) -> Vec<proto::ModelInstanceGroup> {
         use proto::model_instance_group::Kind;
-        let replicas = self.device_group.replicas(self.key);
-        let names =
-            replicas.iter().map(|(view, _)| self.device_group.names()[view.device].as_str());
+        let replicas = self.in_service.device_group.replicas(self.key);
+        let names = replicas
+            .iter()
+            .map(|(view, _)| self.in_service.device_group.names()[view.device].as_str());
         let gpus: Vec<i32> = names.filter_map(gpu_number).collect();
         let on_cpu = replicas.len() - gpus.len();
         let group = |count: usize, gpus: Vec<i32>, kind: Kind| proto::ModelInstanceGroup {
@@ -380,12 +416,15 @@ impl ServedModel {
 
     fn wire_parameters(&self) -> std::collections::BTreeMap<String, proto::ModelParameter> {
         let value = |string_value: String| proto::ModelParameter { string_value };
-        let profile = super::profile_text(&self.device_group.profile_of(self.key));
+        let profile = super::profile_text(&self.in_service.device_group.profile_of(self.key));
         let prefix = self.split.as_ref().map(|split| split.prefix.name.clone());
         let known = [
             ("atoll_prefix", Some(prefix.unwrap_or_default())),
             ("atoll_batching", Some(self.batching.to_string())),
-            ("atoll_batch_max", self.device_group.max_batch(self.key).map(|max| max.to_string())),
+            (
+                "atoll_batch_max",
+                self.in_service.device_group.max_batch(self.key).map(|max| max.to_string()),
+            ),
             ("atoll_class", Some(self.config.class.as_str().to_string())),
             ("atoll_priority", Some(self.config.priority.to_string())),
             ("atoll_pinned", Some(self.config.pinned.to_string())),

@@ -116,6 +116,10 @@ fn put(path: &'static str, id: &'static str, summary: &'static str) -> Operation
     operation(Method::PUT, path, id, summary)
 }
 
+fn patch(path: &'static str, id: &'static str, summary: &'static str) -> Operation {
+    operation(Method::PATCH, path, id, summary)
+}
+
 fn delete(path: &'static str, id: &'static str, summary: &'static str) -> Operation {
     operation(Method::DELETE, path, id, summary)
 }
@@ -257,6 +261,14 @@ fn registry() -> Vec<Operation> {
             .takes(form)
             .json("Registered")
             .fails(fails),
+        patch(
+            "/v2/atoll/models/{model}",
+            "change_settings",
+            "Changes settings of a loaded model; no request is lost",
+        )
+        .takes(RequestBody::Json("SettingsChange"))
+        .json("ChangedSettings")
+        .fails(fails),
         delete("/v2/atoll/models/{model}", "delete_model", "Deletes a registered model")
             .json("Deleted")
             .fails(&[501, 503]),
@@ -325,6 +337,13 @@ fn canaries() -> Vec<Operation> {
 
 fn watching() -> Vec<Operation> {
     vec![
+        post(
+            "/v2/atoll/models/{model}/steps",
+            "model_steps",
+            "Measures the steps of a model as best effort, and lists the slowest",
+        )
+        .json("ModelSteps")
+        .fails(&[501, 503]),
         get("/v2/atoll/live", "watch", "Figures and spans as an endless stream of frames")
             .with(&["spans", "interval_ms"])
             .media("application/octet-stream")

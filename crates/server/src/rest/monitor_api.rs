@@ -1,4 +1,5 @@
-//! What viewers read: live figures and spans, traces, and why a request took long.
+//! What viewers read: live figures and spans, traces, why a request took long, and the steps of a
+//! model.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use http::{Response, StatusCode};
 use serde::Deserialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::model_api::ModelPath;
 use super::response::{self, HandlerResult};
 use crate::server::AppState;
 
@@ -24,6 +26,8 @@ use crate::server::AppState;
 const MAX_VIEWERS: usize = 16;
 /// Traces that are written at once; each takes tens of megabytes.
 const MAX_TRACES: usize = 1;
+/// Models whose steps are measured at once.
+const MAX_MEASUREMENTS: usize = 1;
 /// Maximum seconds of a trace.
 const MAX_TRACE_SECONDS: f64 = 600.0;
 /// Time between two updates of a viewer.
@@ -35,16 +39,21 @@ const FIGURES: u8 = b'J';
 /// Spans as numbers.
 const SPANS: u8 = b'S';
 
-/// How many viewers and traces there may be.
+/// How many viewers, traces and measurements there may be.
 pub(crate) struct Viewers {
     live: Arc<Semaphore>,
     traces: Arc<Semaphore>,
+    measurements: Arc<Semaphore>,
 }
 
 impl Default for Viewers {
     fn default() -> Self {
         let of = |count| Arc::new(Semaphore::new(count));
-        Viewers { live: of(MAX_VIEWERS), traces: of(MAX_TRACES) }
+        Viewers {
+            live: of(MAX_VIEWERS),
+            traces: of(MAX_TRACES),
+            measurements: of(MAX_MEASUREMENTS),
+        }
     }
 }
 
@@ -184,6 +193,13 @@ pub(super) async fn explain(
     let found = found.await.map_err(|_| ApiError::internal("the request cannot be explained"))?;
     let gone = || ApiError::not_found(format!("request {request} is no longer recorded"));
     response::json(&found.ok_or_else(gone)?)
+}
+
+pub(super) async fn steps(State(app): State<Arc<AppState>>, path: ModelPath) -> HandlerResult {
+    let model = path.model()?;
+    let _guard = app.requests.admit()?;
+    let _place = take(&app.viewers.measurements, "measurements at once")?;
+    response::json(&app.service.model_steps(model).await?)
 }
 
 pub(super) async fn cluster(State(app): State<Arc<AppState>>) -> HandlerResult {

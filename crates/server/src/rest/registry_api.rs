@@ -1,27 +1,48 @@
 //! The registry: deletes models, rolls them back, and serves versions as canaries. `classify_api`
-//! registers them.
+//! registers them. Settings change here too, also of models in a repository.
 
 use std::sync::Arc;
 
-use api::{ApiError, CanaryOptions};
+use api::{ApiError, CanaryOptions, InferOptions};
 use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{Extension, State};
 use http::HeaderMap;
+use model::config::SettingsChange;
 use serde_json::json;
 
 use super::body;
 use super::model_api::ModelPath;
 use super::response::{self, HandlerResult};
+use crate::auth::Caller;
 use crate::server::AppState;
 
 /// Maximum size of a canary's options.
 const MAX_CANARY_BYTES: usize = 1 << 16;
+/// Maximum size of a change of settings.
+const MAX_CHANGE_BYTES: usize = 1 << 16;
 
 pub(super) async fn delete(State(app): State<Arc<AppState>>, path: ModelPath) -> HandlerResult {
     let model = path.model()?;
     let _guard = app.requests.admit()?;
     let count = app.service.delete_model(model).await?;
     response::json(&json!({ "name": model.name, "deleted_versions": count }))
+}
+
+pub(super) async fn change_settings(
+    State(app): State<Arc<AppState>>,
+    Extension(caller): Extension<Arc<Caller>>,
+    path: ModelPath,
+    headers: HeaderMap,
+    body: Body,
+) -> HandlerResult {
+    let model = path.model()?;
+    let _guard = app.requests.admit()?;
+    let (bytes, _memory) = body::read(&app, &headers, body, MAX_CHANGE_BYTES).await?;
+    let change = SettingsChange::parse(&bytes).map_err(ApiError::invalid)?;
+    // A caller gives a model no class and no priority that its own requests could not have.
+    let (class, priority) = change.class_and_priority().map_err(ApiError::invalid)?;
+    caller.limit(&mut InferOptions { class, priority, ..InferOptions::default() })?;
+    response::json(&app.service.change_settings(model, change).await?)
 }
 
 pub(super) async fn roll_back(State(app): State<Arc<AppState>>, path: ModelPath) -> HandlerResult {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::handler::Handler;
-use axum::routing::{MethodRouter, any, delete, get, post, put};
+use axum::routing::{MethodRouter, any, delete, get, patch, post, put};
 use http::Method;
 
 use super::response;
@@ -53,6 +53,14 @@ impl Routes {
         T: 'static,
     {
         self.add(Method::PUT, path, put(handler))
+    }
+
+    pub(super) fn patch<H, T>(self, path: &'static str, handler: H) -> Routes
+    where
+        H: Handler<T, Arc<AppState>>,
+        T: 'static,
+    {
+        self.add(Method::PATCH, path, patch(handler))
     }
 
     pub(super) fn delete<H, T>(self, path: &'static str, handler: H) -> Routes

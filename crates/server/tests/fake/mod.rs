@@ -15,7 +15,7 @@ use model::config::ModelConfig;
 use model::op::{Op, Unary};
 use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 use runtime::PlacedProgram;
-use server::{LoadError, LoadedModel, ModelLoader, RepositoryEntry};
+use server::{KeptSettings, LoadError, LoadedModel, ModelLoader, RepositoryEntry};
 
 /// A device on which every segment takes the same time and finishes only when allowed.
 pub struct FakeDevice {
@@ -278,6 +278,20 @@ impl ModelLoader for FakeLoader {
         };
         self.add(&request.name, 1, config);
         Ok(1)
+    }
+
+    fn settings(&self, _: &str, _: u64) -> Result<ModelConfig, LoadError> {
+        Ok(ModelConfig::default())
+    }
+
+    fn keep_settings(
+        &self,
+        name: &str,
+        version: u64,
+        config: &ModelConfig,
+    ) -> Result<KeptSettings, LoadError> {
+        self.add(name, version, config.clone());
+        Ok(KeptSettings::InRegistry)
     }
 
     fn delete(&self, name: &str, version: Option<u64>) -> Result<usize, LoadError> {

@@ -14,4 +14,5 @@ mod connections;
 mod grpc;
 mod local_node;
 mod rest;
+mod settings;
 mod tls;

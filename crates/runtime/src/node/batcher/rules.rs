@@ -82,6 +82,11 @@ impl Rules {
         std::mem::replace(&mut self.staggered, staggered) != staggered
     }
 
+    /// The batches of a backend pool, while the model is in one.
+    pub(super) fn staggered(&self) -> Option<StaggeredBatch> {
+        self.staggered
+    }
+
     /// The largest batch.
     pub(in crate::node) fn batch_max(&self) -> usize {
         self.workers.iter().copied().max().unwrap_or(1)

@@ -85,6 +85,8 @@ struct Simulation {
     running: Vec<(Nanos, RequestId)>,
     members: HashMap<usize, MemberId>,
     batch_max: usize,
+    /// Whether settings change meanwhile.
+    changing: bool,
     largest: usize,
     batches: usize,
 }
@@ -111,9 +113,21 @@ impl Simulation {
             slots: VecDeque::new(),
             running: Vec::new(),
             members: HashMap::new(),
+            changing: false,
             largest: 0,
             batches: 0,
         }
+    }
+
+    /// Changes the settings, as a client may at any time.
+    fn change_settings(&mut self) {
+        let policy = POLICIES[self.random.below(POLICIES.len() as u64) as usize];
+        let mut config = config(policy, &mut self.random);
+        config.batching.max_batch = [0, 1, 3, 16][self.random.below(4) as usize];
+        let level = PreemptionLevel::BetweenLaunches;
+        let rules = Rules::of(&config, level).expect("it batches");
+        self.batch_max = rules.batch_max();
+        self.batcher.set_rules(rules, 64);
     }
 
     /// Time of a batch: a large fixed part, a small part per row.
@@ -258,6 +272,9 @@ impl Simulation {
                 let staggered = Some(staggered).filter(|_| self.random.below(3) > 0);
                 self.batcher.set_staggered_batch(staggered);
             }
+            if self.changing && self.random.below(10) == 0 {
+                self.change_settings();
+            }
             self.update_batcher();
         }
         self.advance(Nanos::MAX);
@@ -297,6 +314,19 @@ fn every_request_ends_once_in_order_and_in_its_group() {
         for seed in 1..=40 {
             println!("{policy:?} with seed {seed}");
             let mut simulation = Simulation::new(policy, seed);
+            let gap = [5.0, 40.0, 400.0][seed as usize % 3];
+            simulation.run(400, gap, 1 + seed % 8);
+        }
+    }
+}
+
+#[test]
+fn settings_that_change_lose_no_request() {
+    for policy in POLICIES {
+        for seed in 1..=40 {
+            println!("{policy:?} with seed {seed}");
+            let mut simulation = Simulation::new(policy, seed);
+            simulation.changing = true;
             let gap = [5.0, 40.0, 400.0][seed as usize % 3];
             simulation.run(400, gap, 1 + seed % 8);
         }
