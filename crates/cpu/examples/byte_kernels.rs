@@ -1,8 +1,8 @@
 //! Times typical layers of bytes: `byte_kernels [PATTERN [THREADS]]` runs those whose name contains
 //! the pattern. Each is between two convolutions, so that images are in channel blocks.
 //!
-//! Each line has the shortest time of one run, the rate of its products, and that rate as a share of
-//! what all threads together reach on operands in their first-level caches (the first line).
+//! Each line has the shortest time of one run, the rate of its products, and that rate as a share
+//! of what all threads together reach on operands in their first-level caches (the first line).
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};

@@ -68,14 +68,13 @@ fn vnni_tile<const WORDS: usize, const STEP: usize, const BLOCKS: usize, const C
         let image = &image[offset..][..reach];
         for index in 0..WORDS {
             let mut factors = [_mm512_setzero_si512(); BLOCKS];
-            for block in 0..BLOCKS {
-                factors[block] = bytemuck::cast(weights[index * BLOCKS + block]);
+            for (block, factors) in factors.iter_mut().enumerate() {
+                *factors = bytemuck::cast(weights[index * BLOCKS + block]);
             }
-            for position in 0..COUNT {
+            for (position, sums) in sums.iter_mut().enumerate() {
                 let x = _mm512_set1_epi32(word(image, position * STEP + index * 4) as i32);
-                for block in 0..BLOCKS {
-                    let sum = &mut sums[position][block];
-                    *sum = _mm512_dpbusd_epi32(*sum, x, factors[block]);
+                for (sum, factors) in sums.iter_mut().zip(factors) {
+                    *sum = _mm512_dpbusd_epi32(*sum, x, factors);
                 }
             }
         }
@@ -104,15 +103,15 @@ fn vnni_finish<const BLOCKS: usize, const COUNT: usize>(
         let scale: __m512 = bytemuck::cast(vector(finish.scales, block));
         let bias: __m512 = bytemuck::cast(vector(finish.bias, block));
         let out = &mut out[first * LANES..][..COUNT * LANES];
-        for position in 0..COUNT {
-            let value = _mm512_cvtepi32_ps(bytemuck::cast(sums[position][block]));
+        for (sums, out) in sums.iter().zip(out.chunks_exact_mut(LANES)) {
+            let value = _mm512_cvtepi32_ps(bytemuck::cast(sums[block]));
             let value = _mm512_add_ps(_mm512_mul_ps(value, scale), bias);
             // The second operand is the result for what is no number.
             let value = _mm512_min_ps(_mm512_max_ps(value, low), high);
             let rounded = _mm512_castps_si512(_mm512_add_ps(value, round));
             let bytes = _mm512_cvtepi32_epi8(_mm512_add_epi32(rounded, zero));
             let bytes: [u8; LANES] = bytemuck::cast(bytes);
-            out[position * LANES..][..LANES].copy_from_slice(&bytes);
+            out.copy_from_slice(&bytes);
         }
     }
 }

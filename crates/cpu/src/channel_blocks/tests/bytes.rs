@@ -105,8 +105,8 @@ impl ByteDraft {
     fn groups(&mut self, inputs: usize) -> (usize, usize) {
         match self.random().below(4) {
             0 => (inputs, inputs),
-            1 if inputs % 32 == 0 => (2, 32 * between(self.random(), 1, 2)),
-            1 if inputs % 2 == 0 => (2, 2 * between(self.random(), 1, 20)),
+            1 if inputs.is_multiple_of(32) => (2, 32 * between(self.random(), 1, 2)),
+            1 if inputs.is_multiple_of(2) => (2, 2 * between(self.random(), 1, 20)),
             _ => (1, self.draft.channels()),
         }
     }

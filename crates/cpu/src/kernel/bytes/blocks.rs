@@ -1,10 +1,10 @@
 //! Bytes of images in channel blocks: 16 channels of a position lie side by side, as
-//! `[images, blocks, .., width, 16]`, so that four neighbouring channels are a word of a dot product
-//! where they are. Images of few channels are read in blocks of 4.
+//! `[images, blocks, .., width, 16]`, so that four neighbouring channels are a word of a dot
+//! product where they are. Images of few channels are read in blocks of 4.
 //!
-//! Bytes in blocks are unsigned. Those of a signed image have their highest bit inverted, which adds
-//! 128 to them and to their zero point. The last block is filled up with channels of any content:
-//! what reads them multiplies by zero or leaves them out.
+//! Bytes in blocks are unsigned. Those of a signed image have their highest bit inverted, which
+//! adds 128 to them and to their zero point. The last block is filled up with channels of any
+//! content: what reads them multiplies by zero or leaves them out.
 
 mod conv;
 mod depthwise;

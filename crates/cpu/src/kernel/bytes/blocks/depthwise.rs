@@ -113,10 +113,10 @@ impl BlockDepthwise {
                 })?;
                 Ok(())
             };
-        let all = pieces.into_vec().into_iter();
+        let mut all = pieces.into_vec().into_iter();
         match out_work(g, &out_shape) >= gemm::MIN_PARALLEL_WORK {
             true => try_for_each(all, &compute)?,
-            false => all.map(compute).collect::<Result<(), KernelError>>()?,
+            false => all.try_for_each(compute)?,
         }
         dense::output(&out_shape, out)
     }
