@@ -96,7 +96,10 @@ pub struct Frontend {
 struct Inner {
     settings: FrontendSettings,
     clock: Arc<dyn Clock>,
+    started_at: Nanos,
     records: ModelRecords,
+    /// Keeps what the store has lost.
+    retention: Mutex<Retention>,
     table: RwLock<Arc<RoutingTable>>,
     /// Incremented with every new table.
     table_changed: watch::Sender<u64>,
@@ -149,6 +152,7 @@ impl Frontend {
     ) -> Frontend {
         let inner = Arc::new(Inner {
             records: ModelRecords::new(store, keys),
+            retention: Mutex::default(),
             table: RwLock::default(),
             table_changed: watch::Sender::new(0),
             links: BackendLinks::new(settings.backend_tls.clone()),
@@ -162,13 +166,18 @@ impl Frontend {
             started: AtomicBool::new(false),
             metadata: Mutex::default(),
             spans: OnceLock::new(),
+            started_at: clock.now(),
             settings,
             clock,
         });
         let saved = inner.settings.saved.as_ref().map(StateFile::read).unwrap_or_default();
         if !saved.is_empty() {
             tracing::info!(entries = saved.len(), "routes of the last run in use");
-            inner.rebuild_table(&Arc::new(saved));
+            let saved = Arc::new(saved);
+            inner.rebuild_table(&saved);
+            // The store may have lost it, and be about to get it back.
+            *inner.retention.lock().unwrap_or_else(PoisonError::into_inner) =
+                Retention::after(saved);
         }
         Frontend { inner }
     }
@@ -177,7 +186,7 @@ impl Frontend {
     /// without it.
     pub async fn connect(&self, store: Arc<dyn Store>, keys: &Keys) -> Result<(), StoreError> {
         let entries = mirror::follow(store, keys.all()).await?;
-        let first = routing_entries(&entries.borrow());
+        let first = self.inner.retain(&routing_entries(&entries.borrow())).0;
         self.inner.rebuild_table(&first);
         let (saved, changes) = watch::channel(first);
         if let Some(file) = self.inner.settings.saved.clone() {
@@ -264,20 +273,18 @@ async fn follow(
     mut entries: watch::Receiver<KeyValues>,
     saved: watch::Sender<KeyValues>,
 ) {
-    let mut retention = Retention::default();
     let mut last = saved.borrow().clone();
     loop {
-        {
+        let pause = {
             let Some(inner) = inner.upgrade() else { return };
-            let seen = routing_entries(&entries.borrow_and_update());
-            let seen = retention.merge(inner.clock.now(), &seen);
+            let (seen, keeps) = inner.retain(&routing_entries(&entries.borrow_and_update()));
             if seen != last {
                 inner.rebuild_table(&seen);
                 saved.send_replace(seen.clone());
                 last = seen;
             }
-        }
-        let pause = if retention.is_active() { RETENTION_LOOK } else { Duration::MAX };
+            if keeps { RETENTION_LOOK } else { Duration::MAX }
+        };
         tokio::select! {
             changed = entries.changed() => if changed.is_err() { return },
             () = tokio::time::sleep(pause) => {}
@@ -288,6 +295,13 @@ async fn follow(
 impl Inner {
     fn table(&self) -> Arc<RoutingTable> {
         self.table.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The entries with what the store has lost, and whether there is such.
+    fn retain(&self, entries: &KeyValues) -> (KeyValues, bool) {
+        let mut retention = self.retention.lock().unwrap_or_else(PoisonError::into_inner);
+        let merged = retention.merge(self.clock.now(), entries);
+        (merged, retention.is_active())
     }
 
     fn rebuild_table(&self, entries: &KeyValues) {
@@ -368,7 +382,7 @@ impl Inner {
         let entry = match table.serving(model) {
             Ok(entry) => entry,
             Err(_) if self.can_wait(&table, model) => {
-                return self.infer_cold(model, request, &table).await;
+                return self.infer_cold(model, request, &table, choice).await;
             }
             Err(error) => return Err(error),
         };
@@ -382,7 +396,7 @@ impl Inner {
                     (Err(error), Some(again))
                         if is_lost(error) && self.can_wait(&self.table(), model) =>
                     {
-                        self.try_infer_cold(model, again).await
+                        self.try_infer_cold(model, again, choice).await
                     }
                     _ => reply,
                 }

@@ -310,10 +310,16 @@ fn changed(old: &ModelLoad, new: &ModelLoad, strictness: f64) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use api::CanaryOptions;
     use base::Random;
 
     use super::*;
     use crate::frontend::meter::Rates;
+    use crate::record::canary::with_canaries;
+    use crate::record::{
+        ModelRecord, ReplicaPoolRecord, RouteRecord, ScalingRecord, TargetRecord, VersionRecord,
+    };
+    use crate::scheduler::canary_judge::CanaryJudge;
     use crate::snapshot::ClusterSnapshot;
 
     /// Rates of models over a day: a wave, steps at random, and chance.
@@ -391,6 +397,111 @@ mod tests {
             println!("{all:.1} MB a day where rates change {faster} times as fast");
             assert!((1.0..90.0).contains(&all), "{all:.1} MB");
         }
+    }
+
+    /// One of `CANARIES` models with a canary: it is started again every six hours.
+    const CANARIES: usize = 4;
+
+    fn canary_record(number: u64) -> ModelRecord {
+        let (digest, enabled) = ("old".to_string(), true);
+        let record = ModelRecord { version: 1, digest, enabled, ..ModelRecord::default() };
+        let digest = "new".to_string();
+        let version = VersionRecord { version: 2, digest, bytes: 1, config: Default::default() };
+        let options = CanaryOptions { promote_after_ms: None, ..CanaryOptions::with_share(10.0) };
+        let mut record = record.with_canary(version, &options);
+        record.canary.iter_mut().for_each(|canary| canary.number = number);
+        record
+    }
+
+    fn target() -> TargetRecord {
+        TargetRecord {
+            backend: "b".to_string(),
+            grpc: String::new(),
+            http: String::new(),
+            weight: 1.0,
+            batch: 1,
+            batch_ms: 1.0,
+            cycle_ms: 1.0,
+            min_batch: 0,
+            version: 1,
+        }
+    }
+
+    /// What frontends and the leader write in a day where some models have canaries, and backends
+    /// are scaled in three pools whose numbers change with every look: both parts.
+    fn written_with_canaries() -> (usize, usize, usize) {
+        const STEP_SECONDS: u64 = 40;
+        let mut frontends: Vec<(Day, LoadReporter)> = (0..10)
+            .map(|index| {
+                let reporter = LoadReporter::new(&Keys::new("default"), &format!("f{index}"));
+                (Day::new(400, 70 + index), reporter)
+            })
+            .collect();
+        let (mut reports, mut progress, mut random) = (0, 0, Random::new(5));
+        let (mut judge, mut snapshot) = (CanaryJudge::default(), ClusterSnapshot::default());
+        for step in 0..86_400 / STEP_SECONDS {
+            let (second, number) = (step * STEP_SECONDS, step * STEP_SECONDS / 21_600 + 1);
+            let records = (0..CANARIES).map(|i| (format!("model-{i:03}"), canary_record(number)));
+            snapshot.models = with_canaries(records.collect());
+            let route = RouteRecord { targets: vec![target()], ..RouteRecord::default() };
+            let routes = snapshot.models.keys().map(|name| (name.clone(), route.clone()));
+            snapshot.routes = routes.collect();
+            for (index, (day, reporter)) in frontends.iter_mut().enumerate() {
+                let now = Nanos::from_millis(1000 * second);
+                day.advance(now, STEP_SECONDS as f64);
+                for model in 0..CANARIES {
+                    let name = format!("model-{model:03}");
+                    let load = day.report.canaries.entry(name).or_default();
+                    if load.number != number {
+                        *load = CanaryLoad { number, ..CanaryLoad::default() };
+                    }
+                    for request in 0..50 {
+                        let latency = Nanos((4e6 * (2.0 * random.unit_f64()).exp()) as u64);
+                        let canary = request % 10 == 0;
+                        let counts = if canary { &mut load.canary } else { &mut load.stable };
+                        counts.reply(latency, random.below(1000) == 0);
+                    }
+                }
+                reports += cost(&reporter.next(now, &day.report));
+                snapshot.loads.insert(format!("f{index}"), day.report.clone());
+            }
+            // The leader plans twice a second, and counts at most five seconds at once.
+            for at in (second..second + STEP_SECONDS).step_by(5) {
+                let decided = judge.step(Nanos::from_millis(1000 * at), &snapshot);
+                for (name, fresh) in decided.progress {
+                    if snapshot.canaries.get(&name) != Some(&fresh) {
+                        let key = Keys::new("default").one(RecordKind::Canary, &name);
+                        progress += cost(&[(key, encode(&fresh))]);
+                        snapshot.canaries.insert(name, fresh);
+                    }
+                }
+            }
+        }
+        let pool = ReplicaPoolRecord {
+            target: "deployment/atoll-backend-large".to_string(),
+            kind: "nvidia-a100-80gb".to_string(),
+            memory_bytes: 80 << 30,
+            ..ReplicaPoolRecord::default()
+        };
+        let target = "3 workloads".to_string();
+        let record = ScalingRecord { target, pools: vec![pool; 3], ..ScalingRecord::default() };
+        let scaling = cost(&[(Keys::new("default").scaling(), encode(&record))]);
+        (reports, progress, scaling * 86_400 / 5)
+    }
+
+    #[test]
+    fn a_day_with_canaries_and_replica_pools_is_less_than_100_megabytes() {
+        let (reports, progress, scaling) = written_with_canaries();
+        let megabytes = |bytes: usize| bytes as f64 / 1e6;
+        println!(
+            "{:.1} MB a day of ten frontends, {:.1} of {CANARIES} canaries, at most {:.1} of pools",
+            megabytes(reports),
+            megabytes(progress),
+            megabytes(scaling)
+        );
+        assert!(reports > 1_000_000 && progress > 100_000);
+        let all = megabytes(reports + progress + scaling);
+        assert!(all < 100.0, "{all:.1} MB");
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! A record of a model or query without a tombstone was not deleted but lost, and a route of a
 //! model that is to be served is about to be written again. A process that dropped them at once
-//! would refuse requests that backends can serve.
+//! would refuse requests that backends can serve. It waits for those who write them again to be
+//! there, and only then for a while: backends for records, a leader's plan for routes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,12 +17,14 @@ use crate::record::validation::{StoredRecord, read};
 use crate::record::{ModelRecord, RecordKind, RouteRecord, SplitRecord};
 use crate::store::mirror::KeyValues;
 
-/// How long a lost record of a model or query is kept.
+/// How long a lost record of a model or query is kept while there are backends.
 const RECORD_TIME: Nanos = Nanos::from_millis(60_000);
-/// How long a lost route or split is kept.
+/// How long a lost route or split is kept while there is a plan.
 const ROUTE_TIME: Nanos = Nanos::from_millis(10_000);
+/// The key of the plan's summary, without the cluster's prefix.
+const PLAN: &str = "plan";
 
-/// The last good entries, and since when some are lost.
+/// The last good entries, and since when some are lost although they could be there again.
 #[derive(Debug, Default)]
 pub struct Retention {
     last: KeyValues,
@@ -29,6 +32,11 @@ pub struct Retention {
 }
 
 impl Retention {
+    /// Starts with what was there before, of which nothing is lost yet.
+    pub fn after(last: KeyValues) -> Retention {
+        Retention { last, lost: BTreeMap::new() }
+    }
+
     /// The entries, with what was lost less than a while ago.
     pub fn merge(&mut self, now: Nanos, entries: &KeyValues) -> KeyValues {
         let mut merged: BTreeMap<String, Bytes> = BTreeMap::clone(entries);
@@ -55,9 +63,9 @@ impl Retention {
         lost: &mut BTreeMap<String, Nanos>,
     ) {
         let prefix = kind.folder_prefix();
-        let time = match kind {
-            RecordKind::Model | RecordKind::Query => RECORD_TIME,
-            _ => ROUTE_TIME,
+        let (time, restorable) = match kind {
+            RecordKind::Model | RecordKind::Query => (RECORD_TIME, has_backend(merged)),
+            _ => (ROUTE_TIME, merged.contains_key(PLAN)),
         };
         let before = self.last.range(prefix.to_string()..);
         for (key, value) in before.take_while(|(key, _)| key.starts_with(prefix)) {
@@ -67,7 +75,7 @@ impl Retention {
             }
             let is_good = seen.is_some_and(|seen| read::<T>(seen).is_ok());
             let name = &key[prefix.len()..];
-            let since = self.lost.get(key).copied().unwrap_or(now);
+            let since = self.lost.get(key).copied().filter(|_| restorable).unwrap_or(now);
             if is_good || now - since >= time || !is_wanted(kind, name, merged) {
                 continue;
             }
@@ -75,6 +83,13 @@ impl Retention {
             lost.insert(key.clone(), since);
         }
     }
+}
+
+/// Whether a backend has joined.
+fn has_backend(entries: &BTreeMap<String, Bytes>) -> bool {
+    let prefix = RecordKind::Backend.folder_prefix();
+    let first = entries.range(prefix.to_string()..).next();
+    first.is_some_and(|(key, _)| key.starts_with(prefix))
 }
 
 /// Whether the record that a route or split belongs to is there.
@@ -123,17 +138,36 @@ mod tests {
         assert!(!retention.is_active());
         assert_eq!(retention.merge(seconds(1), &entries(&[])), all);
         assert_eq!(retention.merge(seconds(9), &entries(&[("models/a", "x".into())])), all);
-        // The route stays a while after the record is back.
-        let back = entries(&[("models/a", model(true))]);
-        assert_eq!(retention.merge(seconds(10), &back), all);
+        // The route stays a while after there is a plan without it.
+        let plan = ("plan", Bytes::from("{}"));
+        let back = entries(&[("models/a", model(true)), plan.clone()]);
+        assert_eq!(retention.merge(seconds(10), &back).len(), 3);
+        assert_eq!(retention.merge(seconds(18), &back).len(), 3);
         assert!(retention.is_active());
-        assert_eq!(retention.merge(seconds(11), &back), back, "ten seconds after its loss");
+        assert_eq!(retention.merge(seconds(19), &back), back, "ten seconds without it");
         assert!(!retention.is_active());
-        assert_eq!(retention.merge(seconds(12), &all), all);
-        // Nobody restores it.
-        assert_eq!(retention.merge(seconds(20), &entries(&[])), all);
-        assert_eq!(retention.merge(seconds(79), &entries(&[])).len(), 1);
-        assert_eq!(retention.merge(seconds(80), &entries(&[])).len(), 0);
+        assert_eq!(retention.merge(seconds(20), &all), all);
+        // There are backends, and none of them restores it.
+        let joined = entries(&[("backends/b", "{}".into()), plan]);
+        assert_eq!(retention.merge(seconds(30), &joined).len(), 4);
+        assert_eq!(retention.merge(seconds(40), &joined).len(), 3);
+        assert_eq!(retention.merge(seconds(89), &joined).len(), 3);
+        assert_eq!(retention.merge(seconds(90), &joined), joined);
+    }
+
+    #[test]
+    fn an_empty_store_changes_nothing_however_long_it_takes() {
+        let route = encode(&RouteRecord::default());
+        let all = entries(&[("models/a", model(true)), ("routes/a", route)]);
+        let mut retention = Retention::after(all.clone());
+        for second in 0..1000 {
+            assert_eq!(retention.merge(seconds(second), &entries(&[])), all);
+        }
+        // A backend is back, and then the record, before the next leader has planned.
+        let joined = entries(&[("backends/b", "{}".into())]);
+        assert_eq!(retention.merge(seconds(1000), &joined).len(), 3);
+        let restored = entries(&[("backends/b", "{}".into()), ("models/a", model(true))]);
+        assert_eq!(retention.merge(seconds(1100), &restored).len(), 3);
     }
 
     #[test]

@@ -25,6 +25,7 @@ pub mod demand;
 pub mod deployment;
 mod ejected_backends;
 mod emptying;
+mod lost_records;
 pub mod maintenance;
 pub mod packing;
 pub mod placement;
@@ -38,6 +39,7 @@ pub mod splitting;
 use deployment::{DeploymentState, DeploymentStep, ModelFacts};
 use ejected_backends::EjectedBackends;
 use emptying::{Emptying, Withdrawal};
+use lost_records::held_without_record;
 use placement::PlacementSettings;
 use plan::{Curves, Demand, DutyCycle, LoadedModels, Machine, PlacedPart, Placement};
 use pooling::{BackendPools, LoadFactors};
@@ -233,7 +235,8 @@ impl Core {
         } else if now - self.seen_at < self.settings.grace {
             return None;
         }
-        self.adopt(snapshot);
+        let lost_records = held_without_record(snapshot);
+        self.adopt(snapshot, &lost_records);
         self.refused.update(snapshot);
         let present = machines(snapshot);
         let all_drained = present.iter().all(|machine| self.draining.contains(&machine.name));
@@ -257,7 +260,7 @@ impl Core {
         } else if self.placement.slack(&demands) < 1.0 {
             self.extend_placement(&machines, &demands, &curves);
         }
-        let mut decision = self.deploy(now, snapshot, &present, &demands, &curves);
+        let mut decision = self.deploy(now, snapshot, &present, &demands, &curves, lost_records);
         if withdrawal.is_some() || (present.is_empty() && self.emptying.is_scaled()) {
             decision.routes = self.withdrawn_routes(snapshot);
         }
@@ -291,12 +294,13 @@ impl Core {
     /// What backends hold although this leader has not assigned it counts as assigned, where the
     /// backend or the model is new here: after a loss of the store it stays in service until the
     /// plan has moved it.
-    fn adopt(&mut self, snapshot: &ClusterSnapshot) {
+    fn adopt(&mut self, snapshot: &ClusterSnapshot, lost_records: &BTreeMap<String, ModelFacts>) {
         for (backend, state) in &snapshot.states {
             let is_new = !self.assigned.contains_key(backend);
             let assigned = self.assigned.entry(backend.clone()).or_default();
             for (model, state) in &state.models {
-                let is_known = snapshot.models.contains_key(model);
+                let is_known =
+                    snapshot.models.contains_key(model) || lost_records.contains_key(model);
                 let is_unseen = is_new || !self.models.contains(model);
                 if is_known && is_unseen && !matches!(state, LoadState::Failed { .. }) {
                     assigned.insert(model.clone());
@@ -498,6 +502,7 @@ impl Core {
         machines: &[Machine],
         demands: &[Demand],
         curves: &Curves,
+        lost_records: BTreeMap<String, ModelFacts>,
     ) -> Decision {
         let memory =
             machines.iter().map(|machine| (machine.name.clone(), machine.memory_bytes)).collect();
@@ -506,7 +511,7 @@ impl Core {
             let facts = ModelFacts { version, memory_bytes: demand.memory_bytes };
             (demand.model.clone(), facts)
         };
-        let models = demands.iter().map(facts).collect();
+        let models = demands.iter().map(facts).chain(lost_records).collect();
         let state = DeploymentState {
             placement: &self.placement,
             assigned: &self.assigned,

@@ -1,6 +1,6 @@
 //! All records of a cluster at one moment.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use bytes::Bytes;
 use serde::Serialize;
@@ -14,7 +14,7 @@ use crate::record::signature::SignatureRecord;
 use crate::record::validation::{RECORDS_MAX, StoredRecord, read};
 use crate::record::{
     Assignment, BackendRecord, BackendState, FrontendRecord, LoadReport, ModelRecord, PlanRecord,
-    ProfileRecord, RecordKind, RouteRecord, ScalingRecord, SplitRecord, decode,
+    ProfileRecord, RecordKind, RouteRecord, ScalingRecord, SplitRecord, decode, is_tombstone,
 };
 
 /// The records, by name.
@@ -36,6 +36,9 @@ pub struct ClusterSnapshot {
     pub loads: BTreeMap<String, LoadReport>,
     /// Models, and canaries under the names that backends serve them by.
     pub models: BTreeMap<String, ModelRecord>,
+    /// Models that were deleted. One that is in neither is not known, or its record is lost.
+    #[serde(skip)]
+    pub deleted: BTreeSet<String>,
     /// Profiles, by device kind and digest.
     #[serde(skip)]
     pub profiles: HashMap<(String, String), ProfileRecord>,
@@ -118,6 +121,14 @@ fn count(entries: &BTreeMap<String, Bytes>, kind: RecordKind) -> usize {
     from.take_while(|(key, _)| key.starts_with(prefix)).count()
 }
 
+/// The models that have a tombstone in place of their record.
+fn deleted(entries: &BTreeMap<String, Bytes>) -> BTreeSet<String> {
+    let prefix = RecordKind::Model.folder_prefix();
+    let from = entries.range(prefix.to_string()..);
+    let inside = from.map_while(|(key, value)| Some((key.strip_prefix(prefix)?, value)));
+    inside.filter(|(_, value)| is_tombstone(value)).map(|(name, _)| name.to_string()).collect()
+}
+
 /// The load of each frontend: its report, and what has changed since.
 fn loads(entries: &BTreeMap<String, Bytes>) -> BTreeMap<String, LoadReport> {
     let mut loads: BTreeMap<String, LoadReport> = records(entries, RecordKind::Load);
@@ -167,6 +178,7 @@ impl ClusterSnapshot {
             frontends: records(entries, RecordKind::Frontend),
             loads: loads(entries),
             models: with_canaries(records(entries, RecordKind::Model)),
+            deleted: deleted(entries),
             profiles: profiles.into_iter().filter_map(split).collect(),
             assignments: records(entries, RecordKind::Assignment),
             routes: records(entries, RecordKind::Route),

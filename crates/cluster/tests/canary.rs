@@ -2,18 +2,17 @@
 //! each gets one reply, from a version that it may get, whatever the canary's backends do.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use api::canary::CanaryState;
 use api::error::ApiResult;
 use api::{
     CanaryChoice, CanaryOptions, ErrorKind, InferOptions, InferRequest, InferResponse,
-    InferenceService, Inputs, ModelRef, NamedTensor, RequestContext, ServerMetadata, proto,
+    InferenceService, Inputs, ModelRef, NamedTensor, RequestContext, ServerMetadata,
 };
 use base::{MonotonicClock, Random};
-use bytes::{BufMut, Bytes, BytesMut};
 use cluster::frontend::{Frontend, FrontendSettings};
 use cluster::record::canary::served_name;
 use cluster::record::{
@@ -21,136 +20,11 @@ use cluster::record::{
     TargetRecord, VersionRecord, decode, encode,
 };
 use cluster::store::{self, Store, Write};
-use http::{HeaderMap, HeaderValue, Response};
 use model::Tensor;
-use prost::Message;
-use tokio::net::TcpListener;
 
-/// What a played backend does with requests of the canary; it always serves the stable version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mood {
-    Good,
-    /// A status of gRPC.
-    Fails(u32),
-    /// It breaks the connection.
-    Breaks,
-    /// It never replies.
-    Hangs,
-}
+mod played;
 
-const INVALID_ARGUMENT: u32 = 3;
-const INTERNAL: u32 = 13;
-const UNAVAILABLE: u32 = 14;
-
-struct Backend {
-    address: String,
-    mood: Mutex<Mood>,
-    /// Requests for the canary that it has seen, and those that it answered.
-    seen: AtomicU64,
-    answered: AtomicU64,
-}
-
-impl Backend {
-    async fn start() -> Arc<Backend> {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let backend = Arc::new(Backend {
-            address: listener.local_addr().unwrap().to_string(),
-            mood: Mutex::new(Mood::Good),
-            seen: AtomicU64::new(0),
-            answered: AtomicU64::new(0),
-        });
-        let played = backend.clone();
-        tokio::spawn(async move {
-            while let Ok((stream, _)) = listener.accept().await {
-                tokio::spawn(played.clone().connection(stream));
-            }
-        });
-        backend
-    }
-
-    async fn connection(self: Arc<Backend>, stream: tokio::net::TcpStream) {
-        let Ok(mut connection) = h2::server::handshake(stream).await else { return };
-        let broken = Arc::new(AtomicBool::new(false));
-        while let Some(Ok((request, respond))) = connection.accept().await {
-            let (backend, broken) = (self.clone(), broken.clone());
-            if broken.load(SeqCst) {
-                return;
-            }
-            tokio::spawn(async move {
-                if backend.reply(request, respond).await.is_none() {
-                    broken.store(true, SeqCst);
-                }
-            });
-        }
-    }
-
-    /// `None` where the connection is to break.
-    async fn reply(
-        &self,
-        request: http::Request<h2::RecvStream>,
-        mut respond: h2::server::SendResponse<Bytes>,
-    ) -> Option<()> {
-        let mut body = request.into_body();
-        let mut bytes = BytesMut::new();
-        while let Some(data) = body.data().await {
-            let data = data.ok()?;
-            let _ = body.flow_control().release_capacity(data.len());
-            bytes.extend_from_slice(&data);
-        }
-        let message = proto::ModelInferRequest::decode(bytes.get(5..)?).ok()?;
-        let is_canary = message.model_name == served_name("m", 2);
-        let mood = if is_canary { *self.mood.lock().unwrap() } else { Mood::Good };
-        if is_canary {
-            self.seen.fetch_add(1, SeqCst);
-        }
-        let head = |status: u32| {
-            let head = Response::builder().header("content-type", "application/grpc");
-            match status {
-                0 => head.body(()).unwrap(),
-                status => head.header("grpc-status", status).body(()).unwrap(),
-            }
-        };
-        match mood {
-            Mood::Breaks => {
-                respond.send_reset(h2::Reason::INTERNAL_ERROR);
-                return None;
-            }
-            Mood::Fails(status) => {
-                respond.send_response(head(status), true).ok()?;
-                return Some(());
-            }
-            Mood::Hangs => std::future::pending().await,
-            Mood::Good => {}
-        }
-        let version: f32 = if is_canary { 2.0 } else { 1.0 };
-        let reply = proto::ModelInferResponse {
-            model_name: message.model_name,
-            model_version: format!("{version}"),
-            id: message.id,
-            outputs: vec![proto::model_infer_response::InferOutputTensor {
-                name: "y".to_string(),
-                datatype: "FP32".to_string(),
-                shape: vec![1],
-                ..Default::default()
-            }],
-            raw_output_contents: vec![version.to_le_bytes().to_vec().into()],
-            ..Default::default()
-        };
-        let mut framed = BytesMut::new();
-        framed.put_u8(0);
-        framed.put_u32(reply.encoded_len() as u32);
-        reply.encode(&mut framed).ok()?;
-        let mut stream = respond.send_response(head(0), false).ok()?;
-        stream.send_data(framed.freeze(), false).ok()?;
-        let mut trailers = HeaderMap::new();
-        trailers.insert("grpc-status", HeaderValue::from_static("0"));
-        stream.send_trailers(trailers).ok()?;
-        if is_canary {
-            self.answered.fetch_add(1, SeqCst);
-        }
-        Some(())
-    }
-}
+use played::{Backend, INTERNAL, INVALID_ARGUMENT, Mood, UNAVAILABLE, until, version_of};
 
 /// A frontend with the model `m`: version 1 in force, version 2 its canary with this share.
 struct Fixture {
@@ -274,24 +148,6 @@ impl Fixture {
         }
         report.canaries.remove("m").unwrap_or_default()
     }
-}
-
-async fn until<F: Future<Output = bool>>(what: &str, holds: impl Fn() -> F) {
-    for _ in 0..4000 {
-        if holds().await {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    panic!("{what}");
-}
-
-/// The version that a reply is from, by its output and by its name, which must agree.
-fn version_of(reply: &InferResponse) -> u64 {
-    assert_eq!((&*reply.model_name, reply.id.as_str()), ("m", "7"));
-    let value = reply.outputs[0].tensor.to_vec::<f32>().unwrap()[0];
-    assert_eq!(reply.model_version.parse::<f32>().unwrap(), value, "two versions in one reply");
-    value as u64
 }
 
 #[tokio::test]
@@ -447,4 +303,63 @@ async fn index_metadata_and_routes_agree_while_a_canary_comes_and_goes() {
     let error = fixture.send(Some(2), CanaryChoice::ByShare).await.unwrap_err();
     assert_eq!(error.kind, ErrorKind::NotFound, "{error}");
     assert_eq!(version_of(&fixture.send(None, CanaryChoice::Always).await.unwrap()), 1);
+}
+
+/// A cluster at zero: the version in force comes back first, the canary later.
+#[tokio::test]
+async fn a_request_that_waits_at_zero_gets_the_version_it_chose() {
+    let fixture = Fixture::start(50.0).await;
+    let (store, keys) = (&fixture.store, &fixture.keys);
+    let scaling = encode(&cluster::record::ScalingRecord::default());
+    let nowhere = || encode(&RouteRecord::default());
+    let route = async |name: &str| {
+        let entry = store.get(&keys.one(RecordKind::Route, name)).await.unwrap();
+        (keys.one(RecordKind::Route, name), entry.unwrap().value)
+    };
+    let (stable, canary) = (route("m").await, route("m@2").await);
+    let gone = || async {
+        let served = async |version| {
+            let model = ModelRef { name: "m", version };
+            fixture.frontend.model_ready(model).await.unwrap_or(false)
+        };
+        !served(Some(1)).await && !served(Some(2)).await
+    };
+    let choices = [
+        (None, CanaryChoice::Always, 2),
+        (None, CanaryChoice::Never, 1),
+        (Some(1), CanaryChoice::ByShare, 1),
+        (Some(2), CanaryChoice::ByShare, 2),
+        (Some(2), CanaryChoice::Never, 2),
+    ];
+    for canary_comes in [true, false] {
+        let empty = [&stable.0, &canary.0].map(|key| Write::put(key.clone(), nowhere()));
+        store.put(&keys.scaling(), scaling.clone(), None).await.unwrap();
+        store.transact(vec![], empty.to_vec()).await.unwrap();
+        until("the routes are still there", gone).await;
+        let sent = choices.iter().map(|(version, choice, _)| fixture.send(*version, *choice));
+        let arrive = async {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            store.put(&stable.0, stable.1.clone(), None).await.unwrap();
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            if canary_comes {
+                store.put(&canary.0, canary.1.clone(), None).await.unwrap();
+                return;
+            }
+            // It has ended.
+            let outcome = cluster::record::canary::CanaryOutcome::Aborted;
+            let record = fixture.record.without_canary(outcome, "it cannot be loaded");
+            let key = keys.one(RecordKind::Model, "m");
+            store.put(&key, encode(&record), None).await.unwrap();
+        };
+        let (replies, ()) = tokio::join!(futures_util::future::join_all(sent), arrive);
+        for ((version, choice, expected), reply) in choices.iter().zip(replies) {
+            match (canary_comes, version) {
+                (false, Some(2)) => {
+                    assert_eq!(reply.unwrap_err().kind, ErrorKind::NotFound, "{choice:?}");
+                }
+                (false, _) => assert_eq!(version_of(&reply.unwrap()), 1, "{choice:?}"),
+                (true, _) => assert_eq!(version_of(&reply.unwrap()), *expected, "{choice:?}"),
+            }
+        }
+    }
 }

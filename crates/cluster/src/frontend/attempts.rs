@@ -17,7 +17,7 @@ use base::{Clock, Nanos};
 use model::config::Class;
 
 use super::routing_table::{ModelEntry, RouteTarget};
-use super::{InFlightGuard, Inner, deadline_exceeded, no_backend, overloaded};
+use super::{InFlightGuard, Inner, deadline_exceeded, is_overload, no_backend, overloaded};
 use crate::balance::backend_health::{Availability, is_outlier, limit_ejections};
 use crate::balance::batch_progress::BatchPlan;
 use crate::balance::budget::AttemptBudget;
@@ -29,6 +29,10 @@ use crate::record::canary::split_served;
 const GRACE: Duration = Duration::from_millis(50);
 /// A second attempt needs at least this much remaining time.
 pub(super) const RETRY_TIME_MIN: Nanos = Nanos::from_micros(500);
+/// How long after its start a frontend waits for the first reply of a model's backends.
+const START_WAIT: Nanos = Nanos::from_millis(3000);
+/// Pause before it tries again.
+const START_PAUSE: Nanos = Nanos::from_millis(20);
 /// Share of the requests that are sent a second time because the first backend takes long, and how
 /// many of those may be kept for later.
 const HEDGE_SHARE: f64 = 0.05;
@@ -165,8 +169,49 @@ struct Chosen {
 
 impl Inner {
     /// Sends to a backend, and to a second one where the first fails or takes too long and time
-    /// remains.
+    /// remains. After a restart of everything frontends are there before the backends: until one
+    /// has replied for the model, requests wait for a moment, and one after the other tries again.
     pub(super) async fn route(
+        &self,
+        model: &str,
+        entry: &ModelEntry,
+        message: SentMessage,
+        deadline: Option<Nanos>,
+    ) -> ApiResult<proto::ModelInferResponse> {
+        if !self.is_starting(entry) {
+            return self.send(model, entry, message, deadline).await;
+        }
+        let until = deadline.unwrap_or(Nanos::MAX).min(self.started_at + START_WAIT);
+        let mut reply = self.send(model, entry, message.clone(), deadline).await;
+        loop {
+            let left = until.since(self.clock.now());
+            match &reply {
+                Err(error) if error.kind == ErrorKind::Unavailable && !is_overload(error) => {}
+                _ => return reply,
+            }
+            if left < RETRY_TIME_MIN {
+                return reply;
+            }
+            let turn = tokio::time::timeout(left.into(), entry.meter.start_turn.lock()).await;
+            let Ok(turn) = turn else { return reply };
+            let turn = self.is_starting(entry).then_some(turn);
+            if turn.is_some() {
+                tokio::time::sleep(START_PAUSE.min(left).into()).await;
+            }
+            // The backends may have other addresses by now.
+            let table = self.table();
+            let fresh = table.models.get(model).map_or(entry, |entry| entry);
+            reply = self.send(model, fresh, message.clone(), deadline).await;
+        }
+    }
+
+    /// Whether this frontend has just started, and no backend has replied for the model yet.
+    fn is_starting(&self, entry: &ModelEntry) -> bool {
+        let is_new = self.clock.now() - self.started_at < START_WAIT;
+        is_new && entry.meter.typical().as_nanos() == 0
+    }
+
+    async fn send(
         &self,
         model: &str,
         entry: &ModelEntry,

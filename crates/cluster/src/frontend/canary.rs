@@ -78,6 +78,14 @@ impl ModelEntry {
     pub fn serving_canary(&self) -> Option<&CanaryEntry> {
         self.canary.as_ref().filter(|canary| !canary.entry.targets.is_empty())
     }
+
+    /// Whether it has a canary that no backend serves yet, as far as is known.
+    pub fn awaits_canary(&self) -> bool {
+        self.canary.as_ref().is_some_and(|canary| {
+            let entry = &canary.entry;
+            !canary.record.promoted && entry.targets.is_empty() && entry.failure.is_none()
+        })
+    }
 }
 
 impl RoutingTable {

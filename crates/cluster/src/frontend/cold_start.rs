@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use api::error::ApiResult;
-use api::{ApiError, ErrorKind, InferRequest, InferResponse, ModelRef};
+use api::{ApiError, CanaryChoice, ErrorKind, InferRequest, InferResponse, ModelRef};
 use base::{Clock, Nanos};
 
 use super::Inner;
@@ -28,6 +28,8 @@ const LOOK: Duration = Duration::from_millis(500);
 const STORE_PATIENCE: Nanos = Nanos::from_millis(10_000);
 /// Times that a request waits again because its backend went away before it answered.
 const ATTEMPTS_MAX: usize = 3;
+/// Least time that a request waits for the canary it chose, once the version in force is there.
+const CANARY_WAIT: Nanos = Nanos::from_millis(5000);
 /// Seconds after which a client should retry, and the limits where a cold start was measured.
 const RETRY_SECONDS: u32 = 10;
 const RETRY_SECONDS_MAX: f64 = 60.0;
@@ -279,10 +281,11 @@ impl Inner {
         model: ModelRef<'_>,
         request: InferRequest,
         table: &RoutingTable,
+        choice: CanaryChoice,
     ) -> ApiResult<InferResponse> {
         let entry = table.known(model)?.clone();
         entry.meter.arrive(1);
-        let reply = self.try_infer_cold(model, request).await;
+        let reply = self.try_infer_cold(model, request, choice).await;
         if reply.as_ref().is_err_and(|error| super::is_refusal(error.kind)) {
             entry.meter.refuse(1);
         }
@@ -294,19 +297,28 @@ impl Inner {
         &self,
         model: ModelRef<'_>,
         request: InferRequest,
+        choice: CanaryChoice,
     ) -> ApiResult<InferResponse> {
         let _in_flight = self.enter()?;
         let arrived = self.clock.now();
         let own = request.options.timeout;
         let mut last = None;
         for _ in 0..ATTEMPTS_MAX {
-            let table = self.wait_for_backend(model, arrived, own).await?;
+            let table = self.wait_for_choice(model, choice, arrived, own).await?;
             let entry = table.serving(model)?;
             let now = self.clock.now();
             let mut attempt = request.clone();
             attempt.options.timeout = own.map(|own| own.since(now - arrived));
-            let reply = self.try_infer(model, attempt, 1, now, &table, entry).await;
-            match super::canary::under_its_name(model.name, entry, reply) {
+            let deadline = attempt.options.timeout.map(|left| now + left);
+            let send = async |version: &ModelEntry| {
+                let reply = self.try_infer(model, attempt.clone(), 1, now, &table, version).await;
+                super::canary::under_its_name(model.name, version, reply)
+            };
+            let reply = match model.version {
+                Some(_) => send(entry).await,
+                None => self.with_canary(entry, choice, (now, deadline), send).await,
+            };
+            match reply {
                 Ok(reply) => {
                     let now = self.clock.now();
                     self.note_answered(now, model.name);
@@ -332,6 +344,40 @@ impl Inner {
         if let Some((took, requests)) = self.cold_starts.lock().answered(now, model) {
             let seconds = took.0 as f64 / 1e9;
             tracing::info!(model, seconds, requests, "cold start answered");
+        }
+    }
+
+    /// As [`Inner::wait_for_backend`]. A request that had to wait, and chose the canary, waits for
+    /// that too, as long again as for the version in force; after that it is answered by it.
+    pub(super) async fn wait_for_choice(
+        &self,
+        model: ModelRef<'_>,
+        choice: CanaryChoice,
+        arrived: Nanos,
+        own: Option<Nanos>,
+    ) -> ApiResult<Arc<RoutingTable>> {
+        let mut changes = self.table_changed.subscribe();
+        let was_served = self.table().serving(model).is_ok();
+        let table = self.wait_for_backend(model, arrived, own).await?;
+        if was_served || choice != CanaryChoice::Always || model.version.is_some() {
+            return Ok(table);
+        }
+        let now = self.clock.now();
+        let (waited, half) = (now - arrived, |own: Nanos| Nanos(own.since(now - arrived).0 / 2));
+        let until = now + own.map_or(Nanos::MAX, half).min(waited.max(CANARY_WAIT));
+        loop {
+            let (table, now) = (self.table(), self.clock.now());
+            let draining = self.draining.load(std::sync::atomic::Ordering::SeqCst);
+            let comes = table.serving(model).is_ok_and(|entry| entry.awaits_canary());
+            if !comes || draining || now >= until {
+                return Ok(table);
+            }
+            tokio::select! {
+                changed = changes.changed() => if changed.is_err() {
+                    return Err(ApiError::shutting_down());
+                },
+                () = tokio::time::sleep(Duration::from(until - now).min(LOOK)) => {}
+            }
         }
     }
 

@@ -64,6 +64,8 @@ pub struct Meter {
     typical: AtomicU64,
     /// The same requests, for viewers.
     pub live: LiveCounts,
+    /// Held by the request that tries whether a backend is there after a start.
+    pub start_turn: tokio::sync::Mutex<()>,
     recent: Mutex<RecentLoad>,
 }
 

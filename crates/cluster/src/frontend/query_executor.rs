@@ -102,7 +102,7 @@ impl Inner {
         // A request that a later stage cannot serve is not started. Where backends are scaled to
         // zero it waits for all of them.
         let own = request.options.timeout;
-        let awake = self.wait_for_stages(table, query, arrived, own).await?;
+        let awake = self.wait_for_stages(table, query, context.canary, (arrived, own)).await?;
         let waited = awake.as_ref().map_or(Nanos::ZERO, |_| self.clock.now() - arrived);
         let table = awake.as_deref().unwrap_or(table);
         // The query's objective is about serving, not about starting backends.
@@ -127,8 +127,8 @@ impl Inner {
         &self,
         table: &RoutingTable,
         query: &Checked,
-        arrived: Nanos,
-        own: Option<Nanos>,
+        choice: CanaryChoice,
+        (arrived, own): (Nanos, Option<Nanos>),
     ) -> ApiResult<Option<Arc<RoutingTable>>> {
         let models =
             || query.spec.stages.iter().map(|stage| ModelRef { name: &stage.model, version: None });
@@ -143,7 +143,8 @@ impl Inner {
         if all_served {
             return Ok(None);
         }
-        try_join_all(models().map(|model| self.wait_for_backend(model, arrived, own))).await?;
+        try_join_all(models().map(|model| self.wait_for_choice(model, choice, arrived, own)))
+            .await?;
         let table = self.table();
         for model in models() {
             table.serving(model)?;

@@ -260,7 +260,7 @@ impl Inner {
         }
         let _in_flight = self.enter()?;
         let arrived = self.clock.now();
-        let table = self.wait_for_backend(model, arrived, None).await?;
+        let table = self.wait_for_choice(model, choice, arrived, None).await?;
         let entry = table.serving(model)?;
         let attempt = |version| self.classify_with(version, &request, arrived);
         self.with_canary(entry, choice, (arrived, None), attempt).await

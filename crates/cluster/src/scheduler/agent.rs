@@ -369,9 +369,11 @@ struct Planned {
     scaling_input: Option<ScalingInput>,
 }
 
-/// The records that a plan is for, which are kept for a while when they are lost.
+/// The records that a plan is for, which are kept for a while when they are lost, and the backends
+/// that write them again.
 fn models_only(entries: &KeyValues) -> KeyValues {
-    let kinds = [RecordKind::Model, RecordKind::Query].map(RecordKind::folder_prefix);
+    let kinds = [RecordKind::Model, RecordKind::Query, RecordKind::Backend];
+    let kinds = kinds.map(RecordKind::folder_prefix);
     let mine = |key: &str| kinds.iter().any(|prefix| key.starts_with(prefix));
     let mine = entries.iter().filter(|(key, _)| mine(key));
     Arc::new(mine.map(|(key, value)| (key.clone(), value.clone())).collect())

@@ -19,8 +19,13 @@ use crate::snapshot::ClusterSnapshot;
 const STEP_MAX: Nanos = Nanos::from_millis(5000);
 /// How long a canary may be without a backend while its model has some.
 const ABSENT_MAX: Nanos = Nanos::from_millis(180_000);
-/// Shortest time between two writes of a canary's progress, unless something is decided.
+/// Shortest time between two writes of a canary's progress, at first and later, unless something is
+/// decided: a twentieth of the time that it is served.
 const WRITE_INTERVAL_MS: u64 = 10_000;
+const WRITE_INTERVAL_MAX_MS: u64 = 60_000;
+const WRITE_SHARE: u64 = 20;
+/// Canaries that are written so often; more of them are written less often each.
+const WRITTEN_AT_ONCE: u64 = 4;
 
 /// What is to happen with a canary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,11 +106,12 @@ impl CanaryJudge {
         self.watched.retain(|name, watched| {
             canaries.get(name).is_some_and(|(_, canary)| canary.number == watched.number)
         });
+        let count = canaries.len() as u64;
         for (name, (record, canary)) in canaries {
             let decided = match canary.promoted {
                 true => is_settled(snapshot, name, record)
                     .then(|| (CanaryChange::Settle, "every backend serves it".to_string())),
-                false => self.watch(now, snapshot, name, canary, &mut step),
+                false => self.watch(now, snapshot, (name, count), canary, &mut step),
             };
             if let Some((change, reason)) = decided {
                 let (model, canary) = (name.clone(), canary.clone());
@@ -115,12 +121,12 @@ impl CanaryJudge {
         step
     }
 
-    /// Looks at one canary that is not decided.
+    /// Looks at one canary, of `count`, that is not decided.
     fn watch(
         &mut self,
         now: Nanos,
         snapshot: &ClusterSnapshot,
-        name: &str,
+        (name, count): (&str, u64),
         canary: &CanaryRecord,
         step: &mut CanaryStep,
     ) -> Option<(CanaryChange, String)> {
@@ -165,7 +171,7 @@ impl CanaryJudge {
         let number = canary.number;
         let fresh = CanaryProgress { number, elapsed_ms, stable, canary: counts, why };
         let is_due = |written: &CanaryProgress| {
-            elapsed_ms.saturating_sub(written.elapsed_ms) >= WRITE_INTERVAL_MS
+            elapsed_ms.saturating_sub(written.elapsed_ms) >= write_interval_ms(elapsed_ms, count)
                 || fresh.canary.requests >= 2 * written.canary.requests.max(1)
         };
         if watched.written.as_ref().is_none_or(is_due) {
@@ -176,6 +182,12 @@ impl CanaryJudge {
         }
         decided
     }
+}
+
+/// Time between two writes of the progress of one of `count` canaries.
+fn write_interval_ms(elapsed_ms: u64, count: u64) -> u64 {
+    let interval = (elapsed_ms / WRITE_SHARE).clamp(WRITE_INTERVAL_MS, WRITE_INTERVAL_MAX_MS);
+    interval * count.div_ceil(WRITTEN_AT_ONCE).max(1)
 }
 
 /// What all frontends counted of both versions.

@@ -420,3 +420,42 @@ fn a_backend_that_kept_the_old_version_gets_no_requests() {
         decision.routes["a"].targets.iter().map(|target| target.version).collect();
     assert_eq!(versions, [2].into(), "{decision:?}");
 }
+
+#[test]
+fn a_store_that_is_being_rebuilt_takes_no_model_from_backends_that_serve_it() {
+    let mut before = cluster(3, &[("a", 100.0), ("b", 10.0), ("c", 10.0)]);
+    let mut core = Core::resume(SchedulerSettings::default(), Nanos::ZERO, &before);
+    settle(&mut core, Nanos::ZERO, &mut before);
+    let holders: Vec<String> = before
+        .states
+        .iter()
+        .filter(|(_, state)| state.models.contains_key("b"))
+        .map(|(name, _)| name.clone())
+        .collect();
+    assert!(holders.len() >= 2);
+    // Backends have joined again with what they hold, and the record of 'b' is not back yet.
+    let mut rebuilt = before.clone();
+    let record = rebuilt.models.remove("b").unwrap();
+    let mut next = Core::resume(SchedulerSettings::default(), seconds(3), &rebuilt);
+    let assigned = |decision: &Decision| -> Vec<String> {
+        let has = |a: &Assignment| a.models.iter().any(|assigned| assigned.model == "b");
+        let with = decision.assignments.iter().filter(|(_, a)| has(a));
+        with.map(|(name, _)| name.clone()).collect()
+    };
+    for second in 3..90 {
+        let decision = next.step(seconds(second), &rebuilt).unwrap();
+        assert_eq!(assigned(&decision), holders, "after {second} s");
+        let routed = decision.routes["b"].targets.iter().map(|target| target.backend.clone());
+        assert_eq!(routed.collect::<Vec<_>>(), holders, "after {second} s");
+        apply(&mut rebuilt, &decision);
+    }
+    rebuilt.models.insert("b".to_string(), record);
+    let decision = next.step(seconds(90), &rebuilt).unwrap();
+    assert!(holders.iter().all(|name| assigned(&decision).contains(name)));
+    assert!(decision.routes["b"].targets.len() >= 2);
+    // A deletion is no loss.
+    rebuilt.models.remove("b");
+    rebuilt.deleted.insert("b".to_string());
+    let decision = settle(&mut next, seconds(92), &mut rebuilt);
+    assert!(assigned(&decision).is_empty() && !decision.routes.contains_key("b"));
+}
