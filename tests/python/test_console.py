@@ -96,6 +96,30 @@ def test_the_timeline_shows_real_time_cutting_best_effort(demo: str, browser: Br
     assert browser.errors() == []
 
 
+def test_copies_have_lanes_of_their_own(demo: str, browser: Browser) -> None:
+    browser.open(f"{demo}/#timeline")
+    assert browser.wait("atoll.pages.timeline.store.size > 0")
+    # Two copies at the same time, and the gathering of a batch later.
+    browser.evaluate(
+        "(() => { const { timeline } = atoll.pages; const from = timeline.store.newest;"
+        " const copy = (kind, begin, end) => [4, 0, 1, 1, 3 << 20, kind, 7, 0, 0, 0, 0, 0,"
+        " from + begin, from + end];"
+        " timeline.spans(new Float64Array([...copy(0, 1e6, 5e6), ...copy(0, 2e6, 6e6),"
+        " ...copy(1, 8e6, 9e6)])); timeline.look(from, from + 1e7); })()"
+    )
+    lanes = ("atoll.pages.timeline.store.ordered().filter((lane) => lane.kind === 4)"
+             ".map((lane) => [lane.label, lane.length])")
+    assert browser.evaluate(lanes) == [["copies", 2], ["", 1]]
+    browser.evaluate("(() => { const { store } = atoll.pages.timeline; let last = -1;"
+                     " store.forEach((slot) => { if (store.at(slot, 0) === 4"
+                     " && store.at(slot, 5) === 1) last = slot; });"
+                     " atoll.pages.timeline.select(last); })()")
+    assert browser.wait("document.querySelector('main').innerText.includes('Gathering')")
+    assert "3.0 MiB" in browser.evaluate("document.querySelector('main').innerText")
+    assert "copies" in browser.evaluate("document.querySelector('.legend').innerText")
+    assert browser.errors() == []
+
+
 def test_dropping_a_file_registers_it(registry: Server, browser: Browser) -> None:
     browser.open(f"{registry.url}/#models")
     assert browser.wait("document.querySelector('.drop')")

@@ -76,10 +76,10 @@ def test_a_change_is_seen_and_kept(models: Path, tmp_path: Path) -> None:
     server = start(tmp_path)
     digits = (ASSETS / "digits.onnx").read_bytes()
     try:
-        registered = requests.post(f"{server.url}/register", data={"name": "digits"},
+        registered = requests.post(f"{server.url}/register", data={"name": "numbers"},
                                    files={"model": ("digits.onnx", digits)}, timeout=60)
-        assert registered.ok
-        for model, kept in [(MODEL, "data_folder"), ("digits", "registry")]:
+        assert registered.ok, registered.text
+        for model, kept in [(MODEL, "data_folder"), ("numbers", "registry")]:
             reply = change(server, {"class": "rt", "slo_ms": 40, "timeout_ms": 900}, model)
             assert reply.ok and reply.json()["kept"] == kept, reply.text
         # Requests that name no class have the new one.
@@ -94,7 +94,7 @@ def test_a_change_is_seen_and_kept(models: Path, tmp_path: Path) -> None:
         server.stop()
     again = start(tmp_path)
     try:
-        for model in [MODEL, "digits"]:
+        for model in [MODEL, "numbers"]:
             settings = settings_of(again, model)
             assert (settings["class"], settings["slo_ms"]) == ("rt", 40), model
         # Nothing is written where the user's files are.

@@ -12,13 +12,21 @@ import requests
 from accessibility import violations
 from browser import Browser
 from secure import token
-from support import ASSETS, Server, make_repository, serve
+from support import ASSETS, Server, make_repository, serve, wait_for
 
 DIGITS = (ASSETS / "digits.onnx").read_bytes()
 
 
 def steps(server: Server, model: str = "digits", **kwargs: object) -> requests.Response:
     return requests.post(f"{server.url}/v2/atoll/models/{model}/steps", timeout=60, **kwargs)
+
+
+def measured(server: Server, model: str = "digits", **kwargs: object) -> requests.Response:
+    """The report; a model that was just loaded is being measured for other reasons."""
+    replies = [steps(server, model, **kwargs)]
+    wait_for(lambda: replies[-1].status_code != 503
+             or replies.append(steps(server, model, **kwargs)) is not None)
+    return replies[-1]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_the_slowest_steps_come_first(served: Server) -> None:
-    reply = steps(served)
+    reply = measured(served)
     assert reply.ok, reply.text
     report = reply.json()
     times = [step["us"] for step in report["steps"]]
@@ -73,7 +81,8 @@ def test_who_may_not_see_all_models_may_not_measure(models: Path, tmp_path: Path
         assert steps(server, "add_sub").status_code == 401
         assert steps(server, "add_sub", headers=bearer(infer)).status_code == 403
         # It changes nothing.
-        assert steps(server, "add_sub", headers=bearer(metrics)).ok
+        reply = measured(server, "add_sub", headers=bearer(metrics))
+        assert reply.ok, reply.text
     finally:
         server.stop()
 

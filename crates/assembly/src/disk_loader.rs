@@ -188,8 +188,8 @@ impl DiskLoader {
         Ok(LoadedModel { placed, config: manifest.config.clone(), version: manifest.version })
     }
 
-    /// The settings of a repository's model: those of its files, unless clients changed them and the
-    /// files have not changed since.
+    /// The settings of a repository's model: those of its files, unless clients changed them and
+    /// the files have not changed since.
     fn with_changes(
         &self,
         entry: &model::repository::RepositoryEntry,

@@ -26,6 +26,8 @@ pub enum Span {
     Load(LoadSpan),
     /// Weights that were evicted.
     Eviction(EvictionSpan),
+    /// Inputs or outputs that were copied.
+    Copy(CopySpan),
 }
 
 impl Span {
@@ -36,6 +38,7 @@ impl Span {
             Span::Run(span) => span.began,
             Span::Load(span) => span.began,
             Span::Eviction(span) => span.at,
+            Span::Copy(span) => span.began,
         }
     }
 
@@ -46,6 +49,7 @@ impl Span {
             Span::Run(span) => span.ended,
             Span::Load(span) => span.ended,
             Span::Eviction(span) => span.at,
+            Span::Copy(span) => span.ended,
         }
     }
 }
@@ -145,6 +149,52 @@ pub struct EvictionSpan {
     pub model: ModelKey,
     /// When.
     pub at: Nanos,
+}
+
+/// What was copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopyKind {
+    /// The inputs of a request, to where the device takes them from: pinned memory of a GPU, or
+    /// memory of the CPU device.
+    Stage,
+    /// The staged inputs of a batch's members, to one batch.
+    Gather,
+    /// Inputs, to the memory of a simulated device.
+    ToDevice,
+    /// The outputs of a job, to where its replies are made of.
+    Outputs,
+}
+
+impl CopyKind {
+    /// What it does, in a few words.
+    pub const fn name(self) -> &'static str {
+        match self {
+            CopyKind::Stage => "stage inputs",
+            CopyKind::Gather => "gather batch",
+            CopyKind::ToDevice => "copy to device",
+            CopyKind::Outputs => "copy outputs",
+        }
+    }
+}
+
+/// Inputs or outputs that were copied. Copies of a GPU's own are parts of its runs: to time them
+/// takes calls of the driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopySpan {
+    /// The number of the request, or of the job of a batch.
+    pub job: u64,
+    /// Its model.
+    pub model: ModelKey,
+    /// Its class.
+    pub class: Class,
+    /// What was copied.
+    pub kind: CopyKind,
+    /// When it began.
+    pub began: Nanos,
+    /// When it ended.
+    pub ended: Nanos,
+    /// Bytes; 0 where they are not known.
+    pub bytes: u64,
 }
 
 /// A short word for how a request ended.

@@ -52,7 +52,7 @@ export class Models {
     this.error = el("p", { class: "error", role: "alert" });
     /** Why there is no list now; goes when there is one again. */
     this.lost = el("p", { class: "error", role: "status" });
-    this.detail = el("div", { class: "grid" });
+    this.detail = el("div", { class: "grid wide-cells" });
     this.input = el("input", {
       type: "file",
       accept: ".onnx",

@@ -5,6 +5,7 @@ export const REQUEST = 0;
 export const RUN = 1;
 export const LOAD = 2;
 export const EVICTION = 3;
+export const COPY = 4;
 
 // Fields of a span. The last two are the same for every kind.
 export const F = {
@@ -31,12 +32,17 @@ export const F = {
   // Loads.
   bytes: 4,
   urgent: 5,
+  // Copies, with bytes as loads.
+  copyKind: 5,
+  copyJob: 6,
   from: 12,
   to: 13,
 };
 
 /** Rows in which the requests of one model and class are drawn. */
 const REQUEST_ROWS = 6;
+/** Rows in which the copies of a device are drawn: clients copy at the same time. */
+const COPY_ROWS = 3;
 
 /** A row of the timeline: spans that do not overlap, in the order of their ends. */
 class Lane {
@@ -153,15 +159,23 @@ export class SpanStore {
         "",
       );
     }
+    if (kind === COPY) {
+      const row = this.#row(`${device}/2c`, COPY_ROWS, this.at(slot, F.from));
+      return this.#lane(`${device}/2c/${row}`, row ? "" : "copies", COPY, device, "");
+    }
     if (kind !== REQUEST) return this.#lane(`${device}/2`, "weights", LOAD, device, "");
     const [model, kindOf] = [this.at(slot, F.model), this.at(slot, F.class)];
     const group = `${device}/3/${kindOf}/${String(model).padStart(8, "0")}`;
-    const from = this.at(slot, F.from);
-    let row = 0;
-    // The last row takes what overlaps more.
-    while (row < REQUEST_ROWS - 1 && (this.lanes.get(`${group}/${row}`)?.last ?? -Infinity) > from)
-      row += 1;
+    const row = this.#row(group, REQUEST_ROWS, this.at(slot, F.from));
     return this.#lane(`${group}/${row}`, "", REQUEST, device, group);
+  }
+
+  /** The first row of a group that is free at `from`; the last one takes what overlaps more. */
+  #row(group, rows, from) {
+    let row = 0;
+    while (row < rows - 1 && (this.lanes.get(`${group}/${row}`)?.last ?? -Infinity) > from)
+      row += 1;
+    return row;
   }
 
   /** Lanes from top to bottom. */

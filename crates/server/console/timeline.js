@@ -1,8 +1,8 @@
 // The page Timeline: the latest runs and requests of each device, and why a request took its time.
 
 import { getJson, send } from "./api.js";
-import { classTag, el, show, tick, time } from "./dom.js";
-import { EVICTION, F, LOAD, REQUEST, RUN, SpanStore } from "./spans.js";
+import { bytes, classTag, el, show, tick, time } from "./dom.js";
+import { COPY, EVICTION, F, LOAD, REQUEST, RUN, SpanStore } from "./spans.js";
 import { wayOf } from "./way.js";
 
 const LABEL_WIDTH = 132;
@@ -33,6 +33,12 @@ const EMPTY = "No runs yet: send a request, or wait.";
 const FRONTEND =
   "A frontend runs no models. The console of each backend has a timeline; the page Now leads there.";
 const RUN_ENDS = ["done", "preempted", "failed"];
+const COPIES = [
+  "Staging of inputs",
+  "Gathering of a batch",
+  "Copy to the device",
+  "Copy of outputs",
+];
 
 export class Timeline {
   title = "Timeline";
@@ -167,6 +173,7 @@ export class Timeline {
                 ["fill-be", "best effort"],
                 ["fill-cut", "preempted; from the request to leaving"],
                 ["fill-load", "loads"],
+                ["fill-copy", "copies"],
                 ["fill-dim", "waiting"],
               ].map(([fill, text]) => el("li", {}, el("i", { class: fill }), text)),
             ),
@@ -255,6 +262,7 @@ export class Timeline {
         "be",
         "cut",
         "load",
+        "copy",
         "bad",
         "ground",
         "focus",
@@ -565,9 +573,12 @@ export class Timeline {
           "dl",
           { class: "pairs" },
           pair("Took", time(length)),
-          kind === LOAD ? pair("Size", `${(s(F.bytes) / 2 ** 20).toFixed(1)} MiB`) : [],
+          kind === EVICTION ? [] : pair("Size", bytes(s(F.bytes))),
+          kind === COPY ? pair("Job", `#${s(F.copyJob)}`) : [],
         ),
-        `${kind === LOAD ? "Load" : "Eviction"} of ${name}`,
+        kind === COPY
+          ? `${COPIES[s(F.copyKind)]} of ${name}`
+          : `${kind === LOAD ? "Load" : "Eviction"} of ${name}`,
       );
     }
   }
@@ -761,7 +772,13 @@ export class Timeline {
       const best = data[base + 3] === 1;
       const kind = data[base];
       const colour =
-        kind === LOAD || kind === EVICTION ? colours.load : best ? colours.be : colours.rt;
+        kind === COPY
+          ? colours.copy
+          : kind === LOAD || kind === EVICTION
+            ? colours.load
+            : best
+              ? colours.be
+              : colours.rt;
       if (kind === REQUEST) this.#request(c, base, x, wide, y, height, colour, scale);
       else this.#run(c, slot, base, x, wide, y, height, colour, scale);
       if (slot === this.#selected || slot === this.#hover) {
@@ -781,6 +798,7 @@ export class Timeline {
     const { data } = this.store;
     const { colours } = this;
     const kind = data[base];
+    if (kind === COPY) return colours.copy;
     if (kind === LOAD || kind === EVICTION) return colours.load;
     if (kind === REQUEST && data[base + F.end] !== 0) return colours.bad;
     if (kind === RUN && data[base + F.preemptAsked]) return colours.cut;

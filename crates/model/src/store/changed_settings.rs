@@ -64,7 +64,8 @@ impl Store {
         })
     }
 
-    /// Sets the changed settings of the repository's model at `path`, or forgets them. Durable when it returns.
+    /// Sets the changed settings of the repository's model at `path`, or forgets them. Durable when
+    /// it returns.
     ///
     /// # Errors
     /// When the database cannot be written.

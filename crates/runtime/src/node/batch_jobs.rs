@@ -20,6 +20,7 @@ use super::{
     DueReply, Job, ModelKey, Rejection, Reply, ReplyResult, ReplyTarget, Shared, State, Timing,
 };
 use crate::core::{End, Event, ModelId, RequestId};
+use crate::spans::CopyKind;
 
 /// Maximum number of queued preparations.
 const MAX_PREPARATIONS: usize = 256;
@@ -172,12 +173,16 @@ impl Shared {
         sizes: Vec<(String, usize)>,
         staged: Box<dyn StagedInputs>,
     ) -> Admission {
-        let Submission { model, class, priority, arrived, deadline, .. } = submission;
+        let Submission { model, class, priority, arrived, staged: ready_at, .. } = submission;
+        let Submission { deadline, copy, .. } = submission;
         if let Some(fault) = &state.fault {
             return Admission::Refused(submission, Rejection::Device(fault.clone()));
         }
         let busy = state.core.pending() + state.batches.members >= self.max_requests;
         let number = state.spans.next_number();
+        if let Some(copy) = copy {
+            state.record_copy(CopyKind::Stage, (number, model, class), copy, ready_at);
+        }
         let Some(entry) = state.model_mut(model) else {
             return Admission::Refused(submission, Rejection::NoSuchModel);
         };
@@ -368,10 +373,23 @@ impl Shared {
         }
         let (rows, deadline) = (formed.rows, formed.deadline);
         events.push_back(Event::BatchFormed { request, rows, deadline });
-        let staged = batcher.members_of(request).filter_map(|member| member.payload.staged.take());
-        let task = entry.program.gather(staged.collect())?;
-        if let Some(job) = state.jobs.get_mut(request.slot()).and_then(Option::as_mut) {
-            (job.task, job.rows) = (Some(task), rows);
+        let mut bytes = 0;
+        let take = |member: &mut Member<BatchMember>| {
+            bytes += member.payload.submission.bytes;
+            member.payload.staged.take()
+        };
+        let staged: Vec<_> = batcher.members_of(request).filter_map(take).collect();
+        let copy = self.time_copy(bytes);
+        let task = entry.program.gather(staged)?;
+        let gathered = copy.map(|copy| (copy, self.clock.now()));
+        let key = ModelKey { slot: model.0, generation: entry.generation };
+        let Some(job) = state.jobs.get_mut(request.slot()).and_then(Option::as_mut) else {
+            return Ok(());
+        };
+        (job.task, job.rows) = (Some(task), rows);
+        if let Some((copy, ended)) = gathered {
+            let of = (job.number, key, job.class);
+            state.record_copy(CopyKind::Gather, of, copy, ended);
         }
         Ok(())
     }

@@ -8,6 +8,7 @@ use device::{Completion, CompletionSink, DeviceError, Outcome};
 use super::{DueReply, Job, Rejection, Reply, ReplyTarget, Shared, State};
 use crate::core::{End, Event, ModelId};
 use crate::policy::PreemptionPoint;
+use crate::spans::CopyKind;
 
 /// How a segment ended.
 pub(super) struct SegmentEnd {
@@ -31,6 +32,7 @@ impl Shared {
             failed: matches!(outcome, Outcome::Failed(_)),
             busy,
         };
+        let began = self.clock.now();
         let (event, task, outputs, failure) = match outcome {
             Outcome::Preempted => {
                 let point = PreemptionPoint::before(next_step);
@@ -43,6 +45,7 @@ impl Shared {
                 Err(err) => (Event::SegmentFailed { queue, busy }, None, None, Some(err)),
             },
         };
+        let copied = outputs.as_deref().and_then(|outputs| self.timed_outputs(began, outputs));
         let mut state = self.lock();
         let preempted = state.record_queue_free(self.clock.now(), queue, &end);
         if let Some(job) = state.jobs.get_mut(token as usize).and_then(Option::as_mut) {
@@ -51,9 +54,12 @@ impl Shared {
             job.failure = failure;
             job.timing.busy += busy;
             job.timing.preemptions += u32::from(preempted);
-            let model = job.model;
+            let (number, model, class) = (job.number, job.model, job.class);
             if let Some(entry) = &mut state.models[model.0 as usize] {
                 entry.stats.preemptions += u64::from(preempted);
+            }
+            if let (Some((copy, ended)), Some(key)) = (copied, state.key(model)) {
+                state.record_copy(CopyKind::Outputs, (number, key, class), copy, ended);
             }
         }
         self.step(state, event);

@@ -166,6 +166,8 @@ impl Node {
             arrived,
             staged: arrived,
             deadline: Nanos::MAX,
+            bytes: 0,
+            copy: None,
             reply: Box::new(move |reply| {
                 // The receiver may have given up.
                 let _ = sender.send(reply);

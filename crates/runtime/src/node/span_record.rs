@@ -1,17 +1,54 @@
-//! Spans of a node, recorded when requests, runs and loads end.
+//! Spans of a node, recorded when requests, runs, copies and loads end.
 
 use base::Nanos;
+use model::Tensor;
+use model::config::Class;
 
 use super::completion::SegmentEnd;
 use super::preemptions::QueueJob;
 use super::submission::Submission;
-use super::{Job, Node, Rejection, ReplyResult, ReplyTarget, State, Timing};
+use super::{Job, ModelKey, Node, Rejection, ReplyResult, ReplyTarget, Shared, State, Timing};
 use crate::core::{End, ModelId};
 use crate::spans::ring::SpanRead;
-use crate::spans::{EvictionSpan, RequestSpan, RunEnd, RunSpan, Span};
+use crate::spans::{CopyKind, CopySpan, EvictionSpan, RequestSpan, RunEnd, RunSpan, Span};
 
 /// Spans that are copied while the lock is held.
 const MAX_COPIED: usize = 1_024;
+
+/// Smaller copies take hardly longer than to record them.
+const COPY_BYTES_MIN: u64 = 64 << 10;
+
+/// What takes less did not copy so many bytes: they were shared.
+const COPY_TIME_MIN: Nanos = Nanos::from_micros(1);
+
+/// Bytes of tensors.
+pub(super) fn bytes_of(tensors: &[Tensor]) -> u64 {
+    tensors.iter().map(|tensor| tensor.size_bytes() as u64).sum()
+}
+
+/// A copy that began.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CopyTimer {
+    began: Nanos,
+    bytes: u64,
+}
+
+impl Shared {
+    /// Begins to time a copy of so many bytes, if it is worth that.
+    pub(super) fn time_copy(&self, bytes: u64) -> Option<CopyTimer> {
+        (bytes >= COPY_BYTES_MIN).then(|| CopyTimer { began: self.clock.now(), bytes })
+    }
+
+    /// A copy of these outputs that began at `began`.
+    pub(super) fn timed_outputs(
+        &self,
+        began: Nanos,
+        outputs: &[Tensor],
+    ) -> Option<(CopyTimer, Nanos)> {
+        let bytes = bytes_of(outputs);
+        (bytes >= COPY_BYTES_MIN).then(|| (CopyTimer { began, bytes }, self.clock.now()))
+    }
+}
 
 impl Node {
     /// Appends at most `limit` of the latest spans, from position `from` on.
@@ -51,6 +88,20 @@ fn end_of(result: &ReplyResult) -> End {
 }
 
 impl State {
+    /// Records a copy for a request or a job.
+    pub(super) fn record_copy(
+        &mut self,
+        kind: CopyKind,
+        (job, model, class): (u64, ModelKey, Class),
+        CopyTimer { began, bytes }: CopyTimer,
+        ended: Nanos,
+    ) {
+        if ended - began >= COPY_TIME_MIN {
+            let span = CopySpan { job, model, class, kind, began, ended, bytes };
+            self.spans.record(Span::Copy(span));
+        }
+    }
+
     /// Records a request that ran alone, or never ran.
     pub(super) fn record_request(&mut self, now: Nanos, job: &Job, end: End) {
         let (Some(model), ReplyTarget::Request(_)) = (self.key(job.model), &job.reply_to) else {

@@ -11,11 +11,13 @@ use model::config::Class;
 use super::announcement::Announcement;
 use super::batch_jobs::{Admission, BatchStaging};
 use super::preparation::UnpreparedRequest;
+use super::span_record::{CopyTimer, bytes_of};
 use super::{
     CheckedPadding, Job, ModelEntry, ModelKey, Node, Rejection, Reply, ReplyFn, ReplyTarget,
     Request, RequestHandle, RequestLocation, Shared, Timing,
 };
 use crate::core::{Event, ModelId};
+use crate::spans::CopyKind;
 
 /// A request whose options are resolved, and where its reply goes.
 pub(super) struct Submission {
@@ -26,6 +28,10 @@ pub(super) struct Submission {
     /// When its inputs were staged.
     pub(super) staged: Nanos,
     pub(super) deadline: Nanos,
+    /// Bytes of its inputs.
+    pub(super) bytes: u64,
+    /// Its inputs are being copied.
+    pub(super) copy: Option<CopyTimer>,
     pub(super) reply: ReplyFn,
 }
 
@@ -75,6 +81,8 @@ impl Node {
             arrived,
             staged: arrived,
             deadline: timeout.map_or(Nanos::MAX, |timeout| arrived + timeout),
+            bytes: bytes_of(&inputs),
+            copy: None,
             reply,
         };
         let class = submission.class;
@@ -114,6 +122,7 @@ impl Shared {
         program: &Arc<dyn Program>,
         staging: Option<BatchStaging>,
     ) -> RequestHandle {
+        let submission = Submission { copy: self.time_copy(submission.bytes), ..submission };
         let model = submission.model;
         let announced = submission.class == Class::RealTime && self.announces_arrivals;
         let mut announcement = Announcement { shared: self, made: false };
@@ -226,9 +235,12 @@ impl Shared {
             return submission.refuse(Rejection::QueueFull { capacity: shared.max_requests });
         };
         let model = ModelId(key.slot);
-        let Submission { class, priority, arrived, deadline, reply, .. } = submission;
+        let Submission { class, priority, arrived, deadline, copy, reply, .. } = submission;
         let timing = Timing { arrived, prepared, first: true, ..Timing::default() };
         let (number, reply_to) = (state.spans.next_number(), ReplyTarget::Request(reply));
+        if let Some(copy) = copy {
+            state.record_copy(CopyKind::Stage, (number, key, class), copy, prepared);
+        }
         let class_of_job = (class, priority, deadline);
         state.keep(id, Job::new(number, model, class_of_job, Some(task), reply_to, timing));
         let arrival = Event::Arrival { request: id, model, class, priority, deadline };

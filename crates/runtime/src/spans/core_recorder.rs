@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use base::Nanos;
 
-use super::{EvictionSpan, LoadSpan, RequestSpan, RunEnd, RunSpan, Span};
+use super::{CopyKind, CopySpan, EvictionSpan, LoadSpan, RequestSpan, RunEnd, RunSpan, Span};
 use crate::core::{Action, End, Event, ModelId, RequestId, SimEvent};
 use crate::node::ModelKey;
 
@@ -84,6 +84,16 @@ impl CoreRecorder {
                 let span = self.requests.get_mut(&request.order());
                 if let Some(span) = span.filter(|span| span.started == Nanos::ZERO) {
                     span.staged = now;
+                    let copy = CopySpan {
+                        job: span.job,
+                        model: span.model,
+                        class: span.class,
+                        kind: CopyKind::ToDevice,
+                        began: span.arrived,
+                        ended: now,
+                        bytes: 0,
+                    };
+                    self.record(Span::Copy(copy));
                 }
             }
             Event::SegmentDone { queue, .. } => self.run_ended(now, queue, None, RunEnd::Done),

@@ -1,6 +1,6 @@
 //! Spans in the trace event format that Perfetto and `chrome://tracing` open.
 //!
-//! A process is a device, its threads are the queues. Requests are nested asynchronous spans,
+//! A process is a device, its threads are the queues. Requests and copies are asynchronous spans,
 //! because they overlap.
 
 use std::fmt::Write as _;
@@ -9,7 +9,7 @@ use base::Nanos;
 use model::config::Class;
 
 use super::explanation::explain;
-use super::{RequestSpan, RunEnd, RunSpan, Span, end_name};
+use super::{CopySpan, RequestSpan, RunEnd, RunSpan, Span, end_name};
 use crate::node::ModelKey;
 
 /// Thread of loads and evictions; queues have lower numbers.
@@ -114,7 +114,7 @@ fn write_device(out: &mut Writer, process: usize, device: &DeviceTrace<'_>, expl
     let requests = device.spans.iter().filter(|span| matches!(span, Span::Request(_))).count();
     let unexplained = requests.saturating_sub(explained);
     let by_end = SpansByEnd::new(device.spans);
-    let mut seen = 0;
+    let (mut seen, mut copies) = (0, 0);
     for span in device.spans {
         match span {
             Span::Run(run) => write_run(out, process, run, device.model_name),
@@ -122,6 +122,10 @@ fn write_device(out: &mut Writer, process: usize, device: &DeviceTrace<'_>, expl
                 seen += 1;
                 let near = (seen > unexplained).then(|| by_end.around(request));
                 write_request(out, process, request, near, device.model_name);
+            }
+            Span::Copy(copy) => {
+                copies += 1;
+                write_copy(out, process, copy, copies, device.model_name);
             }
             Span::Load(load) => {
                 let name = format!("load {}", (device.model_name)(load.model));
@@ -204,6 +208,28 @@ fn write_run(
     }
 }
 
+fn write_copy(
+    out: &mut Writer,
+    process: usize,
+    copy: &CopySpan,
+    number: usize,
+    model_name: &dyn Fn(ModelKey) -> String,
+) {
+    // Clients copy at the same time; each copy has an id of its own.
+    let common = format!(",\"cat\":\"copy\",\"id2\":{{\"local\":\"copy {number}\"}}");
+    let begin = format!(
+        "{common},\"ts\":{},\"args\":{{\"model\":{},\"class\":\"{}\",\"job\":{},\"bytes\":{}}}",
+        micros(copy.began),
+        quoted(&model_name(copy.model)),
+        class_name(copy.class),
+        copy.job,
+        copy.bytes
+    );
+    out.event('b', process, 0, copy.kind.name(), &begin);
+    let end = format!("{common},\"ts\":{}", micros(copy.ended));
+    out.event('e', process, 0, copy.kind.name(), &end);
+}
+
 fn write_request(
     out: &mut Writer,
     process: usize,
@@ -254,7 +280,7 @@ mod tests {
 
     use super::*;
     use crate::core::End;
-    use crate::spans::{EvictionSpan, LoadSpan};
+    use crate::spans::{CopyKind, EvictionSpan, LoadSpan};
 
     const MODEL: ModelKey = ModelKey::new(0, 1);
 
@@ -291,7 +317,17 @@ mod tests {
         };
         let rest = RunSpan { began: at(30), ended: at(59), end: RunEnd::Done, ..run };
         let (began, ended, bytes) = (at(1), at(4), 1 << 20);
+        let copy = CopySpan {
+            job: 1,
+            model: MODEL,
+            class: Class::BestEffort,
+            kind: CopyKind::Gather,
+            began: at(6),
+            ended: at(9),
+            bytes: 77,
+        };
         vec![
+            Span::Copy(copy),
             Span::Load(LoadSpan { model: MODEL, began, ended, bytes, urgent: true, failed: false }),
             Span::Run(run),
             Span::Run(rest),
@@ -345,7 +381,7 @@ mod tests {
             |name_of| DeviceTrace { name: name_of, spans: &spans, model_name: &name, lost: 2 };
         let text = write(&[device("cpu"), device("cuda:0")], 100);
         let phases = check(&text);
-        let wanted = [("M", 6), ("X", 6), ("b", 8), ("e", 8), ("i", 6)];
+        let wanted = [("M", 6), ("X", 6), ("b", 10), ("e", 10), ("i", 6)];
         let wanted = wanted.map(|(phase, count)| (phase.to_string(), count));
         assert_eq!(phases, BTreeMap::from(wanted));
         let trace: Value = serde_json::from_str(&text).expect("JSON");
@@ -356,6 +392,9 @@ mod tests {
         let request = events.iter().find(|event| event["args"]["why"].is_string());
         let why = request.expect("a request that says why")["args"]["why"].to_string();
         assert!(why.contains("in 2 parts"), "{why}");
+        let copy = events.iter().find(|event| event["cat"] == "copy").expect("a copy");
+        assert_eq!(copy["name"], "gather batch");
+        assert_eq!(copy["args"]["bytes"], 77);
         // Explanations may be left out where there are too many.
         assert!(!write(&[device("cpu")], 0).contains("why"));
     }

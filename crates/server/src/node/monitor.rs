@@ -288,7 +288,7 @@ impl Monitor for NodeMonitor {
                         let key = (name, class_index(request.class));
                         flows.entry(key).or_default().count(request, slo);
                     }
-                    Span::Load(_) | Span::Eviction(_) => {}
+                    Span::Load(_) | Span::Eviction(_) | Span::Copy(_) => {}
                 }
             }
             devices.push(device_flow);
@@ -457,6 +457,22 @@ fn encode(device: usize, span: &Span, out: &mut Vec<u8>) {
             0.0,
             0.0,
             f64::from(u8::from(span.failed)),
+            0.0,
+            0.0,
+            at(span.began),
+            at(span.ended),
+        ],
+        Span::Copy(span) => [
+            4.0,
+            device,
+            number(span.model),
+            class_index(span.class) as f64,
+            span.bytes as f64,
+            f64::from(span.kind as u8),
+            span.job as f64,
+            0.0,
+            0.0,
+            0.0,
             0.0,
             0.0,
             at(span.began),

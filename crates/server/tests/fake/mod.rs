@@ -208,7 +208,7 @@ fn plan(dims: &[Dim]) -> LaunchPlan {
 }
 
 /// A repository in memory. `broken` never loads, `slow_to_load` only when allowed, `image` takes
-/// images.
+/// images, `wide` long rows.
 pub struct FakeLoader {
     models: Mutex<BTreeMap<(String, u64), ModelConfig>>,
     /// Number of programs in memory.
@@ -251,6 +251,8 @@ impl ModelLoader for FakeLoader {
         }
         let dims = match name {
             "image" => [1, 3, 2, 2].map(Dim::Fixed).to_vec(),
+            // A row of 256 KiB.
+            "wide" => vec![Dim::Symbol("N".into()), Dim::Fixed(1 << 16)],
             _ => vec![Dim::Symbol("N".into()), Dim::Fixed(1)],
         };
         self.programs_alive.fetch_add(1, Ordering::SeqCst);

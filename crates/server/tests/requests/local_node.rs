@@ -343,6 +343,42 @@ fn registration(name: &str) -> RegisterRequest {
     }
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_of_large_batches_are_spans() {
+    let Fixture { node, device, .. } = start_on(FakeDevice::closed(), &["wide"]).await;
+    let ask = |value: f32| {
+        let node = node.clone();
+        let row = Tensor::from_vec(vec![1, 1 << 16], vec![value; 1 << 16]).unwrap();
+        tokio::spawn(async move { infer(&node, "wide", request(named("x", row))).await })
+    };
+    let requests: Vec<_> = (0..8u8).map(|value| ask(f32::from(value))).collect();
+    let line = "pending_request_count{model=\"wide\",version=\"1\"} 8\n";
+    wait_for_metric(&node, line).await;
+    device.open();
+    for (index, request) in requests.into_iter().enumerate() {
+        let outputs = request.await.unwrap().unwrap().outputs;
+        assert_eq!(outputs[0].tensor.to_vec::<f32>().unwrap()[7], index as f32);
+    }
+    let monitor = node.monitor().unwrap();
+    let trace = monitor.trace(Nanos::from_millis(600_000)).unwrap();
+    let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap().iter();
+    let gathers: Vec<_> = events
+        .filter(|event| event["ph"] == "b" && event["name"] == "gather batch")
+        .map(|event| &event["args"])
+        .collect();
+    // The first ran before the others came; some of these shared a batch.
+    let joined = gathers.iter().filter(|args| args["bytes"].as_u64() >= Some(2 << 18));
+    assert!(joined.count() > 0, "{gathers:?}");
+    assert!(gathers.iter().all(|args| args["model"] == "wide" && args["job"].as_u64() > Some(0)));
+    // A viewer gets them as numbers: kind, device, model, class, bytes.
+    let spans = monitor.update(&mut Default::default(), true).spans;
+    let numbers: Vec<f64> =
+        spans.chunks_exact(8).map(|b| f64::from_le_bytes(b.try_into().unwrap())).collect();
+    let copies = numbers.chunks_exact(14).filter(|span| span[0] == 4.0 && span[5] == 1.0);
+    assert_eq!(copies.count(), gathers.len());
+}
+
 #[tokio::test]
 async fn a_registration_that_cannot_be_loaded_is_removed() {
     let Fixture { node, .. } = start(INSTANT, &[]).await;
