@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use model::op::Op;
 use model::{DataType, NarrowType, Tensor, ValueId};
 
+use crate::constants::Constants;
 use crate::content;
 use crate::infer::{self, Fact, InferError, ValueKind};
 use model::dim::SymDim;
@@ -54,7 +55,7 @@ pub struct Graph {
     /// The model's outputs, in its order. Their values carry the names the model gave them.
     pub outputs: Vec<ValueId>,
     /// Weights and other constants.
-    pub constants: BTreeMap<ValueId, Tensor>,
+    pub constants: Constants,
     /// What control flow runs, by the number in its operator. A body's inputs are its arguments,
     /// then what it captures: the last operands of its node.
     pub bodies: BTreeMap<u32, Vec<Graph>>,
@@ -71,7 +72,7 @@ impl Graph {
 
     /// The elements of `id`, when it is a constant.
     pub fn constant(&self, id: ValueId) -> Option<&Tensor> {
-        self.constants.get(&id)
+        self.constants.get(id)
     }
 
     /// The dimensions of `id`, when the rank is known.

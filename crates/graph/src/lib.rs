@@ -44,6 +44,7 @@
 //! ```
 
 pub mod bind;
+pub mod constants;
 pub mod content;
 pub mod dump;
 pub mod hash;
@@ -53,6 +54,7 @@ pub mod onnx;
 pub mod pass;
 
 pub use bind::bind;
+pub use constants::Constants;
 pub use hash::{plan_hashes, subgraph_hashes};
 pub use ir::{Graph, GraphNode, Value};
 pub use model::dim::SymDim;

@@ -50,54 +50,151 @@ impl PassReport {
         self.rewrites.iter().filter(|(name, _)| *name == pass).map(|(_, count)| count).sum()
     }
 
+    #[cfg(test)]
+    fn total(&self) -> usize {
+        self.rewrites.iter().map(|(_, count)| count).sum()
+    }
+
     fn add(&mut self, pass: &'static str, count: usize) {
         match self.rewrites.iter_mut().find(|(name, _)| *name == pass) {
             Some((_, total)) => *total += count,
             None => self.rewrites.push((pass, count)),
         }
     }
+}
 
-    fn total(&self) -> usize {
-        self.rewrites.iter().map(|(_, count)| count).sum()
+/// How many rewrites a pass made, and whether it changed anything: what it notes down without a
+/// rewrite may matter to other passes, too.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PassResult {
+    pub(crate) rewrites: usize,
+    pub(crate) changed: bool,
+}
+
+impl From<usize> for PassResult {
+    fn from(rewrites: usize) -> PassResult {
+        PassResult { rewrites, changed: rewrites > 0 }
     }
 }
 
-type Pass = fn(&mut Graph) -> usize;
+struct Pass {
+    name: &'static str,
+    run: fn(&mut Graph) -> PassResult,
+    /// Operators of which it rewrites one at least: without them it has nothing to do.
+    roots: fn(&Op) -> bool,
+}
 
 /// In this order: simple shapes first, then patterns that later fusions would hide, then fusions.
-const PASSES: [(&str, Pass); 14] = [
-    ("identity", identity::run),
-    ("gather", gather::run),
-    ("reshape", reshape::run),
-    ("dead", dead::run),
-    ("quantization", quantization::run),
-    ("norm", norm::run),
-    ("group_norm", group_norm::run),
-    ("activation", activation::run),
-    ("einsum", einsum::run),
-    ("attention", attention::run),
-    ("product", product::run),
-    ("padding", padding::run),
-    ("batch_norm", batch_norm::run),
-    ("epilogue", epilogue::run),
+const PASSES: [Pass; 14] = [
+    Pass { name: "identity", run: identity::noted, roots: |_| true },
+    Pass {
+        name: "gather",
+        run: |graph| gather::run(graph).into(),
+        roots: |op| matches!(op, Op::Gather { .. } | Op::GatherNd { .. }),
+    },
+    Pass {
+        name: "reshape",
+        run: |graph| reshape::run(graph).into(),
+        roots: |op| matches!(op, Op::Reshape { .. }),
+    },
+    Pass { name: "dead", run: |graph| dead::run(graph).into(), roots: |_| true },
+    Pass {
+        name: "quantization",
+        run: |graph| quantization::run(graph).into(),
+        roots: |op| matches!(op, Op::QuantizeLinear { .. }),
+    },
+    Pass {
+        name: "norm",
+        run: |graph| norm::run(graph).into(),
+        roots: |op| matches!(op, Op::Binary(_)),
+    },
+    Pass {
+        name: "group_norm",
+        run: |graph| group_norm::run(graph).into(),
+        roots: |op| matches!(op, Op::InstanceNorm { .. } | Op::GroupNorm { .. }),
+    },
+    Pass {
+        name: "activation",
+        run: |graph| activation::run(graph).into(),
+        roots: |op| matches!(op, Op::Binary(_) | Op::Softmax(_)),
+    },
+    Pass {
+        name: "einsum",
+        run: |graph| einsum::run(graph).into(),
+        roots: |op| matches!(op, Op::Einsum { .. }),
+    },
+    Pass {
+        name: "attention",
+        run: |graph| attention::run(graph).into(),
+        roots: |op| matches!(op, Op::MatMul(_) | Op::Attention { .. }),
+    },
+    Pass {
+        name: "product",
+        run: |graph| product::run(graph).into(),
+        roots: |op| matches!(op, Op::MatMul(_) | Op::Gemm(_)),
+    },
+    Pass {
+        name: "padding",
+        run: |graph| padding::run(graph).into(),
+        roots: |op| matches!(op, Op::Pad { .. }),
+    },
+    Pass {
+        name: "batch_norm",
+        run: |graph| batch_norm::run(graph).into(),
+        roots: |op| matches!(op, Op::BatchNorm { .. } | Op::Conv(_) | Op::ConvTranspose(_)),
+    },
+    Pass {
+        name: "epilogue",
+        run: |graph| epilogue::run(graph).into(),
+        roots: |op| matches!(op, Op::Binary(_) | Op::Variadic(_) | Op::Unary(_) | Op::Clip),
+    },
 ];
+
+/// Passes of a round: those above, and three that need more than the graph or end the round.
+const PASSES_OF_A_ROUND: usize = PASSES.len() + 3;
 
 /// Rewrites `graph` into an equivalent one that runs faster, until nothing changes. With an
 /// `evaluator`, everything that depends only on constants is computed now.
 pub fn optimize(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> PassReport {
-    let mut report = PassReport::default();
+    let mut rounds = Rounds::default();
     let mut budget = fold::FoldBudget::new(graph);
     for _ in 0..MAX_ROUNDS {
-        let before = report.total();
-        report.add("fold", fold::run(graph, evaluator, &mut budget));
-        report.add("control", control::run(graph, evaluator));
-        for (name, pass) in PASSES {
-            report.add(name, pass(graph));
+        rounds.step("fold", || fold::noted(graph, evaluator, &mut budget));
+        rounds.step("control", || control::run(graph, evaluator).into());
+        for Pass { name, run, roots } in &PASSES {
+            rounds.step(name, || match graph.nodes.iter().any(|node| roots(&node.op)) {
+                true => run(graph),
+                false => 0usize.into(),
+            });
         }
-        report.add("dead", dead::run(graph));
-        if report.total() == before {
+        rounds.step("dead", || dead::run(graph).into());
+        if rounds.are_done() {
             break;
         }
     }
-    report
+    rounds.report
+}
+
+/// Rounds over all passes.
+#[derive(Default)]
+struct Rounds {
+    report: PassReport,
+    /// Passes since the last one that changed something. When they are all, each has seen the
+    /// graph as it is and changed nothing: so would the next round.
+    idle: usize,
+}
+
+impl Rounds {
+    fn are_done(&self) -> bool {
+        self.idle >= PASSES_OF_A_ROUND
+    }
+
+    fn step(&mut self, name: &'static str, run: impl FnOnce() -> PassResult) {
+        if self.are_done() {
+            return;
+        }
+        let PassResult { rewrites, changed } = run();
+        self.report.add(name, rewrites);
+        self.idle = if changed { 0 } else { self.idle + 1 };
+    }
 }

@@ -153,7 +153,7 @@ impl Net {
     /// Every value on the CPU device.
     fn values(&self) -> HashMap<ValueId, Tensor> {
         let mut known: HashMap<ValueId, Tensor> =
-            self.graph.constants.clone().into_iter().collect();
+            self.graph.constants.iter().map(|(id, tensor)| (id, tensor.clone())).collect();
         known.extend(self.graph.inputs.iter().copied().zip(self.feeds.iter().cloned()));
         for node in &self.graph.nodes {
             let inputs: Vec<Option<Tensor>> =

@@ -149,7 +149,7 @@ fn evaluate(op: &Op, inputs: &[Option<Tensor>], outputs: usize) -> Option<Vec<Te
 /// The outputs of `graph`, node by node on the CPU device.
 fn run(graph: &Graph, feeds: &HashMap<ValueId, Tensor>) -> Vec<Tensor> {
     let mut values = feeds.clone();
-    values.extend(graph.constants.iter().map(|(id, tensor)| (*id, tensor.clone())));
+    values.extend(graph.constants.iter().map(|(id, tensor)| (id, tensor.clone())));
     for node in &graph.nodes {
         let inputs: Vec<Option<Tensor>> =
             node.inputs.iter().map(|id| id.map(|id| values[&id].clone())).collect();

@@ -110,7 +110,7 @@ fn inline(graph: &mut Graph, index: usize, id: u32, branch: usize) {
             graph.add_value(value.name.clone(), fact)
         }));
     }
-    for (inner, tensor) in &body.constants {
+    for (inner, tensor) in body.constants.iter() {
         graph.constants.insert(ids[inner.index()], tensor.clone());
     }
     let first_free = graph.bodies.keys().max().map_or(0, |last| last + 1).max(id + 1);

@@ -27,6 +27,6 @@ pub fn run(graph: &mut Graph) -> usize {
             *output = output.filter(|id| live[id.index()]);
         }
     }
-    graph.constants.retain(|id, _| live[id.index()]);
+    graph.constants.retain(|id| live[id.index()]);
     before - graph.nodes.len()
 }

@@ -7,8 +7,8 @@ use bytes::Bytes;
 use model::op::{Binary, Op, Unary};
 use model::{DataType, Tensor, ValueId};
 
-use super::Evaluator;
 use super::quantization::weights_in_bytes;
+use super::{Evaluator, PassResult};
 use crate::content;
 use crate::ir::{Graph, GraphNode};
 use model::dim::SymDim;
@@ -45,7 +45,7 @@ pub struct FoldBudget {
 impl FoldBudget {
     /// The budget of `graph`.
     pub fn new(graph: &Graph) -> FoldBudget {
-        let own: usize = graph.constants.values().map(Tensor::size_bytes).sum();
+        let own: usize = graph.constants.iter().map(|(_, tensor)| tensor.size_bytes()).sum();
         let bytes = own.saturating_mul(MAX_GROWTH).saturating_add(MAX_TOTAL_BYTES);
         let until = Instant::now() + MAX_TIME;
         FoldBudget { bytes, filled: MAX_FILLED_BYTES, largest: own.max(MAX_BYTES), until }
@@ -72,10 +72,20 @@ impl FoldBudget {
 /// A constant may be the shape that a later node computes: what was not known of a node's outputs
 /// is inferred again before the node is looked at, so one pass follows the whole chain.
 pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>, budget: &mut FoldBudget) -> usize {
+    noted(graph, evaluator, budget).rewrites
+}
+
+/// The same; what is inferred again is a change.
+pub(super) fn noted(
+    graph: &mut Graph,
+    evaluator: Option<&dyn Evaluator>,
+    budget: &mut FoldBudget,
+) -> PassResult {
     let mut removed = vec![false; graph.nodes.len()];
+    let mut refined = false;
     let bytes = weights_in_bytes(graph);
     for (index, gone) in removed.iter_mut().enumerate() {
-        refine(graph, index);
+        refined |= refine(graph, index);
         if graph.nodes[index].outputs.iter().flatten().any(|id| bytes.contains(id)) {
             continue;
         }
@@ -94,12 +104,14 @@ pub fn run(graph: &mut Graph, evaluator: Option<&dyn Evaluator>, budget: &mut Fo
         index += 1;
         !removed[index - 1]
     });
-    removed.iter().filter(|gone| **gone).count()
+    let rewrites = removed.iter().filter(|gone| **gone).count();
+    PassResult { rewrites, changed: refined || rewrites > 0 }
 }
 
 /// Infers the outputs of node `index` again where something of them is unknown, and keeps what is
-/// known now. Inference that fails changes nothing: the node was accepted when it was read.
-fn refine(graph: &mut Graph, index: usize) {
+/// known now. Inference that fails changes nothing: the node was accepted when it was read. Returns
+/// whether more is known than before.
+fn refine(graph: &mut Graph, index: usize) -> bool {
     let node = &graph.nodes[index];
     let is_open = |id: &ValueId| {
         let value = graph.value(*id);
@@ -108,26 +120,29 @@ fn refine(graph: &mut Graph, index: usize) {
         !fixed || !(followed || value.dtype.is_float())
     };
     if !node.outputs.iter().flatten().any(is_open) {
-        return;
+        return false;
     }
-    let Ok(facts) = graph.infer(&node.op, &node.inputs, node.outputs.len()) else { return };
+    let Ok(facts) = graph.infer(&node.op, &node.inputs, node.outputs.len()) else { return false };
+    let mut changed = false;
     for (id, fact) in node.outputs.clone().into_iter().zip(facts) {
         let Some(id) = id else { continue };
         let value = &mut graph.values[id.index()];
         if fact.dtype != value.dtype {
             continue;
         }
-        value.shape = match (value.shape.take(), fact.shape) {
+        let shape = match (&value.shape, fact.shape) {
             (Some(old), Some(new)) if old.len() == new.len() => {
-                Some(old.into_iter().zip(new).map(|(old, new)| more_known(old, new)).collect())
+                Some(old.iter().cloned().zip(new).map(|(old, new)| more_known(old, new)).collect())
             }
-            (old, new) => old.or(new),
+            (old, new) => old.clone().or(new),
         };
         let all_fixed = |content: &[SymDim]| content.iter().all(is_fixed);
-        if value.content.is_none() || fact.content.as_deref().is_some_and(all_fixed) {
-            value.content = fact.content;
-        }
+        let replaced = value.content.is_none() || fact.content.as_deref().is_some_and(all_fixed);
+        let content = if replaced { fact.content } else { value.content.clone() };
+        changed |= (&shape, &content) != (&value.shape, &value.content);
+        (value.shape, value.content) = (shape, content);
     }
+    changed
 }
 
 fn is_fixed(dim: &SymDim) -> bool {

@@ -5,11 +5,17 @@ use std::collections::HashMap;
 use model::ValueId;
 use model::op::{Binary, Op, Reduce};
 
+use super::PassResult;
 use crate::ir::{Graph, GraphNode};
 use model::dim::SymDim;
 
 /// Makes readers of no-ops read their operand. Returns how many nodes became dead or were merged.
 pub fn run(graph: &mut Graph) -> usize {
+    noted(graph).rewrites
+}
+
+/// The same; a permutation that is written down is a change.
+pub(super) fn noted(graph: &mut Graph) -> PassResult {
     let outputs: Vec<bool> = {
         let mut flags = vec![false; graph.values.len()];
         graph.outputs.iter().for_each(|id| flags[id.index()] = true);
@@ -17,7 +23,7 @@ pub fn run(graph: &mut Graph) -> usize {
     };
     let mut alias: HashMap<ValueId, ValueId> = HashMap::new();
     let mut transposed: HashMap<ValueId, (ValueId, Vec<usize>)> = HashMap::new();
-    let mut count = 0;
+    let (mut count, mut written) = (0, false);
     let mut nodes = std::mem::take(&mut graph.nodes);
     nodes.retain_mut(|node| {
         for input in node.inputs.iter_mut().flatten() {
@@ -25,7 +31,10 @@ pub fn run(graph: &mut Graph) -> usize {
                 *input = *source;
             }
         }
+        let unwritten = |op: &Op| matches!(op, Op::Transpose { perm: None });
+        let before = unwritten(&node.op);
         count += usize::from(merge_transpose(graph, node, &mut transposed));
+        written |= before && !unwritten(&node.op);
         let [Some(output)] = node.outputs.as_slice() else { return true };
         let Some(source) = passed_on(graph, node, *output) else { return true };
         if outputs[output.index()] {
@@ -38,7 +47,8 @@ pub fn run(graph: &mut Graph) -> usize {
         false
     });
     graph.nodes = nodes;
-    count + rename_outputs(graph)
+    let rewrites = count + rename_outputs(graph);
+    PassResult { rewrites, changed: written || rewrites > 0 }
 }
 
 /// An output that is only passed on is renamed to the value itself.
@@ -54,7 +64,7 @@ fn rename_outputs(graph: &mut Graph) -> usize {
         else {
             continue;
         };
-        if let Some(tensor) = graph.constants.get(source).cloned() {
+        if let Some(tensor) = graph.constants.shared(*source) {
             graph.constants.insert(*output, tensor);
             graph.values[output.index()].content = graph.values[source.index()].content.clone();
             drop.push(index);

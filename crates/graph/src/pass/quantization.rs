@@ -87,6 +87,10 @@ fn parameters(graph: &Graph, node: &GraphNode) -> Option<(f32, i64)> {
 /// The dequantized weights of products of bytes. They are not computed ahead: the bytes are what a
 /// device with such products needs, and the others compute the numbers when they load a plan.
 pub(super) fn weights_in_bytes(graph: &Graph) -> HashSet<ValueId> {
+    let dequantizes = |node: &GraphNode| matches!(node.op, Op::DequantizeLinear { .. });
+    if !graph.nodes.iter().any(dequantizes) {
+        return HashSet::new();
+    }
     let producers = graph.producers();
     let dequantized = |id: Option<ValueId>| -> Option<ValueId> {
         let node = &graph.nodes[producers[id?.index()]?];

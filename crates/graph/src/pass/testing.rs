@@ -120,10 +120,10 @@ pub fn evaluate(graph: &Graph) -> Vec<Array> {
         let data = noise(1000 + index as u64, shape.iter().product());
         values.insert(*id, Array { shape, data });
     }
-    for (id, tensor) in &graph.constants {
+    for (id, tensor) in graph.constants.iter() {
         let data = content::floats(tensor)
             .unwrap_or_else(|| content::ints(tensor).unwrap().iter().map(|x| *x as f32).collect());
-        values.insert(*id, Array { shape: tensor.shape().to_vec(), data });
+        values.insert(id, Array { shape: tensor.shape().to_vec(), data });
     }
     for node in &graph.nodes {
         let inputs: Vec<Option<&Array>> =

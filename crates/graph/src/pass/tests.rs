@@ -7,7 +7,7 @@ use model::op::{
 
 use model::{Tensor, ValueId};
 
-use super::testing::{Builder, check, evaluate, names};
+use super::testing::{Builder, check, evaluate, names, noise};
 use super::*;
 use model::dim::SymDim;
 
@@ -509,7 +509,7 @@ fn dead_nodes_are_removed() {
     b.node(binary(Binary::Mul), &[x, weight]);
     let y = b.node(Op::Unary(Unary::Relu), &[x]);
     let (graph, count) = check(&b.output(y), dead::run);
-    assert_eq!((count, graph.constants.len()), (1, 0));
+    assert_eq!((count, graph.constants.iter().count()), (1, 0));
 }
 
 /// Computes running sums, which shape inference does not follow, and the places of non-zeros.
@@ -651,4 +651,81 @@ fn consecutive_rows_are_gathered_without_a_copy_and_others_are_not() {
     for other in [&[0, 2][..], &[3, 2], &[-1, 0], &[5, 6], &[4, 4]] {
         assert_eq!(gathered(other).0, None, "{other:?}");
     }
+}
+
+/// Every pass in every round, until a round rewrites nothing.
+fn without_shortcuts(graph: &mut Graph) {
+    let mut budget = fold::FoldBudget::new(graph);
+    for _ in 0..MAX_ROUNDS {
+        let mut rewrites = fold::run(graph, None, &mut budget) + control::run(graph, None);
+        rewrites += PASSES.iter().map(|pass| (pass.run)(graph).rewrites).sum::<usize>();
+        if rewrites + dead::run(graph) == 0 {
+            break;
+        }
+    }
+}
+
+/// Operators that passes look for, on matrices of one size, in any order.
+fn any_graph(seed: u64) -> Graph {
+    let mut draws = noise(seed, 256).into_iter();
+    let mut below = |bound: usize| ((draws.next().unwrap() + 1.0) / 2.0 * bound as f32) as usize;
+    let mut b = Builder::default();
+    let mut values = vec![b.input("x", &[SymDim::symbol("n"), 4.into(), 4.into()])];
+    for _ in 0..4 + below(16) {
+        let (x, y) = (values[below(values.len())], values[below(values.len())]);
+        let number = [0.0, 1.0, 0.5, -2.0][below(4)];
+        values.push(match below(10) {
+            0 => b.node(Op::MatMul(MatMul::default()), &[x, y]),
+            1 => {
+                let weight = b.weight(&[4, 4]);
+                b.node(Op::MatMul(MatMul::default()), &[x, weight])
+            }
+            2 => b.node(Op::Transpose { perm: Some(vec![0, 2, 1]) }, &[x]),
+            3 => {
+                let number = b.number(number);
+                b.node(binary(Binary::Mul), &[x, number])
+            }
+            4 => {
+                let number = b.number(number);
+                b.node(binary(Binary::Add), &[x, number])
+            }
+            5 => b.node(binary(Binary::Add), &[x, y]),
+            6 => b.node(Op::Unary(Unary::Sigmoid), &[x]),
+            7 => {
+                let flat = b.ints(&[-1, 16]);
+                let flat = b.node(Op::Reshape { allow_zero: false }, &[x, flat]);
+                let shape = b.node(Op::Shape { start: 0, end: None }, &[y]);
+                b.node(Op::Reshape { allow_zero: false }, &[flat, shape])
+            }
+            8 => {
+                let softmax = Softmax { kind: SoftmaxKind::Softmax, axis: -1, flatten: false };
+                b.node(Op::Softmax(softmax), &[x])
+            }
+            _ => b.node(Op::Transpose { perm: None }, &[x]),
+        });
+        // Only matrices of the one size go on.
+        let last = *values.last().unwrap();
+        let sizes: Vec<SymDim> = vec![SymDim::symbol("n"), 4.into(), 4.into()];
+        if b.graph.shape(last) != Some(&sizes[..]) {
+            values.pop();
+        }
+    }
+    let last = *values.last().unwrap();
+    b.output(last)
+}
+
+#[test]
+fn passes_that_are_left_out_would_have_done_nothing() {
+    let mut rewritten = 0;
+    for seed in 1..300 {
+        let graph = any_graph(seed);
+        for sizes in [&[][..], &[("n", 1)], &[("n", 4)]] {
+            let mut graph = crate::bind(&graph, sizes).unwrap();
+            let mut plain = graph.clone();
+            without_shortcuts(&mut plain);
+            rewritten += usize::from(optimize(&mut graph, None).total() > 0);
+            assert_eq!(graph.to_string(), plain.to_string());
+        }
+    }
+    assert!(rewritten > 500, "{rewritten} rewritten");
 }
