@@ -8,7 +8,7 @@ use std::path::Path;
 
 use compiler::gpu::GpuCompiler;
 use device::KernelCompiler;
-use model::gpu::{GpuTarget, Kernel, Precision};
+use model::gpu::{GpuTarget, Kernel, KernelFacts, Precision};
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -66,7 +66,7 @@ fn show(path: &Path, sizes: &[(String, usize)], totals_only: bool, sources: Opti
 
 /// One module with the real-time and best-effort entry points, named by its content.
 fn write_source(folder: &Path, kernel: &Kernel) {
-    let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
+    let KernelFacts { source, expression, threads, shared_bytes, args_bytes } = &**kernel;
     let text = format!(
         "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\n\
          TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n\

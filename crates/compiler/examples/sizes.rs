@@ -85,14 +85,15 @@ fn survey(file: &str, options: &Options) -> Result<(), String> {
     let symbols = symbols(&plan);
     let target = GpuTarget { capability: 90, multiprocessors: 132, precision: Precision::F16 };
     let compiler = GpuCompiler::new(Some(Arc::new(CpuEvaluator)));
+    let template = compiler.template(&plan, &target).ok_or("the plan is broken")?;
     let (mut selected, mut all) = (HashSet::new(), HashSet::new());
     let mut draw = Draw::new(&symbols, options);
     let (mut kept, mut took, mut memory) = (VecDeque::new(), Vec::new(), Vec::new());
     for number in 0..options.count {
         let sizes = draw.next();
         let start = Instant::now();
-        let gpu = compiler
-            .lower_with(&plan, &sizes, &target, LaunchChoices::Fastest)
+        let gpu = template
+            .lower_with(&sizes, LaunchChoices::Fastest)
             .map_err(|errors| format!("{sizes:?}: {errors:?}"))?;
         let millis = start.elapsed().as_secs_f64() * 1e3;
         took.push(millis);

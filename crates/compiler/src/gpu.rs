@@ -31,29 +31,32 @@ pub mod recurrent;
 pub mod reduce;
 pub mod shape;
 pub mod sum_behind;
+pub mod template;
 pub mod tile;
 pub mod view;
 
 pub mod window;
 
 mod general;
+mod memo;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use device::{DeviceError, KernelCompiler, LaunchChoices};
-use graph::infer::Fact;
-use graph::{Evaluator, Graph, GraphNode, SymDim};
+use device::{DeviceError, KernelCompiler, LaunchChoices, LoweringTemplate};
+use graph::{Evaluator, Graph};
 use model::gpu::{
     GpuPlan, GpuStep, GpuTarget, IoTensor, Kernel, Launch, MemoryLocation, MemoryRange, Patch,
     TensorMap, TilePreemption,
 };
-use model::{Dim, LaunchPlan, Tensor, ValueId};
+use model::{LaunchPlan, Tensor, ValueId};
 
 use args::Address;
 use draft::LaunchDraft;
 use lowering::{BufferLocation, Lowering, PendingStep};
+use memo::StepMemo;
 use memory::Arena;
+use template::PlanTemplate;
 use view::View;
 
 /// The headers that a kernel's module may include.
@@ -109,14 +112,12 @@ impl KernelCompiler for GpuCompiler {
         target: &GpuTarget,
         choices: LaunchChoices,
     ) -> Result<GpuPlan, Vec<DeviceError>> {
-        let broken = |why: String| vec![DeviceError::BadPlan(why)];
-        let graph = graph_of(plan).map_err(broken)?;
-        let bindings: Vec<(&str, usize)> =
-            sizes.iter().map(|(name, size)| (name.as_str(), *size)).collect();
-        let mut graph = graph::bind(&graph, &bindings).map_err(|err| broken(err.to_string()))?;
-        let evaluator = self.evaluator.as_deref().map(|evaluator| evaluator as &dyn Evaluator);
-        graph::optimize(&mut graph, evaluator);
-        lower(&graph, target, &PlanConstants::of(plan), choices)
+        let template = PlanTemplate::new(plan, target, self.evaluator.clone())?;
+        template.lower_with(sizes, choices)
+    }
+
+    fn template(&self, plan: &LaunchPlan, target: &GpuTarget) -> Option<Arc<dyn LoweringTemplate>> {
+        Some(Arc::new(PlanTemplate::new(plan, target, self.evaluator.clone()).ok()?))
     }
 
     fn headers(&self) -> &'static [(&'static str, &'static str)] {
@@ -126,16 +127,16 @@ impl KernelCompiler for GpuCompiler {
 
 /// The constants of a launch plan, found by the address of their bytes.
 #[derive(Default)]
-pub struct PlanConstants<'a> {
+pub struct PlanConstants {
     /// First address, number and content, by address.
-    all: Vec<(usize, ValueId, &'a Tensor)>,
+    all: Vec<(usize, ValueId, Tensor)>,
 }
 
-impl<'a> PlanConstants<'a> {
-    /// Those of `plan`.
-    pub fn of(plan: &'a LaunchPlan) -> PlanConstants<'a> {
-        let address = |(id, tensor): &'a (ValueId, Tensor)| {
-            tensor.raw().map(|raw| (raw.as_ptr() as usize, *id, tensor))
+impl PlanConstants {
+    /// Those of `plan`, whose bytes they share.
+    pub fn of(plan: &LaunchPlan) -> PlanConstants {
+        let address = |(id, tensor): &(ValueId, Tensor)| {
+            tensor.raw().map(|raw| (raw.as_ptr() as usize, *id, tensor.clone()))
         };
         let mut all: Vec<_> = plan.constants.iter().filter_map(address).collect();
         all.sort_by_key(|(start, ..)| *start);
@@ -143,55 +144,26 @@ impl<'a> PlanConstants<'a> {
     }
 
     /// The constant whose bytes include all of `raw`, and where in them `raw` begins.
-    fn containing(&self, raw: &[u8]) -> Option<(ValueId, &'a Tensor, usize)> {
+    fn containing(&self, raw: &[u8]) -> Option<(ValueId, &Tensor, usize)> {
         let start = raw.as_ptr() as usize;
         let at = self.all.partition_point(|(first, ..)| *first <= start).checked_sub(1)?;
-        let (first, id, tensor) = self.all[at];
+        let (first, id, tensor) = &self.all[at];
         let inside = !raw.is_empty() && start - first + raw.len() <= tensor.raw()?.len();
-        inside.then_some((id, tensor, start - first))
+        inside.then_some((*id, tensor, start - first))
     }
-}
-
-/// The graph that a launch plan was lowered from.
-fn graph_of(plan: &LaunchPlan) -> Result<Graph, String> {
-    let mut graph = Graph::default();
-    for value in &plan.values {
-        // If one dimension depends on data, the whole shape is inferred again.
-        let known = |dim: &Dim| Some(SymDim::from(dim)).filter(|dim| *dim != SymDim::Unknown);
-        let shape = value.shape.as_ref().and_then(|dims| dims.iter().map(known).collect());
-        graph.add_value(value.name.clone(), Fact::new(value.dtype, shape));
-    }
-    for (id, tensor) in &plan.constants {
-        if id.index() >= graph.values.len() {
-            return Err(format!("constant {} is not a value of the plan", id.0));
-        }
-        graph.set_constant(*id, tensor.clone());
-    }
-    graph.inputs.clone_from(&plan.inputs);
-    graph.outputs.clone_from(&plan.outputs);
-    graph.nodes = plan
-        .steps
-        .iter()
-        .map(|step| GraphNode {
-            name: step.name.clone(),
-            op: step.op.clone(),
-            inputs: step.inputs.clone(),
-            outputs: step.outputs.clone(),
-        })
-        .collect();
-    Ok(graph)
 }
 
 /// Lowers `graph`, whose sizes are all numbers; or returns every unsupported node with the reason.
-pub fn lower(
+fn lower(
     graph: &Graph,
     target: &GpuTarget,
-    constants: &PlanConstants<'_>,
-    choices: LaunchChoices,
+    constants: &PlanConstants,
+    (choices, memo): (LaunchChoices, StepMemo),
 ) -> Result<GpuPlan, Vec<DeviceError>> {
     let folded = bytes::folded(graph);
     let graph = folded.as_ref().unwrap_or(graph);
     let mut lowering = Lowering::new(graph, (*target, choices), constants);
+    lowering.memo = memo;
     let boundary = |reason: String| {
         let (step, op) = ("the model".to_string(), "inputs and outputs".to_string());
         vec![DeviceError::Unsupported { step, op, reason }]
@@ -214,12 +186,13 @@ pub fn lower(
 }
 
 /// Plans memory and resolves the addresses of all steps.
-fn finish(lowering: Lowering<'_>, inputs: Vec<IoTensor>, outputs: Vec<IoTensor>) -> GpuPlan {
+fn finish(mut lowering: Lowering<'_>, inputs: Vec<IoTensor>, outputs: Vec<IoTensor>) -> GpuPlan {
     let arena = memory::plan(&lowering.buffers, &lowering.steps);
     let mut kernels = Kernels::default();
     let mut workspace_bytes = 0;
-    let mut steps = Vec::with_capacity(lowering.steps.len());
-    for pending in &lowering.steps {
+    let pending = std::mem::take(&mut lowering.steps);
+    let mut steps = Vec::with_capacity(pending.len());
+    for pending in pending {
         for draft in &pending.work.drafts {
             workspace_bytes = workspace_bytes.max(draft.workspace_bytes as u64);
         }
@@ -244,51 +217,51 @@ struct Kernels {
 }
 
 impl Kernels {
-    fn number(&mut self, kernel: &Kernel) -> usize {
-        if let Some(number) = self.numbers.get(kernel) {
-            return *number;
-        }
-        self.all.push(kernel.clone());
-        self.numbers.insert(kernel.clone(), self.all.len() - 1);
-        self.all.len() - 1
+    fn number(&mut self, kernel: Kernel) -> usize {
+        let next = self.all.len();
+        *self.numbers.entry(kernel).or_insert_with_key(|kernel| {
+            self.all.push(kernel.clone());
+            next
+        })
     }
 }
 
 fn step(
-    pending: &PendingStep,
+    pending: PendingStep,
     lowering: &Lowering<'_>,
     arena: &Arena,
     kernels: &mut Kernels,
 ) -> GpuStep {
-    let work = &pending.work;
+    let preemption = preemption(&pending);
+    let PendingStep { name, work } = pending;
     let location = |address: Address| location_of(address, lowering, arena);
-    let launch = |draft: &LaunchDraft| Launch {
-        variant: draft.variant.clone(),
-        kernel: kernels.number(&draft.kernel),
+    let launch = |draft: LaunchDraft| Launch {
+        variant: draft.variant,
+        kernel: kernels.number(draft.kernel),
         tiles: draft.tiles as u32,
         rt_blocks: draft.rt_blocks as u32,
         overlaps: draft.overlaps,
         cluster: draft.cluster as u32,
         arrivals: draft.arrivals as u32,
         workspace_bytes: draft.workspace_bytes as u64,
-        args: draft.args.0.clone(),
+        args: draft.args.0,
         patches: draft
             .args
             .1
-            .iter()
-            .filter_map(|(at, address)| Some(Patch { at: *at, to: location(*address)? }))
+            .into_iter()
+            .filter_map(|(at, address)| Some(Patch { at, to: location(address)? }))
             .collect(),
         maps: draft
             .maps
-            .iter()
-            .filter_map(|(address, map)| Some(TensorMap { to: location(*address)?, ..map.clone() }))
+            .into_iter()
+            .filter_map(|(address, map)| Some(TensorMap { to: location(address)?, ..map }))
             .collect(),
     };
     // GPUs of one generation differ in the shared memory of a block.
     let most = lowering.target.block_shared_bytes();
-    let fits = |draft: &&LaunchDraft| draft.kernel.shared_bytes <= most;
-    let none_fits = !work.drafts.iter().any(|draft| fits(&draft));
-    let drafts = work.drafts.iter().filter(|draft| none_fits || fits(draft));
+    let fits = |draft: &LaunchDraft| draft.kernel.shared_bytes <= most;
+    let none_fits = !work.drafts.iter().any(fits);
+    let drafts = work.drafts.into_iter().filter(|draft| none_fits || fits(draft));
     let choices: Vec<Launch> = drafts.map(launch).collect();
     let single = || choices.iter().position(|launch| launch.cluster == 1);
     let be = choices.iter().position(Launch::suits_best_effort).or_else(single).unwrap_or(0);
@@ -297,13 +270,13 @@ fn step(
     let moved: usize =
         work.reads.iter().chain(&work.writes).map(|v| v.len() * v.element.size()).sum();
     GpuStep {
-        name: pending.name.clone(),
+        name,
         op: work.op.to_string(),
-        signature: work.signature.clone(),
+        signature: work.signature,
         choices,
         rt: 0,
         be,
-        preemption: preemption(pending),
+        preemption,
         flops: work.flops,
         bytes: moved as u64 + work.weight_bytes,
         reads: ranges(&work.reads),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use device::{DeviceError, InjectedFault};
-use model::gpu::Kernel;
+use model::gpu::{Kernel, KernelFacts};
 
 use crate::compile::kernel_cache::LoadedKernel;
 use crate::compile::kernel_text::KernelClass;
@@ -45,13 +45,13 @@ struct Fault {
 "#;
 
 fn kernel() -> Kernel {
-    Kernel {
+    Kernel::new(KernelFacts {
         source: format!("#include \"base.cuh\"\nusing namespace tiles;\n{SOURCE}"),
         expression: "Fault".to_string(),
         threads: THREADS,
         shared_bytes: 0,
         args_bytes: ARGS_BYTES as u32,
-    }
+    })
 }
 
 /// Makes `fault` happen on a device; what its kernel does is noticed later, as any fault is. The

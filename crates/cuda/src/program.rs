@@ -18,8 +18,8 @@ use std::time::Instant;
 use base::Bytes;
 use device::residency::Residency;
 use device::{
-    DeviceError, LaunchChoices, Program, RecordedStep, StagedInputs, StepWork, Task,
-    TuningProgress, check_inputs,
+    DeviceError, LaunchChoices, LoweringTemplate, Program, RecordedStep, StagedInputs, StepWork,
+    Task, TuningProgress, check_inputs,
 };
 use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuStep};
@@ -32,7 +32,7 @@ use crate::memory::weights::{ProgramResidency, ProgramWeights};
 use crate::program::batch_inputs::InputPools;
 use crate::program::batches::{GatheredBatch, leading_symbol};
 use crate::program::lowering::{
-    Sizes, example, first_of, lower, raw_bytes, sizes_of, sizes_of_shapes,
+    Sizes, example, first_of, lower, lower_by, raw_bytes, sizes_of, sizes_of_shapes,
 };
 use crate::program::sizes_ahead::SizesAhead;
 use crate::program::specialization::{Specialization, prefer_loaded, requests_of};
@@ -53,6 +53,8 @@ pub(crate) struct CudaProgram {
 pub(crate) struct ProgramState {
     pub(crate) services: DeviceServices,
     pub(crate) plan: Arc<LaunchPlan>,
+    /// What lowering the plan for other sizes begins with.
+    template: Option<Arc<dyn LoweringTemplate>>,
     /// Most recently used last.
     plans: Mutex<Vec<(Sizes, Arc<Specialization>)>>,
     /// Every kernel that a specialization used, by its address: loading one takes longer than
@@ -86,7 +88,9 @@ impl CudaProgram {
             &services.device.options().sizes,
         )
         .map_err(first_of)?;
+        let template = services.compile.compiler.template(&plan, services.device.target());
         let shared = Arc::new(ProgramState {
+            template,
             weights: ProgramWeights::new(
                 &services.device,
                 &services.memory,
@@ -117,6 +121,18 @@ impl CudaProgram {
 impl ProgramState {
     pub(crate) fn plans(&self) -> MutexGuard<'_, Vec<(Sizes, Arc<Specialization>)>> {
         self.plans.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The plan for `sizes`.
+    pub(crate) fn lower(
+        &self,
+        sizes: &[(String, usize)],
+        choices: LaunchChoices,
+    ) -> Result<GpuPlan, Vec<DeviceError>> {
+        match &self.template {
+            Some(template) => lower_by(&**template, &self.plan, sizes, choices),
+            None => lower(&self.services, &self.plan, sizes, choices),
+        }
     }
 
     fn known(&self, sizes: &Sizes) -> Option<Arc<Specialization>> {
@@ -159,9 +175,9 @@ impl ProgramState {
         sizes: &Sizes,
         progress: CompileProgress<'_>,
     ) -> Result<Arc<Specialization>, DeviceError> {
-        let (services, plan) = (&self.services, &self.plan);
+        let services = &self.services;
         let began = Instant::now();
-        let fastest = lower(services, plan, sizes, LaunchChoices::Fastest).map_err(first_of)?;
+        let fastest = self.lower(sizes, LaunchChoices::Fastest).map_err(first_of)?;
         let tuned = services.compile.tuning().knows_any(&fastest);
         let loaded = |gpu: &GpuPlan| services.compile.kernels.are_loaded(&requests_of(gpu));
         let ready = !tuned && loaded(&fastest);
@@ -169,7 +185,7 @@ impl ProgramState {
         let gpu = if ready {
             fastest
         } else {
-            let mut all = lower(services, plan, sizes, LaunchChoices::All).map_err(first_of)?;
+            let mut all = self.lower(sizes, LaunchChoices::All).map_err(first_of)?;
             services.compile.tuning().apply(&mut all);
             if !loaded(&all) {
                 prefer_loaded(&mut all, |request| services.compile.kernels.is_loaded(request));

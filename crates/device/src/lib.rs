@@ -346,6 +346,17 @@ pub enum LaunchChoices {
     Fastest,
 }
 
+/// A launch plan of which everything is prepared that does not depend on sizes.
+pub trait LoweringTemplate: Send + Sync {
+    /// The plan as kernels for these sizes of its symbolic dimensions: what
+    /// [`KernelCompiler::lower_with`] makes of it.
+    fn lower_with(
+        &self,
+        sizes: &[(String, usize)],
+        choices: LaunchChoices,
+    ) -> Result<GpuPlan, Vec<DeviceError>>;
+}
+
 /// Lowers launch plans to kernels. A GPU device calls it once for every set of sizes that requests
 /// have.
 pub trait KernelCompiler: Send + Sync {
@@ -367,6 +378,13 @@ pub trait KernelCompiler: Send + Sync {
         target: &GpuTarget,
     ) -> Result<GpuPlan, Vec<DeviceError>> {
         self.lower_with(plan, sizes, target, LaunchChoices::All)
+    }
+
+    /// `plan` ready to be lowered for many sizes; `None` where it cannot be lowered, or is no less
+    /// work than before.
+    fn template(&self, plan: &LaunchPlan, target: &GpuTarget) -> Option<Arc<dyn LoweringTemplate>> {
+        let _ = (plan, target);
+        None
     }
 
     /// The files that the module of a kernel includes: names and contents.

@@ -162,7 +162,7 @@ pub fn optimize(graph: &mut Graph, evaluator: Option<&dyn Evaluator>) -> PassRep
         rounds.step("fold", || fold::noted(graph, evaluator, &mut budget));
         rounds.step("control", || control::run(graph, evaluator).into());
         for Pass { name, run, roots } in &PASSES {
-            rounds.step(*name, || match graph.nodes.iter().any(|node| roots(&node.op)) {
+            rounds.step(name, || match graph.nodes.iter().any(|node| roots(&node.op)) {
                 true => run(graph),
                 false => 0usize.into(),
             });

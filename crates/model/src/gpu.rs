@@ -5,6 +5,9 @@
 //! pointers: a launch's arguments are bytes with [`Patch`]es that say which address to write at
 //! which offset.
 
+use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Deref;
 use std::sync::Arc;
 
 use crate::{DataType, Tensor};
@@ -106,7 +109,7 @@ pub struct IoTensor {
 /// The module's text is `#include "wrap.cuh"`, then `source`, then `using Op = expression;` and a
 /// macro of `wrap.cuh` that makes the entry points `rt`, or `be` and `be_grid`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Kernel {
+pub struct KernelFacts {
     /// Text before the operator: includes of `kernels/`, and generated operators.
     pub source: String,
     /// The operator as a C++ type.
@@ -117,6 +120,54 @@ pub struct Kernel {
     pub shared_bytes: u32,
     /// Size of the argument struct.
     pub args_bytes: u32,
+}
+
+/// [`KernelFacts`] that are cheap to copy, to hash and to compare: a plan of a new size asks for
+/// its kernels by their text, and most of them every size has.
+#[derive(Clone)]
+pub struct Kernel(Arc<HashedFacts>);
+
+struct HashedFacts {
+    hash: u64,
+    facts: KernelFacts,
+}
+
+impl Kernel {
+    /// A kernel of these facts.
+    pub fn new(facts: KernelFacts) -> Kernel {
+        let mut hasher = DefaultHasher::new();
+        facts.hash(&mut hasher);
+        Kernel(Arc::new(HashedFacts { hash: hasher.finish(), facts }))
+    }
+}
+
+impl Deref for Kernel {
+    type Target = KernelFacts;
+
+    fn deref(&self) -> &KernelFacts {
+        &self.0.facts
+    }
+}
+
+impl PartialEq for Kernel {
+    fn eq(&self, other: &Kernel) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+            || (self.0.hash == other.0.hash && self.0.facts == other.0.facts)
+    }
+}
+
+impl Eq for Kernel {}
+
+impl Hash for Kernel {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.0.hash);
+    }
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.facts.fmt(f)
+    }
 }
 
 /// Bytes that all plans of a model share.
@@ -138,8 +189,8 @@ pub struct WeightKey(pub String);
 #[derive(Clone)]
 pub struct Packer(pub Arc<dyn Fn() -> Vec<u8> + Send + Sync>);
 
-impl std::fmt::Debug for Packer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Packer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Packer")
     }
 }

@@ -10,6 +10,7 @@ use super::draft::{KernelText, LaunchDraft, StepDraft};
 use super::factored::{FactoredView, refined};
 use super::loop_nest::address;
 use super::lowering::{Lowering, UnsupportedReason};
+use super::memo::{StepKey, StepOperands};
 use super::tile::{ARRIVALS_MAX, WORKSPACE_BYTES_MAX};
 use super::view::{Element, View, packed_in};
 
@@ -323,11 +324,35 @@ impl Lowering<'_> {
         let q = self.aligned_rows(q.clone())?;
         let k = self.aligned_rows(k.clone())?;
         let v = self.aligned_rows(v.clone())?;
-        let operands = Operands { q: &q, k: &k, v: &v, bias: mask.as_ref(), y: &y };
-        let Some(work) = work(scale, causal, &operands, &self.target) else { return Ok(false) };
+        let Some(work) = self.attention_step(scale, causal, [q, k, v, y], mask) else {
+            return Ok(false);
+        };
         self.push(work);
         self.define(output, result);
         Ok(true)
+    }
+
+    /// [`work`] on queries, keys, values and the result.
+    fn attention_step(
+        &mut self,
+        scale: f32,
+        causal: Option<usize>,
+        views: [View; 4],
+        bias: Option<View>,
+    ) -> Option<StepDraft> {
+        let mut operands = StepOperands::default();
+        let views = views.into_iter().chain(bias).map(|view| operands.view(view)).collect();
+        let target = self.target;
+        let key = StepKey::Attention(scale, causal, views);
+        let made = self.memo.step(key, &operands, |key| match key {
+            StepKey::Attention(scale, causal, views) => {
+                let [q, k, v, y, bias @ ..] = &views[..] else { return Err(()) };
+                let operands = Operands { q, k, v, bias: bias.first(), y };
+                work(*scale, *causal, &operands, &target).ok_or(())
+            }
+            _ => Err(()),
+        });
+        made.ok()
     }
 
     /// Queries, keys and values; joined dimensions are kept apart if the kernel can walk them.

@@ -5,7 +5,6 @@ use graph::ir::GraphNode;
 use model::ValueId;
 use model::op::Op;
 
-use super::elementwise;
 use super::factored::FactoredView;
 use super::lowering::{Buffer, DeferredValue, Lowering, UnsupportedReason};
 use super::view::{View, packed_in};
@@ -138,7 +137,7 @@ impl Lowering<'_> {
             }
         };
         if let Some(view) = evenly_spaced(&parts, axis).filter(|v| v.buffer != whole.buffer)
-            && let Ok(copy) = elementwise::copy(&view, &whole.split(axis, parts.len()))
+            && let Ok(copy) = self.copy(&view, &whole.split(axis, parts.len()))
         {
             self.push(copy);
             self.define(output_id, whole);

@@ -15,6 +15,7 @@ use super::args::{Address, ArgsWriter};
 use super::draft::{LaunchDraft, StepDraft};
 use super::loop_nest::address;
 use super::lowering::{Lowering, UnsupportedReason};
+use super::memo::{StepKey, StepOperands};
 use super::packing;
 use super::tile::{InputAccess, NORMALIZED_DEPTH_MAX, Problem, SplitReduction, Variant};
 use super::view::{Element, View};
@@ -110,7 +111,8 @@ pub fn stride_of_pixels(view: &View, vec: usize) -> Option<usize> {
 }
 
 /// A product as its kernel computes it.
-struct Product {
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Product {
     name: &'static str,
     input: View,
     in_h: usize,
@@ -229,8 +231,27 @@ impl Product {
         args
     }
 
+    /// What most products differ in.
+    pub(super) fn sizes(&self) -> [usize; 8] {
+        let Product { rows, in_h, in_w, in_c, out_c, in_stride, out_stride, .. } = *self;
+        [rows, in_h, in_w, in_c, in_stride, out_c, out_stride, self.window.kernel[0]]
+    }
+
+    /// The product with its buffers and weights numbered.
+    fn numbered(self, operands: &mut StepOperands) -> Product {
+        Product {
+            input: operands.view(self.input),
+            output: operands.view(self.output),
+            residual: self.residual.map(|(view, stride)| (operands.view(view), stride)),
+            weight: operands.weight(self.weight),
+            bias: self.bias.map(|number| operands.weight(number)),
+            normalize: self.normalize.map(|number| operands.weight(number)),
+            ..self
+        }
+    }
+
     fn work(
-        self,
+        &self,
         target: &GpuTarget,
         choices: LaunchChoices,
     ) -> Result<StepDraft, UnsupportedReason> {
@@ -240,14 +261,14 @@ impl Product {
         }
         let flops = 2 * self.rows as u64 * self.out_c as u64 * self.depth() as u64;
         let signature = self.signature();
-        let mut reads = vec![self.input];
-        reads.extend(self.residual.map(|(view, _)| view));
+        let mut reads = vec![self.input.clone()];
+        reads.extend(self.residual.as_ref().map(|(view, _)| view.clone()));
         Ok(StepDraft {
             op: self.name,
             signature,
             drafts,
             reads,
-            writes: vec![self.output],
+            writes: vec![self.output.clone()],
             flops,
             weight_bytes: self.weight_bytes as u64,
             finish_tiles: None,
@@ -281,17 +302,16 @@ impl Product {
     /// The launches of `choices`, the fastest by estimate first.
     fn drafts(&self, target: &GpuTarget, choices: LaunchChoices) -> Vec<LaunchDraft> {
         let problem = self.problem(target);
-        let tiles = problem.estimated_variants().into_iter();
-        let mut candidates: Vec<(f64, Candidate)> =
-            tiles.map(|(estimate, variant)| (estimate, Candidate::Tile(variant))).collect();
+        let tiles = problem.estimated().map(|(us, variant)| (us, Candidate::Tile(variant)));
+        let mut candidates: Vec<(f64, Candidate)> = tiles.collect();
         let hopper = hopper::candidates(self, target).into_iter();
         candidates.extend(hopper.map(|(estimate, each)| (estimate, Candidate::Hopper(each))));
-        candidates.sort_by(|(a, _), (b, _)| a.total_cmp(b));
         let draft = |(_, candidate): &(f64, Candidate)| match candidate {
             Candidate::Tile(variant) => self.tile_draft(&problem, variant),
             Candidate::Hopper(candidate) => candidate.draft(self),
         };
         if choices == LaunchChoices::All {
+            candidates.sort_by(|(a, _), (b, _)| a.total_cmp(b));
             return candidates.iter().map(draft).collect();
         }
         let most = target.block_shared_bytes() as usize;
@@ -299,9 +319,14 @@ impl Product {
         if candidates.iter().any(|(_, candidate)| fits(candidate)) {
             candidates.retain(|(_, candidate)| fits(candidate));
         }
-        let best_effort = candidates.iter().position(|(_, each)| each.suits_best_effort());
-        let kept = [Some(0), best_effort.filter(|index| *index > 0)];
-        kept.into_iter().flatten().filter_map(|index| candidates.get(index)).map(draft).collect()
+        // Of equal estimates the first, as if they were sorted.
+        let fastest = |usable: &dyn Fn(&Candidate) -> bool| {
+            let usable = candidates.iter().enumerate().filter(|(_, (_, each))| usable(each));
+            usable.min_by(|(_, (a, _)), (_, (b, _))| a.total_cmp(b)).map(|(index, _)| index)
+        };
+        let first = fastest(&|_| true);
+        let best_effort = fastest(&|each| each.suits_best_effort()).filter(|at| Some(*at) != first);
+        [first, best_effort].into_iter().flatten().map(|index| draft(&candidates[index])).collect()
     }
 
     fn tile_draft(&self, problem: &Problem, variant: &Variant) -> LaunchDraft {
@@ -508,8 +533,7 @@ impl Lowering<'_> {
             act,
             vec,
         };
-        let work = product.work(&self.target, self.choices)?;
-        self.push(work);
+        self.push_product(product)?;
         self.define_product(output_id, result, rest);
         Ok(())
     }
@@ -618,6 +642,19 @@ impl Lowering<'_> {
         self.push_rows(Rows { input, depth, weight, columns, bias, residual, act })
     }
 
+    /// Adds a product.
+    fn push_product(&mut self, product: Product) -> Result<(), UnsupportedReason> {
+        let (target, choices) = (self.target, self.choices);
+        let mut operands = StepOperands::default();
+        let key = StepKey::Product(Box::new(product.numbered(&mut operands)));
+        let work = self.memo.step(key, &operands, |key| match key {
+            StepKey::Product(product) => product.work(&target, choices),
+            _ => Err("no product".to_string()),
+        })?;
+        self.push(work);
+        Ok(())
+    }
+
     /// Adds a product of rows and returns its result.
     fn push_rows(&mut self, product: Rows) -> Result<View, UnsupportedReason> {
         let Rows { input, depth, weight, columns, bias, residual, act } = product;
@@ -647,8 +684,7 @@ impl Lowering<'_> {
             act,
             vec: 8,
         };
-        let work = product.work(&self.target, self.choices)?;
-        self.push(work);
+        self.push_product(product)?;
         Ok(flat)
     }
 

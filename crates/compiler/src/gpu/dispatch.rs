@@ -118,15 +118,15 @@ impl Lowering<'_> {
         let input = node.inputs.first();
         let wide = |part: &MatrixPart| part.columns.is_multiple_of(8);
         let like = |other: &&GraphNode| {
-            !std::ptr::eq(*other, node)
-                && other.op == Op::MatMul(*product)
+            other.op == Op::MatMul(*product)
                 && other.inputs.first() == input
                 && other.inputs.get(3).copied().flatten().is_none()
         };
         let rank = |part: &MatrixPart| part.weight.shape().len();
         let Some(own) = self.matrix_part(node).filter(wide) else { return vec![] };
-        let others =
-            self.graph.nodes.iter().filter(like).filter_map(|other| self.matrix_part(other));
+        let Some(input) = input.copied().flatten() else { return vec![] };
+        let others = self.readers_of(input).filter(|other| !std::ptr::eq(*other, node));
+        let others = others.filter(like).filter_map(|other| self.matrix_part(other));
         others.filter(|part| wide(part) && rank(part) == rank(&own)).collect()
     }
 
@@ -192,7 +192,7 @@ impl Lowering<'_> {
         if self.reads[id.index()] != 1 || self.target.precision != model::gpu::Precision::F16 {
             return None;
         }
-        let producer = self.graph.nodes.iter().find(|node| node.outputs.contains(&Some(id)))?;
+        let producer = self.producer(id)?;
         let Op::ScaleShift { activation: Activation::Relu } = producer.op else { return None };
         let constant = |index: usize| {
             let id = producer.inputs.get(index).copied().flatten()?;

@@ -1,6 +1,6 @@
 //! Launches before memory is planned.
 
-use model::gpu::{Kernel, TensorMap};
+use model::gpu::{Kernel, KernelFacts, TensorMap};
 
 use super::args::{Address, ArgsWriter};
 use super::view::View;
@@ -36,7 +36,8 @@ impl LaunchDraft {
         let args = args.finish();
         let KernelText { source, expression, threads, shared_bytes } = kernel;
         let args_bytes = args.0.len() as u32;
-        let kernel = Kernel { source, expression, threads, shared_bytes, args_bytes };
+        let facts = KernelFacts { source, expression, threads, shared_bytes, args_bytes };
+        let kernel = Kernel::new(facts);
         let variant = "only".to_string();
         LaunchDraft {
             variant,

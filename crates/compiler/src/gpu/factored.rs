@@ -41,7 +41,7 @@ impl FactoredView {
     fn of(&self, dimensions: &[Vec<Factor>]) -> FactoredView {
         let (shape, strides) = dimensions.iter().flatten().copied().unzip();
         let counts = dimensions.iter().map(Vec::len).collect();
-        FactoredView { factors: View { shape, strides, slack: 0, ..self.factors.clone() }, counts }
+        FactoredView { factors: self.factors.with(shape, strides, 0), counts }
     }
 
     /// The dimensions in another order.
@@ -70,21 +70,21 @@ impl FactoredView {
 
     /// As a view, where every dimension has one stride.
     pub fn plain(&self) -> Option<View> {
-        let (mut shape, mut strides) = (Vec::new(), Vec::new());
-        let mut extent = 1;
-        for factors in self.dimensions().iter().rev() {
-            let (size, stride) = match joined(factors)[..] {
-                [] => (1, extent),
-                [only] => only,
-                _ => return None,
+        let View { shape: sizes, strides: steps, .. } = &self.factors;
+        let rank = self.counts.len();
+        let (mut shape, mut strides) = (vec![1; rank], vec![1; rank]);
+        let (mut end, mut extent) = (sizes.len(), 1);
+        for axis in (0..rank).rev() {
+            let begin = end - self.counts[axis];
+            let (size, stride) = match only(&sizes[begin..end], &steps[begin..end]) {
+                Some(Some(factor)) => factor,
+                Some(None) => (1, extent),
+                None => return None,
             };
-            extent = size * stride;
-            shape.push(size);
-            strides.push(stride);
+            (extent, end) = (size * stride, begin);
+            (shape[axis], strides[axis]) = (size, stride);
         }
-        shape.reverse();
-        strides.reverse();
-        Some(View { shape, strides, ..self.factors.clone() })
+        Some(self.factors.with(shape, strides, self.factors.slack))
     }
 
     /// Whether each of the last `count` dimensions has one stride.
@@ -126,6 +126,19 @@ fn joined(factors: &[Factor]) -> Vec<Factor> {
     all
 }
 
+/// The one factor that all of these are [`joined`], `Some(None)` for none; `None` for several.
+fn only(sizes: &[usize], strides: &[usize]) -> Option<Option<Factor>> {
+    let mut one: Option<Factor> = None;
+    for (&size, &stride) in sizes.iter().zip(strides).filter(|(size, _)| **size != 1) {
+        one = Some(match one {
+            None => (size, stride),
+            Some((count, step)) if step == size * stride => (count * size, stride),
+            Some(_) => return None,
+        });
+    }
+    Some(one)
+}
+
 /// Removes the fastest factors whose sizes make `size`, cutting the last of them if necessary.
 fn take(left: &mut Vec<Factor>, size: usize) -> Option<Vec<Factor>> {
     let mut taken = Vec::new();
@@ -153,6 +166,9 @@ fn take(left: &mut Vec<Factor>, size: usize) -> Option<Vec<Factor>> {
 /// another, or one of the last dimensions is no plain one.
 pub fn refined(all: &[FactoredView], kept: usize) -> Option<Vec<View>> {
     let rank = all.iter().map(|view| view.counts.len()).max()?;
+    if let Some(views) = refined_plain(all, kept) {
+        return Some(views);
+    }
     let mut views: Vec<View> = Vec::with_capacity(all.len());
     let mut dimensions: Vec<Vec<Vec<Factor>>> = Vec::with_capacity(all.len());
     for view in all {
@@ -178,6 +194,46 @@ pub fn refined(all: &[FactoredView], kept: usize) -> Option<Vec<View>> {
         view.strides.splice(0..0, strides);
     }
     Some(views)
+}
+
+/// The same for views of one rank without joined dimensions whose leading sizes are equal, or one.
+fn refined_plain(all: &[FactoredView], kept: usize) -> Option<Vec<View>> {
+    let rank = all.first()?.counts.len();
+    let leading = rank.checked_sub(kept)?;
+    let plain = |view: &FactoredView| {
+        view.counts.len() == rank && view.counts.iter().all(|count| *count == 1)
+    };
+    if !all.iter().all(plain) {
+        return None;
+    }
+    let sizes: Vec<usize> = (0..leading)
+        .map(|axis| all.iter().map(|view| view.factors.shape[axis]).max())
+        .collect::<Option<_>>()?;
+    let fits = |view: &FactoredView| {
+        view.factors.shape.iter().zip(&sizes).all(|(own, size)| own == size || *own == 1)
+    };
+    if sizes.contains(&0) || !all.iter().all(fits) {
+        return None;
+    }
+    let one = |view: &FactoredView| {
+        let View { shape: own, strides: steps, .. } = &view.factors;
+        let (mut shape, mut strides) = (Vec::with_capacity(rank), Vec::with_capacity(rank));
+        for (axis, size) in sizes.iter().enumerate().filter(|(_, size)| **size > 1) {
+            shape.push(*size);
+            strides.push(if own[axis] == 1 { 0 } else { steps[axis] });
+        }
+        let (first, mut extent) = (shape.len(), 1);
+        shape.extend_from_slice(&own[leading..]);
+        strides.extend_from_slice(&steps[leading..]);
+        for axis in (first..shape.len()).rev() {
+            if shape[axis] == 1 {
+                strides[axis] = extent;
+            }
+            extent = shape[axis] * strides[axis];
+        }
+        view.factors.with(shape, strides, 0)
+    };
+    Some(all.iter().map(one).collect())
 }
 
 /// Cuts one dimension of `size`, given as the factors of each view, into pieces that go to

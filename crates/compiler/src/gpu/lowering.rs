@@ -16,6 +16,7 @@ use super::bytes::ByteClaims;
 use super::draft::StepDraft;
 use super::elementwise;
 use super::factored::FactoredView;
+use super::memo::{StepKey, StepMemo, StepOperands};
 use super::view::{BufferId, Element, View, packed_strides};
 
 /// Why a node cannot be lowered.
@@ -67,8 +68,8 @@ pub struct Lowering<'a> {
     pub weights: Vec<Weight>,
     /// How often each value is read.
     pub reads: Vec<usize>,
-    /// The last node that reads each value.
-    readers: Vec<Option<usize>>,
+    /// The nodes that read each value.
+    readers: Readers,
     views: Vec<Option<View>>,
     deferred: HashMap<ValueId, DeferredValue>,
     /// Values whose dimensions are joined from dimensions apart in memory, not copied yet.
@@ -79,7 +80,9 @@ pub struct Lowering<'a> {
     /// The node that writes each value.
     producers: Vec<Option<usize>>,
     weight_numbers: HashMap<WeightKey, u32>,
-    constants: &'a PlanConstants<'a>,
+    /// Steps by what they compute.
+    pub(super) memo: StepMemo,
+    constants: &'a PlanConstants,
     node: String,
 }
 
@@ -128,7 +131,7 @@ impl<'a> Lowering<'a> {
     pub fn new(
         graph: &'a Graph,
         (target, choices): (GpuTarget, LaunchChoices),
-        constants: &'a PlanConstants<'a>,
+        constants: &'a PlanConstants,
     ) -> Lowering<'a> {
         Lowering {
             graph,
@@ -138,7 +141,7 @@ impl<'a> Lowering<'a> {
             steps: Vec::new(),
             weights: Vec::new(),
             reads: graph.reads(),
-            readers: readers(graph),
+            readers: Readers::of(graph),
             views: vec![None; graph.values.len()],
             deferred: HashMap::new(),
             joined: HashMap::new(),
@@ -146,6 +149,7 @@ impl<'a> Lowering<'a> {
             bytes: ByteClaims::of(graph),
             producers: graph.producers(),
             weight_numbers: HashMap::new(),
+            memo: StepMemo::default(),
             constants,
             node: String::new(),
         }
@@ -288,7 +292,13 @@ impl<'a> Lowering<'a> {
 
     /// The last node that reads the value `id`, which is the only one where there is one read.
     pub fn reader(&self, id: ValueId) -> Option<&'a GraphNode> {
-        Some(&self.graph.nodes[self.readers[id.index()]?])
+        self.readers_of(id).next_back()
+    }
+
+    /// The nodes that read the value `id`, each once, in their order.
+    pub fn readers_of(&self, id: ValueId) -> impl DoubleEndedIterator<Item = &'a GraphNode> + '_ {
+        let graph: &'a Graph = self.graph;
+        self.readers.of_value(id).iter().map(move |index| &graph.nodes[*index as usize])
     }
 
     /// The number of the node that writes each value.
@@ -394,17 +404,46 @@ impl<'a> Lowering<'a> {
     ) -> Result<(), UnsupportedReason> {
         let plain = matches!(value.expr, elementwise::Expr::Input(0)) && value.inputs.len() == 1;
         let work = if plain {
-            elementwise::copy(&value.inputs[0], view)?
+            self.copy(&value.inputs[0], view)?
         } else {
-            elementwise::work(&value.expr, &value.inputs, view)?
+            self.chain(&value.expr, &value.inputs, view)?
         };
         self.push(work);
         Ok(())
     }
 
+    /// [`elementwise::copy`].
+    pub(super) fn copy(&mut self, from: &View, to: &View) -> Result<StepDraft, UnsupportedReason> {
+        let mut operands = StepOperands::default();
+        let key = StepKey::Copy([from, to].map(|view| operands.view(view.clone())));
+        self.memo.step(key, &operands, |key| match key {
+            StepKey::Copy([from, to]) => elementwise::copy(from, to),
+            _ => Err("no copy".to_string()),
+        })
+    }
+
+    /// [`elementwise::work`].
+    fn chain(
+        &mut self,
+        expr: &elementwise::Expr,
+        inputs: &[View],
+        output: &View,
+    ) -> Result<StepDraft, UnsupportedReason> {
+        let mut operands = StepOperands::default();
+        let views = inputs.iter().chain([output]).map(|view| operands.view(view.clone())).collect();
+        let key = StepKey::Chain(format!("{expr:?}"), expr.clone(), views);
+        self.memo.step(key, &operands, |key| match key {
+            StepKey::Chain(_, expr, views) => {
+                let (output, inputs) = views.split_last().ok_or("no result")?;
+                elementwise::work(expr, inputs, output)
+            }
+            _ => Err("no chain".to_string()),
+        })
+    }
+
     /// Copies `from` to `to`, of the same sizes.
     pub fn copy_into(&mut self, from: &View, to: &View) -> Result<(), UnsupportedReason> {
-        let work = elementwise::copy(from, to)?;
+        let work = self.copy(from, to)?;
         self.push(work);
         Ok(())
     }
@@ -551,14 +590,14 @@ impl<'a> Lowering<'a> {
             // An expression without another reader is computed directly into the reply.
             let work = match self.take_deferred(id) {
                 Some(value) if self.reads[id.index()] == 1 => {
-                    elementwise::work(&value.expr, &value.inputs, &to)?
+                    self.chain(&value.expr, &value.inputs, &to)?
                 }
                 other => {
                     if let Some(value) = other {
                         self.defer(id, value);
                     }
                     let from = self.operand(id)?;
-                    elementwise::copy(&from, &to)?
+                    self.copy(&from, &to)?
                 }
             };
             if !to.is_empty() {
@@ -579,11 +618,39 @@ impl<'a> Lowering<'a> {
     }
 }
 
-/// The last node that reads each value.
-fn readers(graph: &Graph) -> Vec<Option<usize>> {
-    let mut readers = vec![None; graph.values.len()];
-    for (index, node) in graph.nodes.iter().enumerate() {
-        node.inputs.iter().flatten().for_each(|id| readers[id.index()] = Some(index));
+/// The nodes that read each value: one list for all values, and where the nodes of each begin.
+struct Readers {
+    begins: Vec<u32>,
+    nodes: Vec<u32>,
+}
+
+impl Readers {
+    fn of(graph: &Graph) -> Readers {
+        let mut begins = vec![0u32; graph.values.len() + 1];
+        let is_first = |node: &GraphNode, at: usize| !node.inputs[..at].contains(&node.inputs[at]);
+        let reads = |each: &mut dyn FnMut(usize, ValueId)| {
+            for (index, node) in graph.nodes.iter().enumerate() {
+                for (at, id) in node.inputs.iter().enumerate() {
+                    if let Some(id) = id.filter(|_| is_first(node, at)) {
+                        each(index, id);
+                    }
+                }
+            }
+        };
+        reads(&mut |_, id| begins[id.index() + 1] += 1);
+        for value in 1..begins.len() {
+            begins[value] += begins[value - 1];
+        }
+        let mut nodes = vec![0; begins.last().map_or(0, |end| *end as usize)];
+        let mut next = begins.clone();
+        reads(&mut |index, id| {
+            nodes[next[id.index()] as usize] = index as u32;
+            next[id.index()] += 1;
+        });
+        Readers { begins, nodes }
     }
-    readers
+
+    fn of_value(&self, id: ValueId) -> &[u32] {
+        &self.nodes[self.begins[id.index()] as usize..self.begins[id.index() + 1] as usize]
+    }
 }

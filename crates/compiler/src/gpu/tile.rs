@@ -252,11 +252,15 @@ impl Problem {
 
     /// The same with their estimates in microseconds.
     pub fn estimated_variants(&self) -> Vec<(f64, Variant)> {
-        let all = self.tiles().into_iter().flat_map(|tile| self.splits_of(tile));
-        let mut all: Vec<(f64, Variant)> =
-            all.map(|variant| (self.estimate_us(&variant), variant)).collect();
+        let mut all: Vec<(f64, Variant)> = self.estimated().collect();
         all.sort_by(|(a, _), (b, _)| a.total_cmp(b));
         all
+    }
+
+    /// The same in no order.
+    pub fn estimated(&self) -> impl Iterator<Item = (f64, Variant)> + '_ {
+        let all = self.tiles().into_iter().flat_map(|tile| self.splits_of(tile));
+        all.map(|variant| (self.estimate_us(&variant), variant))
     }
 
     fn tiles(&self) -> Vec<Tile> {

@@ -209,10 +209,16 @@ impl View {
         even && end <= pixel && other_end <= pixel && (end <= second || other_end <= first)
     }
 
+    /// Other sizes and strides at the same place.
+    pub fn with(&self, shape: Vec<usize>, strides: Vec<usize>, slack: usize) -> View {
+        let View { buffer, offset, element, .. } = *self;
+        View { buffer, offset, shape, strides, element, slack }
+    }
+
     /// Dimensions in another order.
     pub fn permuted(&self, perm: &[usize]) -> View {
         let pick = |from: &[usize]| perm.iter().map(|axis| from[*axis]).collect();
-        View { shape: pick(&self.shape), strides: pick(&self.strides), ..self.clone() }
+        self.with(pick(&self.shape), pick(&self.strides), self.slack)
     }
 
     /// `length` elements from `start` on along `axis`, every `step`-th.
@@ -247,7 +253,7 @@ impl View {
             }
             strides[missing + axis] = if size == 1 { 0 } else { stride };
         }
-        Some(View { shape: shape.to_vec(), strides, slack: 0, ..self.clone() })
+        Some(self.with(shape.to_vec(), strides, 0))
     }
 
     /// The same elements, in row-major order of the model's dimensions, with another shape; `None`
@@ -261,7 +267,7 @@ impl View {
         } else {
             reshaped_strides(&self.merged(), shape)?
         };
-        Some(View { shape: shape.to_vec(), strides, slack: 0, ..self.clone() })
+        Some(self.with(shape.to_vec(), strides, 0))
     }
 
     /// Runs of adjacent dimensions with a common stride, as (size, stride), without those of size

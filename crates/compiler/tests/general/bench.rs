@@ -7,7 +7,7 @@ use compiler::gpu::args::Address;
 use compiler::gpu::draft::{LaunchDraft, StepDraft};
 use compiler::gpu::view::{BufferId, Element, View, packed_in};
 use half::{bf16, f16};
-use model::gpu::{GpuPlan, Kernel, MemoryLocation, Patch};
+use model::gpu::{GpuPlan, Kernel, KernelFacts, MemoryLocation, Patch};
 use model::{DataType, Tensor};
 
 /// Numbers that are the same in every run.
@@ -340,7 +340,7 @@ impl Bench {
         let Some(folder) = std::env::var_os("ATOLL_KERNELS").map(PathBuf::from) else { return };
         std::fs::create_dir_all(&folder).unwrap();
         for (number, kernel) in self.kernels.iter().enumerate() {
-            let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
+            let KernelFacts { source, expression, threads, shared_bytes, args_bytes } = &**kernel;
             let text = format!(
                 "#include \"entry.cuh\"\n{source}using Op = {expression};\n\
                  TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n\

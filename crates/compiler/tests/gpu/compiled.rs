@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use compiler::gpu::GpuCompiler;
 use cuda::{EntryFacts, KernelReport};
 use device::KernelCompiler;
-use model::gpu::Kernel;
+use model::gpu::{Kernel, KernelFacts};
 
 /// Kernels of one test, which has lines of its own in the file.
 pub(crate) struct Compiled {
@@ -135,12 +135,14 @@ fn parse(line: &str) -> Option<(String, Vec<EntryFacts>)> {
 #[test]
 fn digests_follow_the_text() {
     let Some(report) = compiler_for(90) else { return };
-    let kernel = |source: &str| Kernel {
-        source: source.to_string(),
-        expression: "X".to_string(),
-        threads: 32,
-        shared_bytes: 0,
-        args_bytes: 8,
+    let kernel = |source: &str| {
+        Kernel::new(KernelFacts {
+            source: source.to_string(),
+            expression: "X".to_string(),
+            threads: 32,
+            shared_bytes: 0,
+            args_bytes: 8,
+        })
     };
     let digest = |source: &str| report.digest(&kernel(source));
     let before = digest("#include \"norm.cuh\"\nint a;");

@@ -112,7 +112,7 @@ impl Net {
     }
 }
 
-fn transformer() -> LaunchPlan {
+pub fn transformer() -> LaunchPlan {
     let mut net = Net::new(1);
     let x = net.b.input(&[SymDim::symbol("batch"), TOKENS.into(), CHANNELS.into()]);
     let mut x = net.layer(x);
@@ -152,7 +152,7 @@ fn conv(net: &mut Net, x: ValueId, from: usize, to: usize, edge: usize) -> Value
 }
 
 /// Group normalisation as an instance normalisation between reshapes, then a resized image.
-fn image() -> LaunchPlan {
+pub fn image() -> LaunchPlan {
     let mut net = Net::new(3);
     let x = net.b.input(&[SymDim::symbol("batch"), 16.into(), 12.into(), 10.into()]);
     let x = conv(&mut net, x, 16, 40, 3);
@@ -204,7 +204,7 @@ fn head() -> LaunchPlan {
     net.b.finish(&[y])
 }
 
-fn two_heads() -> LaunchPlan {
+pub fn two_heads() -> LaunchPlan {
     let mut net = Net::new(5);
     let x = net.b.input(&[SymDim::symbol("batch"), 16.into(), 6.into(), 6.into()]);
     let heads = [one_head(&mut net, x), one_head(&mut net, x)];
@@ -213,7 +213,7 @@ fn two_heads() -> LaunchPlan {
 }
 
 /// A function that no product has, before a reshape and before a concatenation.
-fn expressions() -> LaunchPlan {
+pub fn expressions() -> LaunchPlan {
     let mut net = Net::new(6);
     let x = net.b.input(&[SymDim::symbol("batch"), 16.into(), 6.into(), 6.into()]);
     let y = conv(&mut net, x, 16, 24, 1);

@@ -13,6 +13,7 @@ mod quantized;
 mod recurrent;
 mod sections;
 mod shapes;
+mod templates;
 
 use std::collections::HashMap;
 use std::fmt::Write;

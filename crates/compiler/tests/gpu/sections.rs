@@ -39,7 +39,7 @@ fn product(b: &mut Builder, x: ValueId, weight: ValueId) -> ValueId {
 }
 
 /// Products around a recurrent layer of two directions; length and batch are symbolic.
-fn recurrent() -> LaunchPlan {
+pub fn recurrent() -> LaunchPlan {
     let (mut b, mut random) = (Builder::default(), Random::new(1));
     let x = b.input(&[SymDim::symbol("t"), SymDim::symbol("n"), 16.into()]);
     let first = weight(&mut b, &mut random, &[16, 24]);
@@ -64,7 +64,7 @@ fn recurrent() -> LaunchPlan {
 }
 
 /// Rows whose sum is positive, between two products: their number depends on the data.
-fn chosen_rows() -> LaunchPlan {
+pub fn chosen_rows() -> LaunchPlan {
     let (mut b, mut random) = (Builder::default(), Random::new(2));
     let x = b.input(&[SymDim::symbol("n"), 16.into()]);
     let first = weight(&mut b, &mut random, &[16, 16]);

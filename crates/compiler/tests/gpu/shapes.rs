@@ -50,7 +50,7 @@ impl Builder {
     }
 
     /// Dimension `axis` of `x`, as a vector of one.
-    fn size(&mut self, x: ValueId, axis: i64) -> ValueId {
+    pub fn size(&mut self, x: ValueId, axis: i64) -> ValueId {
         let shape = self.node(Op::Shape { start: 0, end: None }, &[x]);
         let axis = self.ints(&[axis]);
         self.node(Op::Gather { axis: 0 }, &[shape, axis])
@@ -173,7 +173,7 @@ fn mask(b: &mut Builder, x: ValueId) -> ValueId {
 
 /// Two blocks of shifted windows: pad, roll, cut, attend with the mask. The shape of the second is
 /// that of what the first computed.
-fn shifted_windows() -> LaunchPlan {
+pub fn shifted_windows() -> LaunchPlan {
     let mut b = Builder::default();
     let dims = ["n", "h", "w"].map(SymDim::symbol);
     let x = b.input(&[dims[0].clone(), dims[1].clone(), dims[2].clone(), 8.into()]);

@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 
-use model::gpu::Kernel;
+use model::gpu::{Kernel, KernelFacts};
 
 use crate::preempt::best_effort_variant::BestEffortVariant;
 
@@ -49,7 +49,7 @@ pub(crate) fn whole_text(kernel: &Kernel) -> String {
 }
 
 fn text_with(kernel: &Kernel, entries: &str) -> String {
-    let Kernel { source, expression, threads, shared_bytes, args_bytes } = kernel;
+    let KernelFacts { source, expression, threads, shared_bytes, args_bytes } = &**kernel;
     format!(
         "#include \"entry.cuh\"\n{source}\nusing Op = {expression};\n\
          TILES_EXPECT(Op, {threads}, {shared_bytes}, {args_bytes});\n{entries}"
@@ -68,13 +68,13 @@ mod tests {
     use super::*;
 
     fn kernel() -> Kernel {
-        Kernel {
+        Kernel::new(KernelFacts {
             source: "#include \"elementwise.cuh\"".to_string(),
             expression: "tiles::Pair<int, 2>".to_string(),
             threads: 128,
             shared_bytes: 64,
             args_bytes: 24,
-        }
+        })
     }
 
     #[test]

@@ -171,6 +171,8 @@ fn name_of(code: nvrtcResult) -> String {
 
 #[cfg(test)]
 mod tests {
+    use model::gpu::{Kernel, KernelFacts};
+
     use super::*;
     use crate::compile::kernel_text::{KernelClass, module_text};
     use crate::preempt::best_effort_variant::BestEffortVariant::{CheckedGrid, Grid, Loop};
@@ -193,8 +195,8 @@ mod tests {
                 assert_eq!(compiled.cubin[..4], *b"\x7fELF");
             }
         }
-        let mut wrong = toy::kernels().remove(0);
-        wrong.args_bytes = 40;
+        let facts = KernelFacts { args_bytes: 40, ..(*toy::kernels()[0]).clone() };
+        let wrong = Kernel::new(facts);
         let err = nvrtc.compile(&module_text(&wrong, KernelClass::RealTime)).err();
         assert!(err.is_some_and(|err| err.contains("size of the arguments")));
     }
@@ -210,11 +212,10 @@ mod tests {
         let nvrtc = Nvrtc::new(&toolkit, "sm_90a".to_string(), toy::ToyCompiler.headers());
         let nvrtc = nvrtc.expect("NVRTC");
         let text = |number: usize| {
-            let mut kernel = toy::kernels().remove(0);
-            kernel.source +=
-                &format!("\nnamespace n{number} {{ struct Scale : toy::Scale {{}}; }}");
-            kernel.expression = format!("n{number}::Scale");
-            module_text(&kernel, KernelClass::BestEffort(Grid))
+            let mut facts = (*toy::kernels()[0]).clone();
+            facts.source += &format!("\nnamespace n{number} {{ struct Scale : toy::Scale {{}}; }}");
+            facts.expression = format!("n{number}::Scale");
+            module_text(&Kernel::new(facts), KernelClass::BestEffort(Grid))
         };
         std::thread::scope(|scope| {
             for number in 0..8 {

@@ -56,6 +56,10 @@ impl Tuning {
 
     /// For each step of `plan`, whether it starts only when the previous one has ended.
     pub(crate) fn apart(&self, plan: &GpuPlan) -> Vec<bool> {
+        if self.apart.is_empty() {
+            let is_first = |index| index == 0;
+            return (0..plan.steps.len()).map(is_first).collect();
+        }
         let is_apart = |steps: &[GpuStep]| self.apart.contains(&pair(&steps[0], &steps[1]));
         let first = plan.steps.first().map(|_| true);
         first.into_iter().chain(plan.steps.windows(2).map(is_apart)).collect()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use base::Random;
 use device::conformance::{Case, Verdict};
-use model::gpu::Kernel;
+use model::gpu::{Kernel, KernelFacts};
 
 use crate::compile::kernel_cache::LoadedKernel;
 use crate::compile::kernel_text::KernelClass;
@@ -133,13 +133,13 @@ fn partition_confines(services: &DeviceServices) -> Result<Option<String>, Strin
 }
 
 pub(crate) fn kernel() -> Kernel {
-    Kernel {
+    Kernel::new(KernelFacts {
         source: format!("#include \"base.cuh\"\nusing namespace tiles;\n{SOURCE}"),
         expression: "SmLocator".to_string(),
         threads: 128,
         shared_bytes: 0,
         args_bytes: ARGS_BYTES as u32,
-    }
+    })
 }
 
 fn loaded_kernel(services: &DeviceServices) -> Result<Arc<LoadedKernel>, String> {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use device::{DeviceError, Queue};
-use model::gpu::Kernel;
+use model::gpu::{Kernel, KernelFacts};
 
 use crate::CudaDevice;
 use crate::compile::kernel_cache::LoadedKernel;
@@ -52,13 +52,13 @@ struct Probe {
 "#;
 
 pub(crate) fn kernel() -> Kernel {
-    Kernel {
+    Kernel::new(KernelFacts {
         source: format!("#include \"base.cuh\"\nusing namespace tiles;\n{SOURCE}"),
         expression: "Probe".to_string(),
         threads: 128,
         shared_bytes: SHARED_BYTES,
         args_bytes: ARGS_BYTES as u32,
-    }
+    })
 }
 
 /// When the blocks of one probe ran, since the preemption.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use device::DeviceError;
-use model::gpu::Kernel;
+use model::gpu::{Kernel, KernelFacts};
 
 use crate::compile::kernel_cache::{KernelCache, LoadedKernel};
 use crate::compile::kernel_text::KernelClass;
@@ -64,13 +64,13 @@ struct InputCopy {
 "#;
 
 pub(crate) fn kernel() -> Kernel {
-    Kernel {
+    Kernel::new(KernelFacts {
         source: format!("#include \"base.cuh\"\nusing namespace tiles;\n{SOURCE}"),
         expression: "InputCopy".to_string(),
         threads: THREADS,
         shared_bytes: 0,
         args_bytes: ARGS_BYTES as u32,
-    }
+    })
 }
 
 /// Copies inputs of one device.

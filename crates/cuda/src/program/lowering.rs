@@ -1,7 +1,7 @@
 //! Launch plans to GPU plans, for sizes that are given or guessed.
 
 use bytes::Bytes;
-use device::{DeviceError, KernelCompiler, LaunchChoices};
+use device::{DeviceError, KernelCompiler, LaunchChoices, LoweringTemplate};
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{Dim, LaunchPlan, Tensor};
 
@@ -37,6 +37,17 @@ pub(crate) fn lower(
     check(plan)?;
     let target = services.device.target();
     let gpu = services.compile.compiler.lower_with(plan, sizes, target, choices)?;
+    check_border(plan, &gpu).map(|()| gpu)
+}
+
+/// The plan of `template`, which is that of `plan`, for `sizes`.
+pub(crate) fn lower_by(
+    template: &dyn LoweringTemplate,
+    plan: &LaunchPlan,
+    sizes: &[(String, usize)],
+    choices: LaunchChoices,
+) -> Result<GpuPlan, Vec<DeviceError>> {
+    let gpu = template.lower_with(sizes, choices)?;
     check_border(plan, &gpu).map(|()| gpu)
 }
 

@@ -15,7 +15,7 @@ use model::{Dim, LaunchPlan};
 use crate::compile::kernel_cache::KernelRequest;
 use crate::program::ProgramState;
 use crate::program::batches::leading_symbol;
-use crate::program::lowering::{Sizes, lower};
+use crate::program::lowering::Sizes;
 use crate::program::specialization::requests_of;
 
 /// Sizes of the batch.
@@ -131,10 +131,7 @@ fn compile(program: &Weak<ProgramState>, sizes: &[Sizes], stop: &AtomicBool) {
             return;
         };
         // Sizes beyond what the model was made for are refused, and so are too small ones.
-        let Ok(mut gpu) = lower(&program.services, &program.plan, sizes, LaunchChoices::Fastest)
-        else {
-            continue;
-        };
+        let Ok(mut gpu) = program.lower(sizes, LaunchChoices::Fastest) else { continue };
         accepted += 1;
         program.services.compile.tuning().apply(&mut gpu);
         for request in requests_of(&gpu) {

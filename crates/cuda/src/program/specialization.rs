@@ -454,16 +454,16 @@ fn chain_part(chain: &Range<usize>, first: usize) -> Range<usize> {
 mod tests {
     use super::*;
     use crate::program::layout::tests::{launch, step};
-    use model::gpu::Kernel;
+    use model::gpu::{Kernel, KernelFacts};
 
     fn plan(launch: Launch) -> GpuPlan {
-        let kernel = Kernel {
+        let kernel = Kernel::new(KernelFacts {
             source: String::new(),
             expression: "Op".to_string(),
             threads: 128,
             shared_bytes: 0,
             args_bytes: 24,
-        };
+        });
         GpuPlan { kernels: vec![kernel], steps: vec![step(launch)], ..GpuPlan::default() }
     }
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use device::{DeviceError, KernelCompiler, LaunchChoices};
 use model::gpu::{
-    GpuPlan, GpuStep, GpuTarget, IoTensor, Kernel, Launch, MemoryLocation, MemoryRange, Packer,
-    Patch, TilePreemption, Weight, WeightKey,
+    GpuPlan, GpuStep, GpuTarget, IoTensor, Kernel, KernelFacts, Launch, MemoryLocation,
+    MemoryRange, Packer, Patch, TilePreemption, Weight, WeightKey,
 };
 use model::op::{Op, Unary};
 use model::{DataType, Dim, LaunchPlan, Step, ValueId, ValueInfo};
@@ -151,12 +151,14 @@ fn refusal(plan: &LaunchPlan) -> Option<(&Step, &'static str)> {
 /// The kernels of chains: the one that computes, and the one that faults the device.
 pub fn kernels() -> Vec<Kernel> {
     ["toy::Scale", "toy::Wild"]
-        .map(|expression| Kernel {
-            source: "#include \"toy.cuh\"".to_string(),
-            expression: expression.to_string(),
-            threads: 128,
-            shared_bytes: 0,
-            args_bytes: 32,
+        .map(|expression| {
+            Kernel::new(KernelFacts {
+                source: "#include \"toy.cuh\"".to_string(),
+                expression: expression.to_string(),
+                threads: 128,
+                shared_bytes: 0,
+                args_bytes: 32,
+            })
         })
         .to_vec()
 }

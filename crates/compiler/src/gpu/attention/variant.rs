@@ -115,6 +115,11 @@ impl Variant {
         format!("{}x{}{warps}{split}", self.queries(), self.keys)
     }
 
+    /// What its name is made of.
+    fn label(&self, extent: &Extent) -> [usize; 4] {
+        [self.queries(), self.keys, self.key_warps, self.splits(extent)]
+    }
+
     /// An estimate in cycles: waves of blocks, each a start and a step per block of keys. A step
     /// takes as long as a warp for its own part, or as the tensor cores and the shared memory need
     /// for all resident warps. The numbers are fitted to measurements on an H200.
@@ -177,7 +182,7 @@ pub fn variants(extent: &Extent, target: &GpuTarget) -> Vec<Variant> {
         extent.queries > variant.queries() / 2 || variant.queries() == 16
     };
     let extra = fitted(extent)
-        .filter(|fitted| shapes.iter().all(|shape| shape.name(extent) != fitted.name(extent)));
+        .filter(|fitted| shapes.iter().all(|shape| shape.label(extent) != fitted.label(extent)));
     let mut variants: Vec<Variant> =
         shapes.iter().chain(&extra).filter(fits).filter(useful).copied().collect();
     for variant in variants.clone() {
@@ -185,14 +190,16 @@ pub fn variants(extent: &Extent, target: &GpuTarget) -> Vec<Variant> {
         let wanted = (2 * target.multiprocessors as usize).div_ceil(tiles.max(1));
         for parts in [wanted, wanted.div_ceil(2)] {
             let split = Variant { parts: parts.min(blocks / 2).clamp(1, SPLITS_MAX), ..variant };
-            let known = |other: &Variant| other.name(extent) == split.name(extent);
+            let known = |other: &Variant| other.label(extent) == split.label(extent);
             if split.splits(extent) > 1 && !variants.iter().any(known) {
                 variants.push(split);
             }
         }
     }
-    variants.sort_by(|a, b| a.cost(extent, target).total_cmp(&b.cost(extent, target)));
-    variants
+    let cost = |variant: Variant| (variant.cost(extent, target), variant);
+    let mut costs: Vec<(f64, Variant)> = variants.into_iter().map(cost).collect();
+    costs.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    costs.into_iter().map(|(_, variant)| variant).collect()
 }
 
 #[cfg(test)]
