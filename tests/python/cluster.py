@@ -64,6 +64,7 @@ class Cluster:
         host: str = "127.0.0.1",
         lease_ms: int = LEASE_MS,
         etcd_flags: tuple[str, ...] = (),
+        scheme: str = "http",
     ) -> None:
         self.folder, self.models, self.lease_ms = folder, models, lease_ms
         self.processes: dict[str, Process] = {}
@@ -71,7 +72,7 @@ class Cluster:
         self.model_store = ["--model-store", str(folder / "model-store")]
         client, peer = free_ports(2)
         self.store = f"etcd://{host}:{client}"
-        urls = [f"http://{host}:{client}", f"http://127.0.0.1:{peer}"]
+        urls = [f"{scheme}://{host}:{client}", f"http://127.0.0.1:{peer}"]
         command = ["etcd", "--name", "e", "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"]
         command += etcd_flags
         command += ["--listen-client-urls", urls[0], "--advertise-client-urls", urls[0]]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import requests
 from onnx import TensorProto, helper, numpy_helper
 
 from cluster import WAIT_SECONDS, Cluster
+from secure_cluster import SecureCluster
 from support import BINARY, LOST, Server, wait_for
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
@@ -136,6 +138,8 @@ class Canary:
 
     def command(self, *words: str) -> dict:
         command = [str(BINARY), "cluster", "canary", "m", *words, "--json", "--url", self.url]
+        if isinstance(self.cluster, SecureCluster):
+            command += ["--ca", self.cluster.ca]
         reply = subprocess.run(command, capture_output=True, check=False, timeout=WAIT_SECONDS)
         assert reply.returncode == 0, reply.stderr
         return json.loads(reply.stdout)
@@ -176,12 +180,11 @@ class Canary:
         assert served == dict(zip(names, expected, strict=True))
 
 
-@pytest.fixture
-def canary(tmp_path: Path):
-    models = tmp_path / "models"
+def run(folder: Path, make: Callable[[Path, Path], Cluster]) -> Iterator[Canary]:
+    models = folder / "models"
     models.mkdir()
     (models / "m.onnx").write_bytes(scaled(1.0))
-    cluster = Cluster(tmp_path, models)
+    cluster = make(folder, models)
     try:
         cluster.scheduler("s1")
         for name in ("b1", "b2"):
@@ -191,6 +194,16 @@ def canary(tmp_path: Path):
         yield Canary(cluster, servers)
     finally:
         cluster.stop()
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Iterator[Canary]:
+    yield from run(tmp_path, Cluster)
+
+
+@pytest.fixture
+def secured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Canary]:
+    yield from run(tmp_path, lambda folder, models: SecureCluster(folder, models, monkeypatch))
 
 
 def test_canaries_are_promoted_or_rolled_back_under_load(canary: Canary) -> None:
@@ -266,6 +279,26 @@ def assert_reported(canary: Canary) -> None:
     assert log.count("canary promoted") == 1 and log.count("canary rolled back") == 2, log
     refused = requests.post(f"{canary.url}/v2/atoll/models/m/canary/promote", timeout=60)
     assert refused.status_code == 404, refused.text
+
+
+def test_canaries_are_served_in_a_secured_cluster(secured: Canary) -> None:
+    """Mutual TLS to etcd, which has users, and to backends; TLS for clients and commands."""
+    with pytest.raises(requests.exceptions.SSLError):
+        requests.get(secured.url, timeout=WAIT_SECONDS, verify=requests.certs.where())
+    clients = Clients(secured.servers)
+    try:
+        assert secured.register(scaled(2.0), canary="0%") == "2"
+        secured.assert_served(["1", "2"])
+        check_routing(secured)
+        limits = ("--promote-after", "2s", "--max-errors", "5%", "--max-slowdown", "2000%")
+        assert secured.command("--share", "50%", *limits)["state"] == "running"
+        ended = secured.wait_ended()
+        assert (ended["state"], ended["in_force"]) == ("promoted", "2"), ended
+        secured.assert_served(["2"])
+    finally:
+        clients.stop()
+    replies = clients.check({"1": 1.0, "2": 2.0})
+    assert replies["1"] > 0 and replies["2"] > 0, replies
 
 
 def test_an_operator_ends_canaries(canary: Canary) -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
+import os
+import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +21,7 @@ import requests
 from support import Server, fp32_body, infer_url, serve, wait_for
 
 FAULTS = 3
+REPLACEMENTS = int(os.environ.get("ATOLL_TEST_REPLACEMENTS", "6"))
 
 
 def replaced(server: Server, times: int) -> bool:
@@ -134,6 +142,81 @@ def test_a_signal_replaces_the_process(server: Server) -> None:
     thread.join()
     assert replies[0].status_code == 200, replies[0].text
     assert requests.post(infer_url(server, "slow"), json=fp32_body(1)).ok
+
+
+class Socket(threading.Thread):
+    """Sends one request after the other, without ever repeating one: on a connection of its own
+    each, or on one for as long as the server keeps it."""
+
+    def __init__(self, server: Server, keeps: bool) -> None:
+        super().__init__()
+        self.server, self.keeps, self.stopped = server, keeps, threading.Event()
+        self.right, self.wrong = 0, []
+        self.body = json.dumps(fp32_body(4, 2)).encode()
+
+    def run(self) -> None:
+        connection = self.connect()
+        while not self.stopped.is_set():
+            if not self.keeps or is_readable(connection):
+                # What the server has closed takes no request.
+                connection.close()
+            try:
+                connection.request("POST", "/v2/models/identity_fp32/infer", self.body)
+                reply = connection.getresponse()
+                text = reply.read()
+            except (OSError, http.client.HTTPException) as error:
+                self.wrong.append(repr(error))
+                connection.close()
+                continue
+            if reply.status == 200 and json.loads(text)["outputs"][0]["data"] == [4, 2]:
+                self.right += 1
+            else:
+                self.wrong.append(f"{reply.status} {text[:200]!r}")
+            time.sleep(0.001)
+
+    def connect(self) -> http.client.HTTPConnection:
+        host, port = self.server.http.split(":")
+        return http.client.HTTPConnection(host, int(port), timeout=60)
+
+
+def is_readable(connection: http.client.HTTPConnection) -> bool:
+    return bool(connection.sock and select.select([connection.sock], [], [], 0)[0])
+
+
+@contextlib.contextmanager
+def busy_machine(count: int) -> Iterator[None]:
+    """Other processes that compute all the time."""
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_no_request_is_lost_while_the_process_is_replaced(server: Server) -> None:
+    """Whatever has reached a socket is answered, by the old process or by the new one."""
+    assert requests.post(f"{server.url}/v2/repository/models/identity_fp32/load").ok
+    assert server.process is not None
+    clients = [Socket(server, keeps=number % 2 == 0) for number in range(6)]
+    with busy_machine(os.cpu_count() or 1):
+        for client in clients:
+            client.start()
+        try:
+            for number in range(REPLACEMENTS):
+                before = [client.right for client in clients]
+                server.process.send_signal(signal.SIGUSR2)
+                assert wait_for(lambda number=number: replaced(server, number + 1))
+                pairs = list(zip(clients, before, strict=True))
+                assert wait_for(lambda pairs=pairs: all(c.right > b for c, b in pairs))
+        finally:
+            for client in clients:
+                client.stopped.set()
+            for client in clients:
+                client.join()
+    assert [client.wrong for client in clients] == [[]] * len(clients)
 
 
 def test_a_lost_device_stops_at_the_end_of_input(server: Server) -> None:

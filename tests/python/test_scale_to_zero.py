@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import requests
 
 from cluster import WAIT_SECONDS, Cluster, Process
 from kubernetes_api import COST, KubernetesPools
+from secure_cluster import SecureCluster
 from support import ASSETS, wait_for
 
 BODY = {
@@ -32,15 +33,17 @@ pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is no
 class Running:
     """A cluster whose backends are the pods of two pools, of which the cheaper one has no quota."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, make: Callable[[Path, Path], Cluster] = Cluster) -> None:
         models = folder / "models"
         models.mkdir()
-        self.cluster = Cluster(folder, models)
+        self.cluster = make(folder, models)
         self.api = KubernetesPools({"cheap": 0, "dear": 2}, self.start_pod)
         self.config = self.api.kubeconfig(folder / "kubeconfig")
 
     def start_pod(self, pool: str, pod: str) -> Process:
         flags = [*self.cluster.model_store, "--threads", "1", "--device-kind", pool]
+        if isinstance(self.cluster, SecureCluster):
+            flags += self.cluster.mutual()
         self.cluster.role("backend", pod, *flags)
         return self.cluster.processes[pod]
 
@@ -70,9 +73,7 @@ class Running:
         replies.append(requests.post(url, json=body, timeout=WAIT_SECONDS))
 
 
-@pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    running = Running(tmp_path)
+def run(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     monkeypatch.setenv("KUBECONFIG", str(running.config))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     try:
@@ -80,6 +81,32 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running
     finally:
         running.api.stop()
         running.cluster.stop()
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    yield from run(Running(tmp_path), monkeypatch)
+
+
+@pytest.fixture
+def secured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    make = lambda folder, models: SecureCluster(folder, models, monkeypatch)  # noqa: E731
+    yield from run(Running(tmp_path, make), monkeypatch)
+
+
+def test_a_secured_cluster_comes_from_zero_and_returns_to_it(secured: Running) -> None:
+    """Mutual TLS to etcd, which has users, and to backends that come and go; TLS for clients."""
+    secured.start()
+    report = lambda: f"{secured.api.log}\n{secured.cluster.logs()}"  # noqa: E731
+    form = {"name": (None, "digits"), "model": ("m.onnx", (ASSETS / "digits.onnx").read_bytes())}
+    reply = requests.post(secured.url("/register"), files=form, timeout=WAIT_SECONDS)
+    assert reply.status_code == 200, f"{reply.text}\n{report()}"
+    secured.wait_for_zero()
+    replies: list[requests.Response] = []
+    secured.infer(replies)
+    assert replies[0].status_code == 200, f"{replies[0].text}\n{report()}"
+    assert secured.frontend.metric("atoll_cluster_cold_start_seconds_count") == 1
+    secured.wait_for_zero()
 
 
 def test_the_first_requests_start_backends_and_the_last_ones_are_removed(running: Running) -> None:

@@ -472,7 +472,7 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         () = stop.wait() => {}
         () = process_replacement::lost(&device_group) => {
             let sockets = server.take_sockets();
-            server.shutdown(REPLY_LIMIT).await;
+            server.hand_over(REPLY_LIMIT).await;
             return Err(replaced(&device_group, &sockets, started).await);
         }
     }

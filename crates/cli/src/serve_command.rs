@@ -236,11 +236,9 @@ async fn serve(
     };
     let (sockets, models) = (server.take_sockets(), service.served_models());
     let handover = Handover::new(reason.to_string(), &device_group, models, started.elapsed());
-    if !upgrade {
-        // Clients open new connections, which wait, and no request is cut off.
-        server.set_lame_duck(LAME_DUCK);
-    }
-    if !server.shutdown(limit).await {
+    // Clients open new connections, which wait, and no request is cut off.
+    server.set_lame_duck(LAME_DUCK);
+    if !server.hand_over(limit).await {
         tracing::warn!("{UNFINISHED}");
     }
     let pause = if args.inject_faults { Duration::ZERO } else { handover.pause() };
@@ -285,7 +283,7 @@ type PopularityFile = Option<(PathBuf, Popularity)>;
 /// Why a server fails that stops too late.
 const UNFINISHED: &str = "some requests did not finish in time and were cancelled";
 
-/// How long clients of a server without a device get replies that close their connections.
+/// How long clients of a process that is replaced may still send on connections that are idle.
 const LAME_DUCK: Duration = Duration::from_millis(50);
 
 /// Interval in which request counts are saved.

@@ -21,8 +21,9 @@ use crate::store::mirror::KeyValues;
 const RECORD_TIME: Nanos = Nanos::from_millis(60_000);
 /// How long a lost route or split is kept while there is a plan.
 const ROUTE_TIME: Nanos = Nanos::from_millis(10_000);
-/// The key of the plan's summary, without the cluster's prefix.
+/// The keys of the plan's summary and of the scaling record, without the cluster's prefix.
 const PLAN: &str = "plan";
+const SCALING: &str = "scaling";
 
 /// The last good entries, and since when some are lost although they could be there again.
 #[derive(Debug, Default)]
@@ -45,6 +46,7 @@ impl Retention {
         self.keep::<QuerySpec>(now, RecordKind::Query, &mut merged, &mut lost);
         self.keep::<RouteRecord>(now, RecordKind::Route, &mut merged, &mut lost);
         self.keep::<SplitRecord>(now, RecordKind::Split, &mut merged, &mut lost);
+        self.keep_scaling(now, &mut merged, &mut lost);
         self.lost = lost;
         self.last = if merged == **entries { entries.clone() } else { Arc::new(merged) };
         self.last.clone()
@@ -53,6 +55,22 @@ impl Retention {
     /// Whether something lost is kept: it has to be looked at again, also without a change.
     pub fn is_active(&self) -> bool {
         !self.lost.is_empty()
+    }
+
+    /// That backends are scaled: requests go on waiting for one.
+    fn keep_scaling(
+        &self,
+        now: Nanos,
+        merged: &mut BTreeMap<String, Bytes>,
+        lost: &mut BTreeMap<String, Nanos>,
+    ) {
+        let Some(value) = self.last.get(SCALING) else { return };
+        let restorable = merged.contains_key(PLAN);
+        let since = self.lost.get(SCALING).copied().filter(|_| restorable).unwrap_or(now);
+        if !merged.contains_key(SCALING) && now - since < ROUTE_TIME {
+            merged.insert(SCALING.to_string(), value.clone());
+            lost.insert(SCALING.to_string(), since);
+        }
     }
 
     fn keep<T: StoredRecord>(
@@ -168,6 +186,21 @@ mod tests {
         assert_eq!(retention.merge(seconds(1000), &joined).len(), 3);
         let restored = entries(&[("backends/b", "{}".into()), ("models/a", model(true))]);
         assert_eq!(retention.merge(seconds(1100), &restored).len(), 3);
+    }
+
+    #[test]
+    fn requests_go_on_waiting_for_a_backend_while_the_store_is_lost() {
+        let all = entries(&[("scaling", "{}".into()), ("plan", "{}".into())]);
+        let mut retention = Retention::after(all);
+        let scales = |merged: KeyValues| merged.contains_key("scaling");
+        assert!(scales(retention.merge(seconds(0), &entries(&[]))));
+        assert!(scales(retention.merge(seconds(50), &entries(&[]))));
+        // The next leader does not scale.
+        let plan = entries(&[("plan", "{}".into())]);
+        assert!(scales(retention.merge(seconds(51), &plan)));
+        assert!(scales(retention.merge(seconds(59), &plan)));
+        assert!(!scales(retention.merge(seconds(61), &plan)));
+        assert!(!retention.is_active());
     }
 
     #[test]

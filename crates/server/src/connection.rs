@@ -13,7 +13,7 @@ mod request_body;
 mod response_body;
 mod table;
 
-pub(crate) use io::GuardedIo;
+pub(crate) use io::{GuardedIo, OverSocket};
 pub(crate) use read_ahead::ReadAhead;
 pub(crate) use request_body::{BodyError, BodyRules, DrainDeadline, RequestBody};
 pub(crate) use response_body::TrackedBody;

@@ -1,17 +1,20 @@
 //! Accepts connections and serves them until stopped, whatever their clients do.
 
 use std::convert::Infallible;
+use std::future::poll_fn;
+use std::net::SocketAddr;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use api::{ApiError, ErrorKind};
 use futures_util::FutureExt;
 use http::header::{
     ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
-    HeaderValue, VARY, WWW_AUTHENTICATE,
+    CONNECTION, HeaderValue, VARY, WWW_AUTHENTICATE,
 };
-use http::{Method, Request, Response, StatusCode};
+use http::{Method, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -25,8 +28,8 @@ use tokio::time::Instant;
 use crate::auth::Caller;
 use crate::auth::routes::{self, Need, REQUEST_ID};
 use crate::connection::{
-    BodyRules, CloseReason, Connection, ConnectionTable, GuardedIo, ReadAhead, RequestBody,
-    TrackedBody,
+    BodyRules, CloseReason, Connection, ConnectionTable, GuardedIo, OverSocket, ReadAhead,
+    RequestBody, TrackedBody,
 };
 use crate::rest::response::ResponseBody;
 use crate::server::{AppState, StopPhase};
@@ -35,8 +38,10 @@ use crate::tls::{Tls, TlsUse, fingerprint};
 /// Until when connections may finish after a stop; `None` before it.
 pub(crate) type Stop = watch::Receiver<Option<Instant>>;
 
-/// Time for connections without a request to close after a stop.
+/// Time for connections whose client has just connected, or begun a request, after a stop.
 const CLOSE_TIME: Duration = Duration::from_millis(500);
+/// How often a connection that is to be closed is looked at.
+const CLOSE_INTERVAL: Duration = Duration::from_millis(20);
 /// Shortest and longest pause after a failure to accept.
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -91,6 +96,13 @@ pub(crate) async fn stopped(stop: &mut Stop) -> Instant {
     deadline.ok().and_then(|deadline| *deadline).unwrap_or_else(Instant::now)
 }
 
+/// Returns when connections are left to another process.
+async fn handed_over(accepting: &mut watch::Receiver<bool>) {
+    if accepting.wait_for(|accepting| !*accepting).await.is_err() {
+        std::future::pending().await
+    }
+}
+
 /// Returns when clients are to be told to go away.
 async fn lame_duck(phases: &mut watch::Receiver<StopPhase>) {
     if phases.wait_for(|phase| *phase == StopPhase::LameDuck).await.is_err() {
@@ -107,25 +119,34 @@ impl<R: Respond> Listener<R> {
             Arc::new(Shared { responder: self.responder, table: self.table, tls: self.tls });
         let mut connections = JoinSet::new();
         let mut failures = AcceptFailures::default();
+        let mut accepting = shared.responder.app().accepting.subscribe();
+        let mut accepts = true;
+        let begin =
+            |stream: TcpStream, peer: SocketAddr, stop: &Stop, all: &mut JoinSet<()>| match shared
+                .table
+                .admit(peer)
+            {
+                Ok(open) => {
+                    let (shared, stop) = (shared.clone(), stop.clone());
+                    all.spawn(async move { serve_stream(stream, &open.0, &shared, stop).await });
+                }
+                Err(reason) => refuse(&shared, &stream, reason),
+            };
         let deadline = loop {
             let accepted = tokio::select! {
                 biased;
                 deadline = stopped(&mut stop) => break deadline,
+                () = handed_over(&mut accepting), if accepts => {
+                    accepts = false;
+                    continue;
+                }
                 Some(_) = connections.join_next() => continue,
-                accepted = socket.accept() => accepted,
+                accepted = socket.accept(), if accepts => accepted,
             };
             match accepted {
                 Ok((stream, peer)) => {
                     failures.pause = PAUSE_MIN;
-                    match table.admit(peer) {
-                        Ok(open) => {
-                            let (shared, stop) = (shared.clone(), stop.clone());
-                            connections.spawn(async move {
-                                serve_stream(stream, &open.0, &shared, stop).await;
-                            });
-                        }
-                        Err(reason) => refuse(&shared, &stream, reason),
-                    }
+                    begin(stream, peer, &stop, &mut connections);
                 }
                 Err(error) => {
                     tokio::select! {
@@ -135,6 +156,11 @@ impl<R: Respond> Listener<R> {
                 }
             }
         };
+        // Closing the socket would cut off those that wait in it, unless another process has it.
+        accepts = *accepting.borrow();
+        while accepts && let Some(Ok((stream, peer))) = socket.accept().now_or_never() {
+            begin(stream, peer, &stop, &mut connections);
+        }
         drop(socket);
         let finished = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout_at(deadline, finished).await.is_err() {
@@ -244,13 +270,16 @@ fn is_certificate_error(error: &std::io::Error) -> bool {
     )
 }
 
-async fn serve_connection<R: Respond, S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+async fn serve_connection<R, S>(
     stream: S,
     certificate: Option<Arc<str>>,
     connection: &Arc<Connection>,
     shared: &Shared<R>,
     mut stop: Stop,
-) {
+) where
+    R: Respond,
+    S: AsyncRead + AsyncWrite + OverSocket + Send + Unpin + 'static,
+{
     let limits = connection.limits();
     let mut builder = Builder::new(TokioExecutor::new());
     // The head's timeout of hyper would also end idle connections; those are checked below.
@@ -278,30 +307,44 @@ async fn serve_connection<R: Respond, S: AsyncRead + AsyncWrite + Send + Unpin +
     checks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     // When the connection ends even if it does not close by itself.
     let mut end: Option<Instant> = None;
-    let mut stopping = false;
+    let mut stopping: Option<Instant> = None;
     // A connection that begins in the lame-duck period still gets its replies.
     let mut phases = shared.responder.app().phase.subscribe();
     let mut going_away = *phases.borrow_and_update() != StopPhase::Serving;
+    let mut said_goaway = false;
     let result = loop {
+        if going_away && !said_goaway && (R::GRPC || connection.is_http2()) {
+            // The client learns which of its requests were not begun. Replies over HTTP/1 say
+            // `connection: close`; hyper would also close a connection whose request has arrived
+            // and was not read.
+            said_goaway = true;
+            served.as_mut().graceful_shutdown();
+        }
         tokio::select! {
             result = served.as_mut() => break result,
             () = connection.close.notified() => return,
-            () = lame_duck(&mut phases), if !going_away => {
-                // Replies that are due are sent; HTTP/2 says GOAWAY, HTTP/1 `connection: close`.
+            () = lame_duck(&mut phases), if !going_away => going_away = true,
+            _ = stopped(&mut stop), if stopping.is_none() => {
                 going_away = true;
-                served.as_mut().graceful_shutdown();
-            }
-            _ = stopped(&mut stop), if !stopping => {
-                stopping = true;
-                served.as_mut().graceful_shutdown();
-                checks = tokio::time::interval(CLOSE_TIME);
-                checks.tick().await;
+                stopping = Some(Instant::now());
+                checks = tokio::time::interval(CLOSE_INTERVAL);
             }
             _ = checks.tick() => {
-                if end.is_some_and(|end| end <= Instant::now())
-                    || (stopping && connection.is_finished())
-                {
+                if end.is_some_and(|end| end <= Instant::now()) {
                     return;
+                }
+                if stopping.is_some_and(|since| may_close(connection, since)) {
+                    connection.begin_closing();
+                    let polled = poll_fn(|context| Poll::Ready(served.as_mut().poll(context)));
+                    if let Poll::Ready(result) = polled.await {
+                        break result;
+                    }
+                    // A request that has arrived meanwhile still gets its reply.
+                    let since = stopping.unwrap_or_else(Instant::now);
+                    if !connection.has_unread() && may_close(connection, since) {
+                        return;
+                    }
+                    continue;
                 }
                 match connection.overdue() {
                     None => {}
@@ -325,6 +368,12 @@ async fn serve_connection<R: Respond, S: AsyncRead + AsyncWrite + Send + Unpin +
     }
 }
 
+/// Whether a server that has stopped at `since` may close a connection.
+fn may_close(connection: &Connection, since: Instant) -> bool {
+    let is_over = since.elapsed() >= CLOSE_TIME;
+    connection.is_between_requests() || (is_over && connection.is_finished())
+}
+
 fn is_timeout(mut error: &(dyn std::error::Error + 'static)) -> bool {
     loop {
         if let Some(io) = error.downcast_ref::<std::io::Error>() {
@@ -346,13 +395,17 @@ fn handle<R: Respond>(
 ) -> impl Future<Output = Result<Response<TrackedBody<ResponseBody>>, Infallible>> + Send {
     // From now on the connection is in use, not when the future is polled.
     let in_flight = connection.begin();
+    let is_http1 = request.version() < Version::HTTP_2;
     let endless = routes::is_endless(request.uri().path()).then(|| connection.begin_endless());
     async move {
         let work = admit_and_respond(&responder, &connection, certificate, request);
         let response = AssertUnwindSafe(work).catch_unwind().await;
-        let response = response.unwrap_or_else(|_| {
+        let mut response = response.unwrap_or_else(|_| {
             responder.error(ApiError::internal("the server failed on this request"))
         });
+        if is_http1 && *responder.app().phase.borrow() != StopPhase::Serving {
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
         Ok(response.map(|body| TrackedBody::new(body, in_flight, endless)))
     }
 }

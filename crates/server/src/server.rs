@@ -175,6 +175,8 @@ pub(crate) struct AppState {
     pub(crate) viewers: Viewers,
     pub(crate) planner: Option<PlanFn>,
     pub(crate) phase: watch::Sender<StopPhase>,
+    /// Whether connections are accepted; not when another process has the sockets.
+    pub(crate) accepting: watch::Sender<bool>,
     pub(crate) telemetry: Option<Telemetry>,
     max_execution: Option<Duration>,
 }
@@ -329,6 +331,7 @@ impl BoundServer {
             viewers: Viewers::default(),
             planner: self.options.planner.clone(),
             phase: watch::Sender::new(StopPhase::Serving),
+            accepting: watch::Sender::new(true),
             telemetry,
             max_execution: self.options.max_execution,
         });
@@ -546,9 +549,44 @@ impl RunningServer {
         let idle = tokio::time::timeout_at(deadline, self.app.requests.wait_idle()).await.is_ok();
         let remaining = deadline.saturating_duration_since(Instant::now());
         let drained = self.app.service.drain(remaining).await;
+        self.sockets = InheritedSockets::default();
+        self.close_connections(deadline).await;
+        if let Some(telemetry) = &self.app.telemetry {
+            telemetry.close().await;
+        }
+        idle && drained
+    }
+
+    /// As [`RunningServer::shutdown`], where another process goes on with the sockets of
+    /// [`RunningServer::take_sockets`]: new connections wait in them. No request is refused that
+    /// arrives on a connection which was accepted; its reply closes the connection. Idle
+    /// connections are closed after the lame-duck period.
+    pub async fn hand_over(mut self, limit: Duration) -> bool {
+        self.app.accepting.send_replace(false);
+        self.app.phase.send_replace(StopPhase::LameDuck);
+        tokio::time::sleep(self.lame_duck.min(limit)).await;
+        self.app.phase.send_replace(StopPhase::Draining);
+        if let Some(health) = self.health.take() {
+            let _ = health.await;
+        }
+        let deadline = Instant::now() + limit;
+        self.app.drain.set(Instant::now() + BODY_DRAIN_TIME.min(limit / 2));
+        self.close_connections(deadline).await;
+        let idle = self.app.requests.in_flight() == 0;
+        self.app.requests.close();
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        let drained = self.app.service.drain(remaining).await;
+        if let Some(telemetry) = &self.app.telemetry {
+            telemetry.close().await;
+        }
+        idle && drained
+    }
+
+    /// Lets the listeners close their connections when their requests have ended, until the
+    /// deadline.
+    async fn close_connections(&mut self, deadline: Instant) {
         // Finished responses still have to be written, even after the deadline.
         let written = deadline.max(Instant::now() + Duration::from_millis(500));
-        self.sockets = InheritedSockets::default();
         let _ = self.stop.send(Some(written));
         for task in &mut self.tasks {
             // Listeners close their connections at the deadline themselves.
@@ -557,9 +595,5 @@ impl RunningServer {
                 task.abort();
             }
         }
-        if let Some(telemetry) = &self.app.telemetry {
-            telemetry.close().await;
-        }
-        idle && drained
     }
 }

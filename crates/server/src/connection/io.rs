@@ -1,14 +1,40 @@
 //! A stream that reports what arrives and gives up when the client takes nothing.
 
 use std::io::{Error, ErrorKind, IoSlice, Result};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
 
+use super::read_ahead::ReadAhead;
 use super::table::Connection;
+
+/// A stream over a socket.
+pub(crate) trait OverSocket {
+    fn socket(&self) -> BorrowedFd<'_>;
+}
+
+impl OverSocket for TcpStream {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.as_fd()
+    }
+}
+
+impl<S: OverSocket> OverSocket for ReadAhead<S> {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.get_ref().socket()
+    }
+}
+
+impl<S: OverSocket> OverSocket for tokio_rustls::server::TlsStream<S> {
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.get_ref().0.socket()
+    }
+}
 
 /// A stream with the limits of its connection.
 pub(crate) struct GuardedIo<S> {
@@ -36,14 +62,20 @@ impl<S> GuardedIo<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for GuardedIo<S> {
+impl<S: AsyncRead + OverSocket + Unpin> AsyncRead for GuardedIo<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<Result<()>> {
         let before = buffer.filled().len();
-        ready!(Pin::new(&mut self.stream).poll_read(context, buffer))?;
+        let read = Pin::new(&mut self.stream).poll_read(context, buffer);
+        if read.is_pending() && self.connection.is_closing() {
+            // The runtime learns of what has arrived later than the socket.
+            let unread = rustix::io::ioctl_fionread(self.stream.socket());
+            self.connection.note_unread(unread.is_ok_and(|bytes| bytes > 0));
+        }
+        ready!(read)?;
         self.connection.received(&buffer.filled()[before..]);
         Poll::Ready(Ok(()))
     }

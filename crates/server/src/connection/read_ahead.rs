@@ -27,6 +27,10 @@ impl<S> ReadAhead<S> {
         ReadAhead { stream, ahead: Vec::new(), taken: 0, more: false }
     }
 
+    pub(crate) fn get_ref(&self) -> &S {
+        &self.stream
+    }
+
     /// Moves what has been read ahead, as far as it fits.
     fn take(&mut self, buffer: &mut ReadBuf<'_>) {
         let end = self.ahead.len().min(self.taken + buffer.remaining());

@@ -152,6 +152,8 @@ impl ConnectionTable {
             head_since: AtomicU64::new(0),
             preface: AtomicU8::new(0),
             silent: AtomicBool::new(true),
+            closing: AtomicBool::new(false),
+            unread: AtomicBool::new(false),
             undelivered: Mutex::default(),
             close: Notify::new(),
         });
@@ -225,6 +227,9 @@ pub(crate) struct Connection {
     preface: AtomicU8,
     /// No byte has arrived.
     silent: AtomicBool,
+    /// The server wants to close it, unless something has arrived that was not read.
+    closing: AtomicBool,
+    unread: AtomicBool,
     /// Deadlines of response data that the client has not taken.
     undelivered: Mutex<Vec<(u64, Instant)>>,
     pub(crate) close: Notify,
@@ -296,6 +301,31 @@ impl Connection {
     /// Whether a server that stops may close it: all that is in flight has no end of its own.
     pub(crate) fn is_finished(&self) -> bool {
         self.in_flight.load(Relaxed) <= self.endless.load(Relaxed)
+    }
+
+    /// Whether its client waits for nothing and has begun nothing: HTTP/1 between two requests.
+    pub(crate) fn is_between_requests(&self) -> bool {
+        let is_begun = self.silent.load(Relaxed) || self.head_since.load(Relaxed) != 0;
+        self.is_idle() && !is_begun && !self.is_http2()
+    }
+
+    /// Looks for what has arrived at the next read.
+    pub(crate) fn begin_closing(&self) {
+        self.unread.store(false, Relaxed);
+        self.closing.store(true, Relaxed);
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Relaxed)
+    }
+
+    pub(crate) fn note_unread(&self, unread: bool) {
+        self.unread.store(unread, Relaxed);
+    }
+
+    /// Whether something had arrived at the last read that was not read.
+    pub(crate) fn has_unread(&self) -> bool {
+        self.unread.load(Relaxed)
     }
 
     /// Why the connection must be closed now, if so.

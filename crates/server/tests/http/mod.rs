@@ -48,6 +48,11 @@ impl Client {
         Client { stream }
     }
 
+    /// The connection, which has to be read to the end of a reply.
+    pub fn into_std(self) -> std::net::TcpStream {
+        self.stream.into_std().unwrap()
+    }
+
     pub async fn send(&mut self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) {
         let mut head = format!("{method} {path} HTTP/1.1\r\nhost: localhost\r\n");
         if !headers.iter().any(|(name, _)| *name == "content-length") {

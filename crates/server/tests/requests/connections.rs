@@ -202,6 +202,92 @@ async fn a_stalled_body_does_not_make_the_drain_fail() {
     trickle.await.unwrap();
 }
 
+const LIVE: &[u8] = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n";
+
+fn infer() -> Vec<u8> {
+    let head = "POST /v2/models/identity/infer HTTP/1.1\r\nhost: localhost";
+    format!("{head}\r\ncontent-length: {}\r\n\r\n{FLOATS}", FLOATS.len()).into_bytes()
+}
+
+/// Connections that the server has accepted: one has been used, the other one has not.
+async fn used_and_fresh(server: &RunningServer) -> [std::net::TcpStream; 2] {
+    let address = server.http_addr.unwrap();
+    let (mut used, mut fresh) =
+        (Client::connect(address).await, TcpStream::connect(address).await.unwrap());
+    used.send("GET", "/v2/health/live", &[], b"").await;
+    assert_eq!(used.receive().await.status, 200);
+    // The listener accepts in order.
+    Client::connect(address).await.get("/v2/health/live").await;
+    fresh.flush().await.unwrap();
+    [used.into_std(), fresh.into_std().unwrap()]
+}
+
+/// The status line and headers of a reply, up to the end of the connection.
+async fn last_reply(stream: std::net::TcpStream) -> String {
+    let mut stream = TcpStream::from_std(stream).unwrap();
+    let mut text = String::new();
+    let read = tokio::time::timeout(Duration::from_secs(20), stream.read_to_string(&mut text));
+    read.await.expect("the connection is not closed").expect("the connection is reset");
+    text
+}
+
+/// Nothing runs between the write and the stop: the server has not seen the requests, which are in
+/// its sockets.
+#[tokio::test]
+async fn requests_that_have_arrived_when_the_server_stops_are_answered() {
+    use std::io::Write;
+    for _ in 0..5 {
+        let (server, _echo) = start(ConnectionLimits::default()).await;
+        let [mut used, mut fresh] = used_and_fresh(&server).await;
+        used.write_all(LIVE).unwrap();
+        fresh.write_all(&infer()).unwrap();
+        assert!(server.shutdown(Duration::from_secs(4)).await);
+        for (stream, status) in [(used, "200"), (fresh, "503")] {
+            let reply = last_reply(stream).await;
+            assert!(reply.starts_with(&format!("HTTP/1.1 {status} ")), "'{reply}'");
+            assert!(reply.contains("connection: close\r\n"), "{reply}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_is_handed_over_serves_all_it_has_accepted_and_leaves_the_rest() {
+    use std::io::Write;
+    let (mut server, echo) = start(ConnectionLimits::default()).await;
+    let [mut used, mut fresh] = used_and_fresh(&server).await;
+    let [idle, silent] = used_and_fresh(&server).await;
+    let address = server.http_addr.unwrap();
+    let inherited = server.take_sockets();
+    let mut slow = Client::connect(address).await;
+    slow.send("POST", SLOW, &[], FLOATS.as_bytes()).await;
+    while server.in_flight() < 1 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    used.write_all(&infer()).unwrap();
+    fresh.write_all(&infer()).unwrap();
+    let handing_over = tokio::spawn(server.hand_over(Duration::from_secs(20)));
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let mut waiting = Client::connect(address).await;
+    waiting.send("POST", "/v2/models/identity/infer", &[], FLOATS.as_bytes()).await;
+    for stream in [used, fresh] {
+        let reply = last_reply(stream).await;
+        assert!(reply.starts_with("HTTP/1.1 200 "), "'{reply}'");
+        assert!(reply.contains("connection: close\r\n"), "{reply}");
+    }
+    echo.slow.open();
+    assert_eq!(slow.receive().await.status, 200);
+    assert!(handing_over.await.unwrap());
+    for stream in [idle, silent] {
+        assert_eq!(last_reply(stream).await, "");
+    }
+    let any = Some(address);
+    let options =
+        ServerOptions { http: any, grpc: None, metrics: None, inherited, ..Default::default() };
+    let next = Server::start(options, Arc::new(Echo::default())).await.unwrap();
+    assert_eq!(waiting.receive().await.status, 200);
+    assert!(next.shutdown(Duration::from_secs(4)).await);
+}
+
 #[tokio::test]
 async fn a_client_that_takes_no_response_is_closed() {
     let (server, _echo) = start(limits()).await;
