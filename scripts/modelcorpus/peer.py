@@ -136,7 +136,8 @@ def save_wide(path: Path, folder: Path, arrays: dict) -> str | None:
     file = folder / "wide.onnx"
     try:
         onnx.save(widen(onnx.load(path)), file)
-        save(folder / "wide", run(session_of(file, optimise=False, threads=1), widen_arrays(arrays)))
+        session = session_of(file, optimise=False, threads=1)
+        save(folder / "wide", run(session, widen_arrays(arrays)))
     except Exception as error:  # ONNX Runtime has many kinds.
         return f"{type(error).__name__}: {error}"[:400]
     finally:

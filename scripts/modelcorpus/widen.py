@@ -1,7 +1,8 @@
 """The same network in single precision, against which results of half precision are judged.
 
-ONNX Runtime rounds to half precision after each operator and overflows beyond 65,504; Atoll computes
-such files in single precision. Where the two differ, the nearer one to this network is right.
+ONNX Runtime rounds to half precision after each operator and overflows beyond 65,504; Atoll
+computes such files in single precision. Where the two differ, the nearer one to this network is
+right.
 """
 
 from __future__ import annotations

@@ -267,19 +267,21 @@ async fn disconnecting_cancels_the_request() {
 #[tokio::test]
 async fn drain_finishes_running_requests_and_refuses_new_ones() {
     let Fixture { server, mut client, echo } = start().await;
-    let mut other = Client::connect(server.http_addr.unwrap()).await;
     let address = server.http_addr.unwrap();
     client.send("POST", "/v2/models/slow/infer", &[], FLOATS.as_bytes()).await;
     while server.in_flight() == 0 {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let shutdown = tokio::spawn(server.shutdown(Duration::from_secs(60)));
-    while other.get("/v2/health/ready").await.status == 200 {
+    // Replies close their connections from now on, and new ones are accepted.
+    let get = async |path| Client::connect(address).await.get(path).await;
+    while get("/v2/health/ready").await.status == 200 {
         tokio::task::yield_now().await;
     }
-    assert_eq!(other.get("/v2/health/ready").await.status, 503);
-    assert_eq!(other.get("/v2/health/live").await.status, 200);
-    let refused = other.post(IDENTITY, FLOATS).await.error(503);
+    let unready = get("/v2/health/ready").await;
+    assert_eq!((unready.status, unready.header("connection")), (503, Some("close")));
+    assert_eq!(get("/v2/health/live").await.status, 200);
+    let refused = Client::connect(address).await.post(IDENTITY, FLOATS).await.error(503);
     assert_eq!(refused, "the server is shutting down");
     assert!(!shutdown.is_finished(), "it waits for running requests");
     echo.slow.open();

@@ -68,7 +68,7 @@ pub(crate) struct BlockConv {
     zero: i32,
     /// For each group, block of the image, tap and word, the words of the group's channels.
     weights: Buffer<u32>,
-    groups: Vec<Group>,
+    groups: Buffer<Group>,
     /// What the sums begin with.
     start: Buffer<i32>,
     terms: Terms,
@@ -95,7 +95,7 @@ impl BlockConv {
         let input_blocks = inputs.div_ceil(lanes);
         let words = lanes / WORD_DEPTH;
         let size = input_blocks * taps * words * LANES;
-        let groups = groups_of(conv.groups, per_group.div_ceil(LANES), input_blocks, size);
+        let groups = groups_of(conv.groups, per_group.div_ceil(LANES), input_blocks, size)?;
         let blocks = groups.last().map_or(0, |group| group.blocks.end);
         let mut weights = Buffer::filled(blocks * size, 0)?;
         for group in &groups {
@@ -176,18 +176,21 @@ impl BlockConv {
 }
 
 /// The blocks of the result in groups of one convolution each, of which runs compute all blocks.
-fn groups_of(convolutions: usize, blocks: usize, inputs: usize, size: usize) -> Vec<Group> {
+fn groups_of(
+    convolutions: usize,
+    blocks: usize,
+    inputs: usize,
+    size: usize,
+) -> Result<Buffer<Group>, KernelError> {
     let count = blocks.div_ceil(MAX_BLOCKS);
-    let mut groups = Vec::with_capacity(convolutions * count);
-    for convolution in 0..convolutions {
-        for part in 0..count {
-            let bound = |part: usize| convolution * blocks + blocks * part / count;
-            let blocks = bound(part)..bound(part + 1);
-            let offset = blocks.start * size;
-            groups.push(Group { blocks, input: convolution * inputs, offset });
-        }
-    }
-    groups
+    let group = |index: usize| {
+        let (convolution, part) = (index / count, index % count);
+        let bound = |part: usize| convolution * blocks + blocks * part / count;
+        let blocks = bound(part)..bound(part + 1);
+        let offset = blocks.start * size;
+        Group { blocks, input: convolution * inputs, offset }
+    };
+    Ok(Buffer::collect((0..convolutions * count).map(group))?)
 }
 
 /// One image of a call.
