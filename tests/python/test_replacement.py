@@ -21,7 +21,7 @@ import requests
 from support import Server, fp32_body, infer_url, serve, wait_for
 
 FAULTS = 3
-REPLACEMENTS = int(os.environ.get("ATOLL_TEST_REPLACEMENTS", "6"))
+REPLACEMENTS = int(os.environ.get("ATOLL_TEST_REPLACEMENTS", "3"))
 
 
 def replaced(server: Server, times: int) -> bool:
