@@ -40,6 +40,9 @@ pub(crate) type Stop = watch::Receiver<Option<Instant>>;
 
 /// Time for connections whose client has just connected, or begun a request, after a stop.
 const CLOSE_TIME: Duration = Duration::from_millis(500);
+/// Connections that are taken out of a socket before it is closed, so that clients who go on
+/// connecting cannot hold up the stop: as many as wait in a socket by tokio's default.
+const LATE_CONNECTIONS: usize = 1024;
 /// How often a connection that is to be closed is looked at.
 const CLOSE_INTERVAL: Duration = Duration::from_millis(20);
 /// Shortest and longest pause after a failure to accept.
@@ -157,8 +160,9 @@ impl<R: Respond> Listener<R> {
             }
         };
         // Closing the socket would cut off those that wait in it, unless another process has it.
-        accepts = *accepting.borrow();
-        while accepts && let Some(Ok((stream, peer))) = socket.accept().now_or_never() {
+        let late = if *accepting.borrow() { LATE_CONNECTIONS } else { 0 };
+        for _ in 0..late {
+            let Some(Ok((stream, peer))) = socket.accept().now_or_never() else { break };
             begin(stream, peer, &stop, &mut connections);
         }
         drop(socket);
