@@ -112,6 +112,7 @@ mod tests {
                 step(Op::Binary(Binary::Add), &[2, 0], 3),
                 step(Op::Unary(Unary::Relu), &[3], 4),
             ],
+            warnings: Vec::new(),
         };
         plan.plan_lifetimes();
         plan

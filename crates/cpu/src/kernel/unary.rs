@@ -1,6 +1,7 @@
 //! Element-wise functions of one operand.
 
 mod real;
+mod vector;
 
 use model::DataType;
 use model::op::Unary;
@@ -8,6 +9,7 @@ use rten_simd::SimdUnaryOp;
 
 pub(crate) use real::Real;
 use real::{Erf, Gelu};
+use vector::{Elu, Ln, Mish, Softplus};
 
 use super::elementwise::{MapFn, MapRow, convert, map, map_in_place};
 use super::operand::{Element, dtype_of, elements, is_half, one, through_f32};
@@ -87,7 +89,7 @@ pub(super) fn apply<T: Element + Copy>(
     one(T::wrap(tensor.shape(), out))
 }
 
-/// The function in single precision: vectorized where exponentials are involved.
+/// The function in single precision: vectorized where exponentials or logarithms are involved.
 fn single(unary: Unary) -> Option<Kernel> {
     Some(match unary {
         Unary::Exp => vectorized(rten_vecmath::Exp {}),
@@ -98,6 +100,12 @@ fn single(unary: Unary) -> Option<Kernel> {
         Unary::Gelu { tanh: true } => vectorized(rten_vecmath::ApproxGelu {}),
         Unary::Silu { alpha: 1.0 } => vectorized(rten_vecmath::Silu {}),
         Unary::Silu { alpha } => vectorized(rten_vecmath::Swish { alpha }),
+        Unary::Celu { alpha } => vectorized(Elu { alpha, slope: alpha, gamma: 1.0 }),
+        Unary::Elu { alpha } => vectorized(Elu { alpha, slope: 1.0, gamma: 1.0 }),
+        Unary::Selu { alpha, gamma } => vectorized(Elu { alpha, slope: 1.0, gamma }),
+        Unary::Log => vectorized(Ln),
+        Unary::Mish => vectorized(Mish),
+        Unary::Softplus => vectorized(Softplus),
         other => return real_kernel::<f32>(other),
     })
 }
@@ -329,6 +337,12 @@ mod tests {
             Unary::Gelu { tanh: true },
             Unary::Silu { alpha: 1.0 },
             Unary::Silu { alpha: 1.7 },
+            Unary::Celu { alpha: 0.4 },
+            Unary::Celu { alpha: -2.5 },
+            Unary::Elu { alpha: 1.3 },
+            Unary::Selu { alpha: 1.673_263_2, gamma: 1.050_701 },
+            Unary::Mish,
+            Unary::Softplus,
         ] {
             let wide: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
             let input = model::Tensor::from_vec(vec![wide.len()], wide).unwrap();
@@ -342,5 +356,45 @@ mod tests {
                 );
             }
         }
+    }
+
+    /// The largest error of `unary` relative to the result, in single precision's steps.
+    fn steps_off(unary: Unary, x: &[f32]) -> f64 {
+        let wide: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
+        let input = model::Tensor::from_vec(vec![wide.len()], wide).unwrap();
+        let want: Vec<f64> = values(&run(Op::Unary(unary), &[input])[0]);
+        let errors = on(unary, x).into_iter().zip(want).map(|(got, want)| {
+            (f64::from(got) - want).abs() / (want.abs() * f64::from(f32::EPSILON))
+        });
+        errors.fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn logarithms_are_accurate_for_all_magnitudes() {
+        let mut random = base::Random::new(7);
+        let x: Vec<f32> = (0..20_000)
+            .map(|_| f32::from_bits((random.next_u64() % 0x7f7f_ffff) as u32).max(1e-45))
+            .filter(|x| (x - 1.0).abs() > 1e-3)
+            .collect();
+        assert!(steps_off(Unary::Log, &x) < 2.0, "{}", steps_off(Unary::Log, &x));
+        let near: Vec<f32> = (1..2000).map(|i| 1.0 + (i as f32 - 1000.5) * 1e-4).collect();
+        assert!(steps_off(Unary::Log, &near) < 2.0, "{}", steps_off(Unary::Log, &near));
+        let edges = on(Unary::Log, &[0.0, -0.0, 1.0, f32::INFINITY]);
+        assert_eq!(edges, [f32::NEG_INFINITY, f32::NEG_INFINITY, 0.0, f32::INFINITY]);
+        assert!(on(Unary::Log, &[-1.0, f32::NAN, f32::NEG_INFINITY]).iter().all(|x| x.is_nan()));
+    }
+
+    #[test]
+    fn small_and_large_arguments_keep_their_accuracy() {
+        let small: Vec<f32> = (0..3000).map(|i| -(0.99f32.powi(i))).collect();
+        for unary in [Unary::Elu { alpha: 1.0 }, Unary::Celu { alpha: 0.7 }, Unary::Mish] {
+            assert!(steps_off(unary, &small) < 4.0, "{unary:?}: {}", steps_off(unary, &small));
+        }
+        for unary in [Unary::Elu { alpha: 1.5 }, Unary::Mish, Unary::Softplus] {
+            assert_eq!(on(unary, &[1e30, f32::INFINITY]), [1e30, f32::INFINITY], "{unary:?}");
+            assert!(on(unary, &[f32::NAN])[0].is_nan(), "{unary:?}");
+        }
+        assert_eq!(on(Unary::Elu { alpha: 1.5 }, &[f32::NEG_INFINITY, -0.0]), [-1.5, 0.0]);
+        assert_eq!(on(Unary::Softplus, &[f32::NEG_INFINITY]), [0.0]);
     }
 }
