@@ -14,7 +14,7 @@ use model::{DataType, LaunchPlan, Step, Tensor, ValueId};
 
 use self::bytes::BlockedBytes;
 use crate::byte_steps::{ByteStep, ByteSteps};
-use crate::kernel::blocks::{self, DenseConv, DepthwiseConv};
+use crate::kernel::blocks::{self, DenseConv, DepthwiseConv, ImageForm};
 use crate::kernel::bytes::blocks as byte_blocks;
 use crate::kernel::invalid;
 use crate::kernel::{self, Context, Inputs, Kernel, KernelError, KernelResult, Operand, StepFacts};
@@ -302,15 +302,17 @@ impl<'a> Finder<'a> {
         let shape = weight.shape();
         let content = Content::Numbers;
         let form = Blocked { channels: *shape.first()?, rank: shape.len(), content };
-        let (kernel, inputs) = if blocks::supports_depthwise(conv, shape) {
-            (BlockedKernel::Depthwise(conv.clone()), conv.groups)
-        } else if blocks::supports_conv(conv, shape) {
-            (BlockedKernel::Conv(conv.clone()), shape[1])
+        let (kernel, reads) = if blocks::supports_depthwise(conv, shape) {
+            let reads = Blocked { channels: conv.groups, ..form };
+            (BlockedKernel::Depthwise(conv.clone()), Some(reads))
         } else {
-            return None;
+            let reads = match blocks::image_form(conv, shape)? {
+                ImageForm::Blocks => Some(Blocked { channels: shape[1], ..form }),
+                ImageForm::Plain => None,
+            };
+            (BlockedKernel::Conv(conv.clone()), reads)
         };
-        let reads = Blocked { channels: inputs, ..form };
-        let image_fits = self.forms[x.index()].is_none_or(|given| given == reads);
+        let image_fits = self.forms[x.index()].is_none_or(|given| Some(given) == reads);
         let residual_fits = match self.input(step, 3) {
             None => true,
             Some(id) => self.combines(id, form),
@@ -437,9 +439,10 @@ impl<'a> Finder<'a> {
         let form = self.forms[step.outputs.first().copied().flatten()?.index()]?;
         let id = self.input(step, position)?;
         match (kernel, position) {
-            (BlockedKernel::Conv(_), 0) => {
-                let weight = self.constants.get(&self.input(step, 1)?)?;
-                Some(Blocked { channels: *weight.shape().get(1)?, ..form })
+            (BlockedKernel::Conv(conv), 0) => {
+                let shape = self.constants.get(&self.input(step, 1)?)?.shape();
+                let blocks = blocks::image_form(conv, shape)? == ImageForm::Blocks;
+                blocks.then_some(Blocked { channels: *shape.get(1)?, ..form })
             }
             (BlockedKernel::Conv(_) | BlockedKernel::Depthwise(_), 0 | 3) => Some(form),
             (BlockedKernel::Conv(_) | BlockedKernel::Depthwise(_), _) => None,

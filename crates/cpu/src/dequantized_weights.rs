@@ -98,6 +98,7 @@ mod tests {
                 step("weight", Op::DequantizeLinear { axis: 1 }, &[1, 2], 3),
                 step("sum", Op::Binary(model::op::Binary::Add), &[0, 3], 4),
             ],
+            warnings: Vec::new(),
         };
         plan.plan_lifetimes();
         let folded = weights_as_numbers(Arc::new(plan));

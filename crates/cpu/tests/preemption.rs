@@ -251,6 +251,7 @@ fn rounds(random: &mut Random) -> Vec<Case> {
             step(Op::Unary(Unary::Tanh), vec![id(2)], 3),
         ],
         constants: Vec::new(),
+        warnings: Vec::new(),
     };
     plan.plan_lifetimes();
     let bodies = vec![Body { plan: Arc::new(plan), operands: Vec::new() }];

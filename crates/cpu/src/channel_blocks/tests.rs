@@ -13,6 +13,9 @@ use super::*;
 use crate::buffer_pool::BufferPool;
 use crate::program::{CpuProgram, CpuTask};
 
+/// Channels of pictures and sounds: too few for a block.
+const FEW: usize = 5;
+
 /// A network that grows, with the true shape of every value.
 struct Draft {
     plan: LaunchPlan,
@@ -77,9 +80,11 @@ impl Draft {
 
     fn window(&mut self, id: ValueId, most: usize) -> (Window, Vec<usize>) {
         let spatial = self.shape(id)[2..].to_vec();
+        let few = self.shape(id)[1] <= FEW;
         let random = &mut self.random;
         let kernel: Vec<usize> = spatial.iter().map(|n| between(random, 1, most.min(*n))).collect();
-        let strides: Vec<usize> = spatial.iter().map(|_| between(random, 1, 2)).collect();
+        let stride = if few { 4 } else { 2 };
+        let strides: Vec<usize> = spatial.iter().map(|_| between(random, 1, stride)).collect();
         let dilation = |(k, n): (&usize, &usize)| if (k - 1) * 2 < *n { 2 } else { 1 };
         let dilations: Vec<usize> = match random.below(4) {
             0 => kernel.iter().zip(&spatial).map(dilation).collect(),
@@ -125,7 +130,8 @@ impl Draft {
 
     fn convolution(&mut self, x: ValueId) -> ValueId {
         let shape = self.shape(x);
-        let (window, extents) = self.window(x, 3);
+        let most = if shape[1] <= FEW { 7 } else { 3 };
+        let (window, extents) = self.window(x, most);
         let depthwise = self.random.below(3) == 0;
         let outputs = if depthwise { shape[1] } else { self.channels() };
         let groups = if depthwise { shape[1] } else { 1 };
@@ -243,7 +249,11 @@ impl Draft {
 
     /// A network of some steps, and its input.
     fn network(mut self) -> (LaunchPlan, Tensor) {
-        let mut shape = vec![between(&mut self.random, 1, 3), self.channels()];
+        let channels = match self.random.below(3) {
+            0 => between(&mut self.random, 1, FEW),
+            _ => self.channels(),
+        };
+        let mut shape = vec![between(&mut self.random, 1, 3), channels];
         let most = if self.rank == 5 { 6 } else { 21 };
         shape.extend((2..self.rank).map(|_| between(&mut self.random, 1, most)));
         let given = numbers(&mut self.random, &shape);
@@ -304,6 +314,42 @@ fn random_networks_in_blocks_equal_plain_ones() {
         }
     }
     assert!(in_blocks > 500, "{in_blocks} steps in blocks");
+}
+
+#[test]
+fn the_first_convolution_of_a_picture_writes_blocks() {
+    if blocks::channels_per_block().is_none() {
+        println!("SKIPPED: vectors are too short for channel blocks");
+        return;
+    }
+    for (channels, kernel, stride) in [(3, 7, 2), (1, 3, 1), (4, 4, 4), (2, 5, 3)] {
+        let mut draft = Draft::new(11);
+        let side = 9 * stride + kernel - stride;
+        let x = draft.value(vec![1, channels, side, side]);
+        draft.plan.inputs = vec![x];
+        let given = numbers(&mut draft.random, &[1, channels, side, side]);
+        let conv = |kernel: usize, stride: usize| {
+            let window = Window {
+                kernel: vec![kernel; 2],
+                strides: vec![stride; 2],
+                dilations: vec![],
+                padding: Padding::Explicit(vec![]),
+            };
+            Op::Conv(Conv { window, groups: 1, activation: Activation::Relu })
+        };
+        let first = draft.constant(&[64, channels, kernel, kernel]);
+        let second = draft.constant(&[32, 64, 1, 1]);
+        let image = draft.step(conv(kernel, stride), &[Some(x), Some(first)], vec![1, 64, 9, 9]);
+        let last = draft.step(conv(1, 1), &[Some(image), Some(second)], vec![1, 32, 9, 9]);
+        draft.plan.outputs = vec![last];
+        draft.plan.plan_lifetimes();
+        assert_eq!(ChannelBlocks::find(&draft.plan, &ByteSteps::new()).count(), 2);
+        let plan = Arc::new(draft.plan);
+        let plain = run(&plan, &given, |_, _| ChannelBlocks::default()).unwrap();
+        let blocked = run(&plan, &given, ChannelBlocks::find).unwrap();
+        let (a, b) = (plain[0].to_vec::<f32>().unwrap(), blocked[0].to_vec::<f32>().unwrap());
+        assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() <= 1e-3 * a.abs().max(1.0)));
+    }
 }
 
 #[test]

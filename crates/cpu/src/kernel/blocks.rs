@@ -13,7 +13,7 @@ mod positions;
 mod scale;
 mod tile;
 
-pub(crate) use conv::{DenseConv, supports as supports_conv};
+pub(crate) use conv::{DenseConv, ImageForm, image_form};
 pub(crate) use depthwise::{DepthwiseConv, supports as supports_depthwise};
 pub(crate) use layout::{to_blocks, to_plain};
 pub(crate) use pool::{build_global, build_window, supports_global, supports_window};

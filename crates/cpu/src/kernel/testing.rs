@@ -38,6 +38,7 @@ fn plan(op: Op, inputs: &[Option<Tensor>], outputs: usize) -> LaunchPlan {
         }],
         values,
         constants: vec![],
+        warnings: Vec::new(),
     };
     plan.plan_lifetimes();
     plan

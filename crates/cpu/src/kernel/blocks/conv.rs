@@ -29,17 +29,31 @@ const TASK_WORK: usize = 2 << 20;
 /// Elements of the image that a task reads for one group of blocks after the other.
 const CACHED_ELEMENTS: usize = 64 * 1024;
 
-/// Whether a convolution with weights of this shape is computed in blocks.
-pub(crate) fn supports(conv: &Conv, weight: &[usize]) -> bool {
-    let Some(lanes) = channels_per_block() else { return false };
-    let [outputs, inputs, kernel @ ..] = weight else { return false };
-    let stride = conv.window.strides.last().copied().unwrap_or(1);
-    conv.groups == 1
+/// How the image of a convolution is stored.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum ImageForm {
+    Blocks,
+    /// Channel after channel: there are too few of them to fill a block.
+    Plain,
+}
+
+/// How a convolution with weights of this shape, whose result is in blocks, reads its image; `None`
+/// where it is not computed in blocks.
+pub(crate) fn image_form(conv: &Conv, weight: &[usize]) -> Option<ImageForm> {
+    let lanes = channels_per_block()?;
+    let [outputs, inputs, kernel @ ..] = weight else { return None };
+    let supported = conv.groups == 1
         && (1..=3).contains(&kernel.len())
         && !kernel.contains(&0)
-        && matches!(stride, 1 | 2)
-        && fills_blocks(*outputs, lanes)
-        && fills_blocks(*inputs, lanes)
+        && fills_blocks(*outputs, lanes);
+    let stride = conv.window.strides.last().copied().unwrap_or(1);
+    match supported {
+        true if fills_blocks(*inputs, lanes) => {
+            matches!(stride, 1 | 2).then_some(ImageForm::Blocks)
+        }
+        true => (1..lanes).contains(inputs).then_some(ImageForm::Plain),
+        false => None,
+    }
 }
 
 /// Part of the result's blocks and their weights.
@@ -59,21 +73,29 @@ pub(crate) struct DenseConv {
     weights: Buffer<f32>,
     groups: Vec<Group>,
     lanes: usize,
-    /// Blocks of the input.
+    /// Channels of the image that lie side by side: one in a plain image.
+    in_lanes: usize,
+    /// Blocks of the image, which are channels of a plain one.
     inputs: usize,
 }
 
 impl DenseConv {
-    /// Packs `weight`, for which [`supports`] holds.
+    /// Packs `weight`, for which [`image_form`] returns something.
     pub(crate) fn new(conv: Conv, weight: &TypedTensor<f32>) -> Result<DenseConv, KernelError> {
         let lanes = channels_per_block().ok_or("vectors are too short for channel blocks")?;
+        let in_lanes = match image_form(&conv, weight.shape()) {
+            Some(ImageForm::Blocks) => lanes,
+            Some(ImageForm::Plain) => 1,
+            None => return Err("the convolution is not one of channel blocks".into()),
+        };
         let shape = weight.shape().to_vec();
         let [outputs, channels, kernel @ ..] = shape.as_slice() else {
             return Err(invalid!("weights of shape {shape:?} have no channels"));
         };
         let taps: usize = kernel.iter().product();
-        let (blocks, inputs) = (outputs.div_ceil(lanes), channels.div_ceil(lanes));
-        let size = inputs * taps * lanes * lanes;
+        let (blocks, inputs) = (outputs.div_ceil(lanes), channels.div_ceil(in_lanes));
+        let depth = inputs * taps * in_lanes;
+        let size = depth * lanes;
         let count = blocks.div_ceil(MAX_BLOCKS).max(1);
         let bounds = |group: usize| blocks * group / count;
         let groups: Vec<Group> = (0..count)
@@ -87,10 +109,11 @@ impl DenseConv {
         let data = elements(weight);
         for group in &groups {
             let width = group.count * lanes;
-            let rows = weights[group.offset..].chunks_exact_mut(width).take(inputs * taps * lanes);
+            let rows = weights[group.offset..].chunks_exact_mut(width).take(depth);
             for (row, target) in rows.enumerate() {
-                let (block, tap, lane) = (row / lanes / taps, row / lanes % taps, row % lanes);
-                let channel = block * lanes + lane;
+                let (place, lane) = (row / in_lanes, row % in_lanes);
+                let (block, tap) = (place / taps, place % taps);
+                let channel = block * in_lanes + lane;
                 let used = (outputs - group.first * lanes).min(width);
                 if channel < *channels {
                     for (index, y) in target[..used].iter_mut().enumerate() {
@@ -101,14 +124,28 @@ impl DenseConv {
             }
         }
         gemm::flush_subnormal(&mut weights);
-        Ok(DenseConv { conv, shape, weights, groups, lanes, inputs })
+        Ok(DenseConv { conv, shape, weights, groups, lanes, in_lanes, inputs })
     }
 
-    /// Its kernel: `x, weight, [bias], [residual]`, image and residual in blocks.
+    /// Its kernel: `x, weight, [bias], [residual]`, the image in its form, the residual in blocks.
     pub(crate) fn into_kernel(self) -> Kernel {
         let resident_bytes = size_of_val(&*self.weights);
         let run = move |context: &Context, inputs: Inputs| self.run(context, inputs);
         Kernel { run: Box::new(run), resident_bytes, packed_inputs: vec![1] }
+    }
+
+    /// The shape of the image, which has the shape `given`, as if it were plain.
+    fn plain_shape(&self, given: &[usize]) -> Result<Vec<usize>, KernelError> {
+        if self.in_lanes == 1 {
+            return Ok(given.to_vec());
+        }
+        let x = BlockedShape::new(given)?;
+        if x.blocks != self.inputs {
+            return Err(invalid!("{} blocks for {} channels", x.blocks, self.shape[1]));
+        }
+        let mut plain = x.plain();
+        plain[1] = self.shape[1];
+        Ok(plain)
     }
 
     /// How many blocks of the result `groups` have.
@@ -118,15 +155,8 @@ impl DenseConv {
 
     fn run(&self, context: &Context, mut inputs: Inputs) -> KernelResult {
         let lanes = self.lanes;
-        let (shapes, images) = {
-            let x = BlockedShape::new(inputs.get(0)?.shape())?;
-            if x.blocks != self.inputs {
-                return Err(invalid!("{} blocks for {} channels", x.blocks, self.shape[1]));
-            }
-            let mut plain = x.plain();
-            plain[1] = self.shape[1];
-            (ConvShapes::new(&plain, &self.shape, &self.conv)?, x.images)
-        };
+        let plain = self.plain_shape(inputs.get(0)?.shape())?;
+        let (shapes, images) = (ConvShapes::new(&plain, &self.shape, &self.conv)?, plain[0]);
         let out_shape = blocked(&shapes.output, lanes)?;
         let (mut out, accumulate) = result_memory(context, &mut inputs, &out_shape)?;
         let Operands { residual, bias } = Operands::new(&inputs, &shapes, &out_shape, lanes)?;
@@ -134,8 +164,8 @@ impl DenseConv {
             return output(&out_shape, out);
         }
         let x = inputs.typed::<f32>(0)?;
-        let positions = Positions::new(&shapes.geometry, lanes, self.inputs)?;
-        let in_size = self.inputs * shapes.geometry.input_size() * lanes;
+        let positions = Positions::new(&shapes.geometry, self.in_lanes, self.inputs)?;
+        let in_size = self.inputs * shapes.geometry.input_size() * self.in_lanes;
         let out_size = out.len() / images;
         let clamp = activation::as_clamp(self.conv.activation);
         let one = |index: usize, out: &mut [f32], parallel: bool| {
@@ -243,7 +273,7 @@ impl ImageCall<'_> {
         let g = self.positions.geometry;
         let lanes = self.conv.lanes;
         let count = g.output_size();
-        let depth = self.positions.offsets.len() * lanes;
+        let depth = self.positions.offsets.len() * self.conv.in_lanes;
         let threads = if parallel { rayon::current_num_threads() } else { 1 };
         let work = depth.saturating_mul(out.len());
         let wanted = match threads {
@@ -251,7 +281,7 @@ impl ImageCall<'_> {
             _ => (work / TASK_WORK).min(threads * 8).max(1),
         };
         // What the tasks of a chunk read of the image stays in the cache of their core.
-        let taken = self.conv.inputs * lanes * g.strides.iter().product::<usize>();
+        let taken = self.conv.inputs * self.conv.in_lanes * g.strides.iter().product::<usize>();
         let chunk = (CACHED_ELEMENTS / taken).min(count.div_ceil(wanted.min(threads)));
         // Whole rows, or positions that fill tiles.
         let unit = if g.is_pointwise() { tile::UNIT } else { self.positions.width };
@@ -333,8 +363,8 @@ impl GroupRun<'_> {
         let end = first + blocks.first().map_or(0, |out| out.len() / lanes);
         let bias = call.bias.map(|bias| &bias[group.first * lanes..][..group.count * lanes]);
         let plane = positions.geometry.output_size() * lanes;
-        let step = (gemm::MAX_DEPTH / lanes).max(1);
-        let width = group.count * lanes * lanes;
+        let step = (gemm::MAX_DEPTH / conv.in_lanes).max(1);
+        let width = group.count * lanes * conv.in_lanes;
         let steps = positions.offsets.len().div_ceil(step);
         for (index, offsets) in positions.offsets.chunks(step).enumerate() {
             let weights = &conv.weights[group.offset + index * step * width..];
@@ -366,11 +396,12 @@ impl GroupRun<'_> {
                     offsets,
                     weights,
                     positions: count,
+                    is_plain: conv.in_lanes == 1,
                     stride: positions.geometry.strides[2],
                     finish,
                 };
                 tile.compute(isa);
-                let depth = offsets.len() * lanes;
+                let depth = offsets.len() * conv.in_lanes;
                 yield_point::did_multiplications(count * group.count * lanes * depth);
                 at += count;
             }

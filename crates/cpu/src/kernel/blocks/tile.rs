@@ -17,6 +17,9 @@ pub(super) fn most_positions(lanes: usize, blocks: usize) -> usize {
     }
 }
 
+/// Stands for a stride where the image is plain: that stride is no constant.
+const PLAIN: usize = 0;
+
 /// A multiple of what tiles have.
 pub(super) const UNIT: usize = 56;
 
@@ -41,9 +44,11 @@ pub(super) struct Tile<'a, 'b> {
     pub(super) image: &'a [f32],
     /// Where each block and tap begins in the image.
     pub(super) offsets: &'a [usize],
-    /// For each of them and each channel, the factors of the result's channels.
+    /// For each of them and each channel that lies there, the factors of the result's channels.
     pub(super) weights: &'a [f32],
     pub(super) positions: usize,
+    /// Whether a place of the image holds one channel instead of a block of them.
+    pub(super) is_plain: bool,
     pub(super) stride: usize,
     pub(super) finish: Finish<'a>,
 }
@@ -61,14 +66,15 @@ impl Tile<'_, '_> {
 
     #[inline(always)]
     fn of_blocks<I: Isa, const BLOCKS: usize>(self, isa: I) {
-        match self.stride {
-            1 => self.of_stride::<I, BLOCKS, 1>(isa),
-            _ => self.of_stride::<I, BLOCKS, 2>(isa),
+        match (self.is_plain, self.stride) {
+            (true, _) => self.of_form::<I, BLOCKS, PLAIN>(isa),
+            (_, 1) => self.of_form::<I, BLOCKS, 1>(isa),
+            _ => self.of_form::<I, BLOCKS, 2>(isa),
         }
     }
 
     #[inline(always)]
-    fn of_stride<I: Isa, const BLOCKS: usize, const STRIDE: usize>(self, isa: I) {
+    fn of_form<I: Isa, const BLOCKS: usize, const STRIDE: usize>(self, isa: I) {
         match self.positions {
             1 => self.sized::<I, BLOCKS, STRIDE, 1>(isa),
             2 => self.sized::<I, BLOCKS, STRIDE, 2>(isa),
@@ -86,6 +92,43 @@ impl Tile<'_, '_> {
         self,
         isa: I,
     ) {
+        let sums = match STRIDE {
+            PLAIN => self.sums_of_plain::<I, BLOCKS, POSITIONS>(isa),
+            _ => self.sums_of_blocks::<I, BLOCKS, STRIDE, POSITIONS>(isa),
+        };
+        self.write(isa, &sums);
+    }
+
+    /// Of an image whose places hold one channel.
+    #[inline(always)]
+    fn sums_of_plain<I: Isa, const BLOCKS: usize, const POSITIONS: usize>(
+        &self,
+        isa: I,
+    ) -> [[I::F32; BLOCKS]; POSITIONS] {
+        let ops = isa.f32();
+        let mut sums = [[ops.zero(); BLOCKS]; POSITIONS];
+        let stride = self.stride;
+        let reach = (POSITIONS - 1) * stride + 1;
+        let weights = self.weights.chunks_exact(BLOCKS * ops.len());
+        for (&offset, weights) in self.offsets.iter().zip(weights) {
+            let image = &self.image[offset..][..reach];
+            let weights: [I::F32; BLOCKS] = ops.load_many::<BLOCKS>(weights);
+            for position in 0..POSITIONS {
+                let x = ops.splat(image[position * stride]);
+                for block in 0..BLOCKS {
+                    sums[position][block] = ops.mul_add(x, weights[block], sums[position][block]);
+                }
+            }
+        }
+        sums
+    }
+
+    /// Of an image whose places hold a block of channels.
+    #[inline(always)]
+    fn sums_of_blocks<I: Isa, const BLOCKS: usize, const STRIDE: usize, const POSITIONS: usize>(
+        &self,
+        isa: I,
+    ) -> [[I::F32; BLOCKS]; POSITIONS] {
         let ops = isa.f32();
         let lanes = ops.len();
         let mut sums = [[ops.zero(); BLOCKS]; POSITIONS];
@@ -104,7 +147,7 @@ impl Tile<'_, '_> {
                 }
             }
         }
-        self.write(isa, &sums);
+        sums
     }
 
     #[inline(always)]

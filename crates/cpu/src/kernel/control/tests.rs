@@ -26,6 +26,7 @@ fn plan(types: &[DataType], inputs: &[u32], outputs: &[u32], steps: Vec<Step>) -
         outputs: ids(outputs),
         steps,
         constants: vec![],
+        warnings: Vec::new(),
     };
     plan.plan_lifetimes();
     Arc::new(plan)
