@@ -723,6 +723,17 @@ def functions(cases: Cases) -> None:
     )
 
 
+def halves(cases: Cases) -> None:
+    """Sums that all lie a hair's breadth from the middle of two steps: the end of a Gelu."""
+    cases.types = {"y0": TensorProto.INT8}
+    x = cases.random.integers(-128, 128, (2, 3, 8, 8)).astype(np.int8)
+    step, one = np.array(2 / 255, np.float32), np.array(1 / 127, np.float32)
+    zero, low = np.array(0, np.int8), np.array(-128, np.int8)
+    inputs = [x, step, zero, np.array(127, np.int8), one, zero, step, low]
+    cases.add("qlinear_add_halves", "QLinearAdd", inputs, fixed=(1, 2, 3, 4, 5, 6, 7))
+    cases.types = {}
+
+
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
@@ -731,7 +742,7 @@ def main() -> None:
     cases = Cases(folder)
     attentions = (attention, multi_head_attention, group_query_attention)
     for add in (*attentions, rotary_embedding, fused, control, quantized, classical, zip_map,
-                maps, sequences, functions):
+                maps, sequences, functions, halves):
         add(cases)
     print(f"{len(list(folder.iterdir()))} cases in {folder}")
 

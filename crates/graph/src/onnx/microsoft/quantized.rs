@@ -18,8 +18,8 @@ pub(super) fn map(cx: &mut Context, op: &str) -> Mapped {
             let axis = cx.attributes.int_or("axis", 1)?;
             cx.emit_all(Op::QuantizeLinear { axis, dtype: DataType::U8 }, 3)
         }
-        "QLinearAdd" => binary(cx, Binary::Add),
-        "QLinearMul" => binary(cx, Binary::Mul),
+        "QLinearAdd" => add(cx),
+        "QLinearMul" => multiply(cx),
         "QLinearSigmoid" => unary(cx, Op::Unary(Unary::Sigmoid)),
         "QLinearLeakyRelu" => {
             let alpha = cx.attributes.float_or("alpha", 0.01)?;
@@ -72,12 +72,35 @@ fn unary(cx: &mut Context, op: Op) -> Mapped {
     quantized(cx, y, 3, dtype)
 }
 
-fn binary(cx: &mut Context, op: Binary) -> Mapped {
+/// A sum in steps of the result, as ONNX Runtime adds. Sums of numbers that are divided afterwards
+/// round differently, which shows where the scales of an operand and of the result are equal: then
+/// every sum may lie between two steps.
+fn add(cx: &mut Context) -> Mapped {
+    cx.at_most(8)?;
+    let (a, b, scale) = (cx.input(0)?, cx.input(3)?, cx.input(6)?);
+    let dtype = cx.dtype(a);
+    let (a, b) = (in_steps(cx, a, 1, scale)?, in_steps(cx, b, 4, scale)?);
+    let y = cx.part(Op::Binary(Binary::Add), &[a, b])?;
+    let one = cx.part(Op::Binary(Binary::Div), &[scale, scale])?;
+    let inputs = vec![Some(y), Some(one), cx.optional(7)];
+    cx.emit(Op::QuantizeLinear { axis: 1, dtype }, inputs)
+}
+
+/// Bytes as multiples of `scale`: operands `at`, scale and zero point behind it.
+fn in_steps(cx: &mut Context, x: ValueId, at: usize, scale: ValueId) -> Result<ValueId, MapError> {
+    let own = cx.input(at)?;
+    let ratio = cx.part(Op::Binary(Binary::Div), &[own, scale])?;
+    let mut inputs = vec![Some(x), Some(ratio)];
+    inputs.extend(cx.optional(at + 1).map(Some));
+    Ok(cx.parts(Op::DequantizeLinear { axis: 1 }, inputs, 1)?[0])
+}
+
+fn multiply(cx: &mut Context) -> Mapped {
     cx.at_most(8)?;
     let (a, b) = (cx.input(0)?, cx.input(3)?);
     let dtype = cx.dtype(a);
     let (a, b) = (real(cx, a, 1)?, real(cx, b, 4)?);
-    let y = cx.part(Op::Binary(op), &[a, b])?;
+    let y = cx.part(Op::Binary(Binary::Mul), &[a, b])?;
     quantized(cx, y, 6, dtype)
 }
 
