@@ -507,3 +507,19 @@ fn node_tests_on_a_gpu() {
     assert!(shrunk.is_empty(), "passed before and not now: {shrunk:?}");
     assert!(behind.is_empty(), "passes on the CPU and not on {name}: {behind:?}");
 }
+
+#[test]
+fn the_book_counts_what_the_list_says() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let list = std::fs::read_to_string(here.join("tests/onnx_nodes.txt")).unwrap();
+    let count = |verdict: &str| list.lines().filter(|line| line.ends_with(verdict)).count();
+    let grouped = |count: usize| match count {
+        0..1000 => count.to_string(),
+        _ => format!("{},{:03}", count / 1000, count % 1000),
+    };
+    let book = std::fs::read_to_string(here.join("../../docs/book/src/models.md")).unwrap();
+    let told = book.split_whitespace().collect::<Vec<_>>().join(" ");
+    let (passed, refused) = (grouped(count(" passed")), grouped(count(" unsupported")));
+    let want = format!("{passed} of them pass and {refused} are refused as unsupported");
+    assert!(told.contains(&want), "docs/book/src/models.md does not say: {want}");
+}
