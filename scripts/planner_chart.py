@@ -67,7 +67,8 @@ def chart():
     most = max(ratio(load, planner) for load, _ in LOADS for planner in PLANNERS)
     scale = (WIDTH - LEFT - 90) / most
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}" role="img">',
         f"<style>{STYLE}</style>",
         f'<rect class="card" width="{WIDTH}" height="{height}" rx="6"/>',
         '<text class="title" x="20" y="28">GPUs for the same services</text>',

@@ -18,6 +18,16 @@ impl Failure {
         Failure { message: message.to_string(), code: 2 }
     }
 
+    /// Another exit code, such as 130 after Ctrl-C.
+    pub fn with_code(message: impl ToString, code: u8) -> Failure {
+        Failure { message: message.to_string(), code }
+    }
+
+    /// The same with another message.
+    pub fn renamed(&self, message: impl ToString) -> Failure {
+        Failure::with_code(message, self.code)
+    }
+
     /// What went wrong.
     pub fn message(&self) -> &str {
         &self.message

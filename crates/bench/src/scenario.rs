@@ -165,6 +165,7 @@ impl Scenario {
         let checked = scenario.check().and_then(|()| {
             let mut checks = ValueChecks::default();
             checks.holds(!scenario.clients.is_empty(), "clients", "is empty; nothing would run");
+            scenario.check_names(&mut checks);
             unknown_fault_keys(text, &mut checks);
             checks.result()
         });
@@ -173,6 +174,18 @@ impl Scenario {
             ScenarioError::Bad { file, line, bad }
         })?;
         Ok(scenario)
+    }
+
+    /// Checks the names of a file, which reports tell clients apart by.
+    fn check_names(&self, checks: &mut ValueChecks) {
+        if !self.name.is_empty() {
+            checks.name("name", &self.name);
+        }
+        let names = self.clients.iter().map(|client| client.name.as_str());
+        checks.names(|index| format!("clients[{index}].name"), names);
+        for (index, client) in self.clients.iter().enumerate() {
+            checks.name(format_args!("clients[{index}].model"), &client.model);
+        }
     }
 
     /// Checks every value: what passes has an end.

@@ -1,8 +1,13 @@
 //! Checks the values of a scenario, and finds the line of a value in its file.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use toml::de::{DeTable, DeValue};
+
+/// Longest name, and how much of one a message shows.
+const NAME_MAX: usize = 256;
+const SHOWN_MAX: usize = 64;
 
 /// A value that no run can use.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,6 +78,30 @@ impl ValueChecks {
     pub fn count(&mut self, field: impl fmt::Display, value: u64, (min, max): (u64, u64)) {
         if !(min..=max).contains(&value) {
             self.wrong(field, format_args!("= {value} is not from {min} to {max}"));
+        }
+    }
+
+    /// A name: reports and messages print it, so it has no control characters.
+    pub fn name(&mut self, field: impl fmt::Display, value: &str) {
+        let shown: String = value.chars().take(SHOWN_MAX).collect();
+        if value.is_empty() || value.chars().any(char::is_control) || value.len() > NAME_MAX {
+            let what = format!("= {shown:?} is not a printable name of at most {NAME_MAX} bytes");
+            self.wrong(field, what);
+        }
+    }
+
+    /// Names of a list, each there once.
+    pub fn names<'n>(
+        &mut self,
+        field: impl Fn(usize) -> String,
+        names: impl Iterator<Item = &'n str>,
+    ) {
+        let mut seen = BTreeSet::new();
+        for (index, name) in names.enumerate() {
+            self.name(field(index), name);
+            if !seen.insert(name) {
+                self.wrong(field(index), format_args!("= {name:?} is there twice"));
+            }
         }
     }
 

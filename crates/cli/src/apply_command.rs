@@ -1,12 +1,16 @@
 //! `atoll apply`: applies a plan to this machine's GPUs, or prints what it would do.
 
 mod addresses;
+mod interrupt;
 mod journal;
+mod model_files;
 mod plan_part;
+mod probe;
 mod replacement;
 mod servers;
 
 use std::collections::BTreeSet;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use assembly::Failure;
@@ -14,7 +18,9 @@ use planner::GpuKind;
 use planner::apply::part::OtherPart;
 use planner::apply::{Change, Partition, changes, check_changes};
 
+use self::interrupt::{Interrupt, interrupted};
 use self::journal::{AppliedChange, Journal};
+use self::probe::Probe;
 use self::servers::{PlannedBatches, ServerLaunch, start_server, stop_server};
 use crate::args::ApplyArgs;
 use crate::nvidia::{MachineState, NvidiaTools};
@@ -23,14 +29,25 @@ use crate::nvidia::{MachineState, NvidiaTools};
 pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
     let state = std::path::absolute(&args.state).map_err(Failure::failed)?;
     if args.undo {
+        check_undo_flags(args)?;
         return undo(args, &state);
     }
+    // Servers would take it from the environment, and nobody could verify them.
+    if std::env::var_os("ATOLL_TLS_SELF_SIGNED").is_some_and(|value| value != "false") {
+        return Err(Failure::usage(
+            "ATOLL_TLS_SELF_SIGNED is set, and a plan's servers are verified: use --tls-cert",
+        ));
+    }
+    let probe = Probe::new(args)?;
     let PlannedChanges { kind, list, elsewhere } = planned(args)?;
     if args.model_repository.is_empty() && !args.dry_run {
         return Err(Failure::usage("name the --model-repository the servers load from"));
     }
+    if !args.model_repository.is_empty() {
+        model_files::check(args, &list)?;
+    }
     if args.replace {
-        return replacement::run(args, &state, kind, &list);
+        return replacement::run(args, &state, kind, &list, probe);
     }
     if args.dry_run {
         return dry_run(args, &state, &PlannedChanges { kind, list, elsewhere });
@@ -43,12 +60,21 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
     }
     let tools = NvidiaTools;
     let machine = inspect(args, &tools, kind, &list)?;
+    let interrupt = Interrupt::install()?;
     let mut journal = Journal::create(&state)?;
-    let mut executor = PlanExecutor { args, tools, machine, state: &state, used: BTreeSet::new() };
+    let used = BTreeSet::new();
+    let mut executor = PlanExecutor { args, tools, machine, state: &state, used, probe, interrupt };
     for change in &list {
+        if executor.interrupt.is_set() {
+            return Err(stopped(&journal, &state, list.len()));
+        }
         let done = journal.begin(change).and_then(|()| executor.apply(change));
         match done {
             Ok(done) => journal.finish(done)?,
+            // Only a server that is not ready yet is given up.
+            Err(_) if executor.interrupt.is_set() => {
+                return Err(stopped(&journal, &state, list.len()));
+            }
             Err(failure) => {
                 tracing::error!("{}; undoing what was done", failure.message());
                 undo_all(&executor.tools, &state, journal)?;
@@ -62,6 +88,29 @@ pub(crate) fn run(args: &ApplyArgs) -> Result<(), Failure> {
         elsewhere.iter().for_each(|part| println!("not for this machine: {part}"));
     }
     Ok(())
+}
+
+/// Flags beside `--undo` that say nothing to it.
+fn check_undo_flags(args: &ApplyArgs) -> Result<(), Failure> {
+    const TAKEN: [&str; 4] = ["undo", "state", "dry_run", "json"];
+    match args.given.iter().find(|name| !TAKEN.contains(&name.as_str())) {
+        None => Ok(()),
+        Some(name) => {
+            let flag = name.replace('_', "-");
+            Err(Failure::usage(format!(
+                "--{flag} does nothing with --undo, which needs --state only"
+            )))
+        }
+    }
+}
+
+/// The failure of a call that was asked to end, with the ways on and back.
+fn stopped(journal: &Journal, state: &Path, all: usize) -> Failure {
+    let (done, path, state) = (journal.done().len(), journal.path().display(), state.display());
+    interrupted(format!(
+        "interrupted after {done} of {all} changes, which are in {path}: the same command with \
+         --replace goes on, and atoll apply --undo --state {state} goes back"
+    ))
 }
 
 /// What this call applies.
@@ -84,7 +133,21 @@ fn planned(args: &ApplyArgs) -> Result<PlannedChanges, Failure> {
     if let Some(wrong) = check_changes(kind, &part.plan, partition, &list).first() {
         return Err(Failure::failed(format!("the checker rejects the changes: {wrong}")));
     }
+    check_ports(args, &list)?;
     Ok(PlannedChanges { kind, list, elsewhere: part.elsewhere })
+}
+
+/// Refuses a plan with more servers than there are ports from the first one on.
+fn check_ports(args: &ApplyArgs, list: &[Change]) -> Result<(), Failure> {
+    let servers = list.iter().filter(|change| matches!(change, Change::StartServer(_))).count();
+    let room = usize::from(u16::MAX - args.first_port + 1) / usize::from(SERVER_PORTS);
+    match servers <= room {
+        true => Ok(()),
+        false => Err(Failure::usage(format!(
+            "the plan has {servers} servers, and from --first-port {} on there are ports for {room}",
+            args.first_port
+        ))),
+    }
 }
 
 /// The machine as it is, or why it must not be changed.
@@ -119,6 +182,8 @@ struct PlanExecutor<'a> {
     state: &'a Path,
     /// First ports of the servers.
     used: BTreeSet<u16>,
+    probe: Probe,
+    interrupt: Interrupt,
 }
 
 /// REST, gRPC and metrics.
@@ -126,7 +191,7 @@ const SERVER_PORTS: u16 = 3;
 
 /// The first port of a server that starts now.
 fn free_port(first: u16, used: &BTreeSet<u16>) -> Result<u16, Failure> {
-    let mut ports = (first..=u16::MAX - SERVER_PORTS).step_by(usize::from(SERVER_PORTS));
+    let mut ports = (first..=u16::MAX - SERVER_PORTS + 1).step_by(usize::from(SERVER_PORTS));
     ports.find(|port| !used.contains(port)).ok_or_else(|| Failure::failed("no ports left"))
 }
 
@@ -165,10 +230,17 @@ impl PlanExecutor<'_> {
                     folder: &mps_folder(self.state, &spec.place.to_string()),
                     uuid: &self.machine.uuid_of(spec.place).map_err(Failure::failed)?,
                     port,
+                    probe: &self.probe,
+                    interrupt: &self.interrupt,
                 };
                 let pid = start_server(&launch, spec)?;
                 self.used.insert(port);
-                Ok(AppliedChange { pid: Some(pid), port: Some(port), ..AppliedChange::new(change) })
+                Ok(AppliedChange {
+                    pid: Some(pid),
+                    port: Some(port),
+                    tls: self.args.tls_cert.is_some(),
+                    ..AppliedChange::new(change)
+                })
             }
         }
     }
@@ -183,7 +255,7 @@ fn mps_folder(state: &Path, place: &str) -> PathBuf {
 /// Undoes the changes in the journal, from the end; what cannot be undone stays in it.
 fn undo_all(tools: &NvidiaTools, state: &Path, mut journal: Journal) -> Result<(), Failure> {
     addresses::remove(state)?;
-    undo_to(tools, state, &mut journal, 0)?;
+    undo_to(tools, state, &mut journal, 0, &Interrupt::default())?;
     journal.remove()
 }
 
@@ -193,8 +265,16 @@ fn undo_to(
     state: &Path,
     journal: &mut Journal,
     kept: usize,
+    interrupt: &Interrupt,
 ) -> Result<(), Failure> {
     while journal.done().len() > kept {
+        if interrupt.is_set() {
+            let (left, path) = (journal.done().len() - kept, journal.path().display());
+            return Err(interrupted(format!(
+                "interrupted; {left} changes are still in effect, and are in {path}: the same \
+                 command with --undo goes on"
+            )));
+        }
         let Some(done) = journal.last().cloned() else { break };
         undo_change(tools, state, &done).map_err(|error| {
             let left = journal.path().display();
@@ -222,14 +302,25 @@ fn undo_change(tools: &NvidiaTools, state: &Path, done: &AppliedChange) -> Resul
 }
 
 fn undo(args: &ApplyArgs, state: &Path) -> Result<(), Failure> {
-    let journal = Journal::open(state)?;
+    let mut journal = Journal::open(state)?;
+    let undone: Vec<String> =
+        journal.done().iter().rev().map(|done| journal::line(&done.change)).collect();
     if args.dry_run {
-        for done in journal.done().iter().rev() {
-            println!("undo {}", journal::line(&done.change));
+        match args.json {
+            true => println!("{:#}", serde_json::json!({ "undo": undone })),
+            false => undone.iter().for_each(|line| println!("undo {line}")),
         }
         return Ok(());
     }
-    undo_all(&NvidiaTools, state, journal)
+    let interrupt = Interrupt::install()?;
+    addresses::remove(state)?;
+    undo_to(&NvidiaTools, state, &mut journal, 0, &interrupt)?;
+    journal.remove()?;
+    match args.json {
+        true => println!("{:#}", serde_json::json!({ "undone": undone })),
+        false => println!("{} changes undone", undone.len()),
+    }
+    Ok(())
 }
 
 /// Prints what would be done and, if the tools are installed, whether the GPUs may be changed.
@@ -302,10 +393,11 @@ fn report(args: &ApplyArgs, journal: &Journal) -> Result<(), Failure> {
         let Change::StartServer(spec) = &done.change else { continue };
         let (port, pid) = (done.port.unwrap_or(0), done.pid.unwrap_or(0));
         println!(
-            "{:<10} {} at http://{}:{port}, process {pid}, {} % of the threads",
+            "{:<10} {} at {}://{}, process {pid}, {} % of the threads",
             spec.place.to_string(),
             spec.services.join(", "),
-            args.host,
+            addresses::scheme(done.tls),
+            SocketAddr::new(args.host, port),
             spec.percentage
         );
     }

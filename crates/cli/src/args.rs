@@ -1,5 +1,6 @@
 //! The command line: every flag has an environment variable, every command an example.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -293,6 +294,9 @@ pub(crate) struct ServeArgs {
     )]
     pub(crate) concurrent_rt_batches: u32,
 
+    #[command(flatten)]
+    pub(crate) spans: SpanArgs,
+
     /// Stop when standard input ends, for parents that the server must not outlive
     #[arg(long, hide = true)]
     pub(crate) until_input_ends: bool,
@@ -300,6 +304,22 @@ pub(crate) struct ServeArgs {
     /// Inject the faults that lines of standard input name, as `inject trap`
     #[arg(long, hide = true, requires = "until_input_ends")]
     pub(crate) inject_faults: bool,
+}
+
+/// What is kept of the past.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct SpanArgs {
+    /// Latest requests, runs, copies and loads that each device keeps, for the timeline, traces and
+    /// explanations: at most 1048576. 1000 take about 0.1 MB of memory, 65536 take 8 MB; writing a
+    /// trace takes five times as much for a moment
+    #[arg(
+        long,
+        env = "ATOLL_SPANS_KEPT",
+        value_name = "SPANS",
+        default_value_t = 65_536,
+        value_parser = clap::value_parser!(u32).range(0..=1 << 20)
+    )]
+    pub(crate) spans_kept: u32,
 }
 
 #[derive(Clone, Debug, Args)]
@@ -547,6 +567,10 @@ columns model, mig_gpcs, batch, procs, throughput_total_rps, latency_ms and, whe
 memory_mib and status. Exit code 2: an input is wrong; file, line and field are named.
 Ctrl-C ends the search and prints the best plan so far with its gap.")]
 pub(crate) struct PlanArgs {
+    /// Flags of the command line, by the names of these fields
+    #[arg(skip)]
+    pub(crate) given: BTreeSet<String>,
+
     /// TOML file of the services
     #[arg(long, env = "ATOLL_PLAN_SERVICES", required_unless_present = "verify")]
     pub(crate) services: Option<PathBuf>,
@@ -692,6 +716,11 @@ pub(crate) struct PlanArgs {
     #[arg(long, requires = "rates")]
     pub(crate) unfolded: bool,
 
+    /// With --traffic or --prometheus: write the plan of every window into this folder, for --verify
+    /// and atoll apply
+    #[arg(long, value_name = "FOLDER", requires = "rates")]
+    pub(crate) plans: Option<PathBuf>,
+
     /// Whether services may share a slice by time
     #[arg(
         long,
@@ -755,10 +784,15 @@ pub(crate) struct PlanArgs {
   atoll apply --undo                                                    undo everything
 
 A GPU with running work, with MIG devices or of another kind is refused before anything is changed.
-When a change fails, those before it are undone. Servers run the plan's batches: each loads its
+When a change fails, those before it are undone. Ctrl-C ends after the change under way; --replace
+goes on, --undo goes back. Servers run the plan's batches: each loads its
 models from a folder of its own, with the models' settings and the plan's batch, processes and
 cycle.")]
 pub(crate) struct ApplyArgs {
+    /// Flags of the command line, by the names of these fields
+    #[arg(skip)]
+    pub(crate) given: BTreeSet<String>,
+
     /// The plan, as written by atoll plan --json
     pub(crate) plan: Option<PathBuf>,
 
@@ -819,6 +853,7 @@ pub(crate) struct ApplyArgs {
     #[arg(
         long,
         default_value_t = 1000,
+        requires = "replace",
         value_parser = clap::value_parser!(u64).range(..=3_600_000)
     )]
     pub(crate) switch_wait_ms: u64,
@@ -834,6 +869,67 @@ pub(crate) struct ApplyArgs {
     /// Let the servers listen without TLS on an address that other machines can reach
     #[arg(long, env = "ATOLL_INSECURE")]
     pub(crate) insecure: bool,
+
+    /// Certificate of the servers and of its issuers (PEM): they listen with TLS
+    #[arg(
+        long,
+        env = "ATOLL_TLS_CERT",
+        value_name = "FILE",
+        requires = "tls_key",
+        help_heading = "Security"
+    )]
+    pub(crate) tls_cert: Option<PathBuf>,
+
+    /// Private key of the certificate (PEM)
+    #[arg(
+        long,
+        env = "ATOLL_TLS_KEY",
+        value_name = "FILE",
+        requires = "tls_cert",
+        help_heading = "Security"
+    )]
+    pub(crate) tls_key: Option<PathBuf>,
+
+    /// Authorities (PEM): clients of the servers need a certificate of one of them
+    #[arg(
+        long,
+        env = "ATOLL_TLS_CLIENT_CA",
+        value_name = "FILE",
+        requires = "tls_cert",
+        requires = "client_cert",
+        help_heading = "Security"
+    )]
+    pub(crate) tls_client_ca: Option<PathBuf>,
+
+    /// File of tokens (atoll token create); the servers take requests with one of them
+    #[arg(long, env = "ATOLL_TOKENS", value_name = "FILE", help_heading = "Security")]
+    pub(crate) tokens: Option<PathBuf>,
+
+    /// Authorities (PEM) that this call verifies the servers with [default: --tls-cert]
+    #[arg(long, value_name = "FILE", requires = "tls_cert", help_heading = "Security")]
+    pub(crate) ca: Option<PathBuf>,
+
+    /// Certificate (PEM) of this call for the servers
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "tls_cert",
+        requires = "client_key",
+        help_heading = "Security"
+    )]
+    pub(crate) client_cert: Option<PathBuf>,
+
+    /// Private key (PEM) of that certificate
+    #[arg(long, value_name = "FILE", requires = "client_cert", help_heading = "Security")]
+    pub(crate) client_key: Option<PathBuf>,
+
+    /// Name in the servers' certificate [default: --host]
+    #[arg(long, value_name = "NAME", requires = "tls_cert", help_heading = "Security")]
+    pub(crate) tls_name: Option<String>,
+
+    /// File with a token: a server that does not take it for its models is not ready
+    #[arg(long, value_name = "FILE", help_heading = "Security")]
+    pub(crate) token_file: Option<PathBuf>,
 
     /// REST port of the first server; gRPC and metrics follow, then the next server
     #[arg(long, default_value_t = 9000, value_parser = clap::value_parser!(u16).range(1024..))]

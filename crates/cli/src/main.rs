@@ -33,13 +33,15 @@ mod token_command;
 mod top_command;
 mod trace_command;
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use assembly::{Failure, model_check};
 use benchmarks::ServeSettings;
-use clap::{CommandFactory, FromArgMatches};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, CommandFactory, FromArgMatches};
 use model::HostMemory;
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::prelude::*;
@@ -81,7 +83,29 @@ fn parse(
     deprecated: &DeprecatedValues,
 ) -> Result<Cli, clap::Error> {
     let command = deprecated_env::apply(Cli::command(), deprecated);
-    Cli::from_arg_matches(&command.try_get_matches_from(arguments)?)
+    let matches = command.try_get_matches_from(arguments)?;
+    let mut cli = Cli::from_arg_matches(&matches)?;
+    let given =
+        || matches.subcommand().map_or_else(BTreeSet::new, |(name, flags)| given(name, flags));
+    match &mut cli.command {
+        Command::Plan(args) => args.given = given(),
+        Command::Apply(args) => args.given = given(),
+        _ => {}
+    }
+    Ok(cli)
+}
+
+/// The flags of a command that the command line has; values of the environment and defaults are
+/// none, and neither are flags of all commands.
+fn given(command: &str, flags: &ArgMatches) -> BTreeSet<String> {
+    let all = Cli::command();
+    let own = all.find_subcommand(command).into_iter().flat_map(clap::Command::get_arguments);
+    let names = own.map(|argument| argument.get_id().as_str());
+    let is_given = |name: &&str| {
+        flags.try_contains_id(name).is_ok()
+            && flags.value_source(name) == Some(ValueSource::CommandLine)
+    };
+    names.filter(is_given).map(str::to_string).collect()
 }
 
 /// Exits without error when the reader of standard output is gone, as in `atoll plan ... | head`.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::Write;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::sync::mpsc;
@@ -251,7 +252,9 @@ fn output(command: &mut Command, input: Option<&'static str>) -> Result<String, 
     let name = command.get_program().to_string_lossy().into_owned();
     let what = format!("{name} {}", arguments.join(" ")).trim().to_string();
     let stdin = if input.is_some() { Stdio::piped() } else { Stdio::null() };
-    let spawned = command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // Ctrl-C ends the command that uses the tool after this change, and not the tool within it.
+    let spawned = command.process_group(0).spawn();
     let mut child = spawned.map_err(|error| format!("{name} cannot be run: {error}"))?;
     let (sender, receiver) = mpsc::sync_channel(1);
     std::thread::spawn(move || {

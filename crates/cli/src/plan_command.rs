@@ -2,6 +2,7 @@
 
 mod inputs;
 mod mix;
+mod modes;
 pub(crate) mod plan_service;
 mod prometheus;
 mod verification;
@@ -13,21 +14,23 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use assembly::progress::Progress;
-use assembly::{Failure, read_file, write_file};
+use assembly::{Failure, write_file};
 use base::MonotonicClock;
-use planner::certified::SearchEnd;
+use planner::certified::Solution;
+use planner::json_file::JsonStep::{Index, Key};
+use planner::json_file::line_of;
 use planner::plan::GpuFile;
 use planner::replan::steps::{TransitionStep, steps};
-use planner::replan::{ChangeCosts, replan};
+use planner::replan::{ChangeCosts, replanned};
 use planner::verify::Certificate;
 use planner::{
-    Algorithm, Plan, PlanError, PlannerOutput, Problem, SearchControl, SearchProgress, certified,
-    check, render,
+    Algorithm, Plan, PlanError, PlannerOutput, Problem, SearchControl, SearchProgress, check,
+    render,
 };
 use serde::{Deserialize, Serialize};
 
 use self::inputs::PlanInputs;
-pub(crate) use self::inputs::gpu_kind;
+pub(crate) use self::inputs::{gpu_kind, read_input};
 use crate::args::PlanArgs;
 
 /// Exit code after Ctrl-C, as in shells.
@@ -56,6 +59,24 @@ pub(crate) struct PlanFile {
     certificate: Option<Certificate>,
 }
 
+impl PlanFile {
+    /// The file of a plan, and of the steps to it.
+    fn new(problem: &Problem, solution: &Solution, steps: &[TransitionStep]) -> PlanFile {
+        let lines = render::steps(problem, steps);
+        PlanFile {
+            gpu_kind: problem.gpu.name.to_string(),
+            gpus: solution.plan.used_gpus(),
+            lower_bound: solution.lower_bound,
+            bound: solution.bound,
+            seconds: solution.seconds,
+            faults: Vec::new(),
+            steps: lines.lines().map(|line| line.trim().to_string()).collect(),
+            plan: solution.plan.to_file(problem),
+            certificate: Some(Certificate::new(problem, solution)),
+        }
+    }
+}
+
 /// A plan and what is reported about it.
 struct PlanOutcome {
     problem: Problem,
@@ -66,6 +87,7 @@ struct PlanOutcome {
 
 /// Runs the command.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
+    modes::check(args)?;
     if let Some(path) = &args.verify {
         return verification::run(args, path);
     }
@@ -139,13 +161,19 @@ fn solve(args: &PlanArgs, inputs: PlanInputs) -> Result<PlanOutcome, Failure> {
     Ok(PlanOutcome { problem, faults, answer, steps })
 }
 
-fn plan_file(path: &Path) -> Result<PlanFile, Failure> {
-    serde_json::from_str(&read_file(path)?).map_err(|error| not_a_plan(path, &error))
-}
-
 fn not_a_plan(path: &Path, error: &serde_json::Error) -> Failure {
     let path = path.display();
     Failure::usage(format!("{path} is not a plan as atoll plan --json writes it: {error}"))
+}
+
+/// The error of a plan that was read, with its line.
+fn misplaced(path: &Path, text: &str, error: &PlanError) -> Failure {
+    let path = path.display();
+    let PlanError::BadSlice { gpu, place, .. } = *error else {
+        return Failure::usage(format!("{path}: {error}"));
+    };
+    let slice = [Key("plan"), Index(gpu), Key("slices"), Index(place)];
+    Failure::usage(format!("{path}: line {}: {error}", line_of(text, &slice)))
 }
 
 fn from_current(
@@ -154,42 +182,29 @@ fn from_current(
     moves_max: Option<usize>,
     control: &mut SearchControl<'_>,
 ) -> Result<(PlannerOutput, Vec<TransitionStep>), Failure> {
-    let file = plan_file(path)?;
+    let text = read_input(path)?;
+    let file: PlanFile = serde_json::from_str(&text).map_err(|error| not_a_plan(path, &error))?;
     let kind = problem.gpu.name;
     if !file.gpu_kind.is_empty() && file.gpu_kind != kind {
         let (path, other) = (path.display(), &file.gpu_kind);
         return Err(Failure::usage(format!("{path} is a plan for {other}, not for --gpu {kind}")));
     }
-    let current = Plan::from_file(problem, &file.plan).map_err(Failure::failed)?;
-    let bound = certified::bound(problem, control).map_err(Failure::failed)?;
+    let current = Plan::from_file(problem, &file.plan);
+    let current = current.map_err(|error| misplaced(path, &text, &error))?;
     let costs = ChangeCosts { moves_max, ..ChangeCosts::default() };
-    let next = replan(problem, &current, &bound.prices, costs, control).map_err(Failure::failed)?;
-    let steps = steps(problem, &current, &next.plan);
-    let gpus = next.gpus();
-    let end = match (gpus <= bound.lower_bound, control.is_stopped()) {
-        (true, _) => SearchEnd::BoundReached,
-        (false, true) => SearchEnd::Stopped,
-        (false, false) => SearchEnd::NothingBetter,
-    };
-    let seconds = control.seconds();
-    let solution = certified::Solution { plan: next.plan, seconds, end, ..bound };
-    Ok((PlannerOutput { gpus, solution }, steps))
+    let solution = replanned(problem, &current, costs, control).map_err(Failure::failed)?;
+    let steps = steps(problem, &current, &solution.plan);
+    Ok((PlannerOutput { gpus: solution.plan.used_gpus(), solution }, steps))
 }
 
 fn print_json(args: &PlanArgs, outcome: &PlanOutcome) -> Result<(), Failure> {
     let PlanOutcome { problem, faults, answer, steps } = outcome;
-    let lines = steps.as_ref().map(|steps| render::steps(problem, steps)).unwrap_or_default();
-    let file = PlanFile {
-        gpu_kind: problem.gpu.name.to_string(),
-        gpus: answer.gpus,
-        lower_bound: answer.solution.lower_bound,
-        bound: answer.solution.bound,
-        seconds: answer.solution.seconds,
-        faults: faults.iter().map(PlanError::to_string).collect(),
-        steps: lines.lines().map(|line| line.trim().to_string()).collect(),
-        plan: answer.solution.plan.to_file(problem),
-        certificate: has_plan(args).then(|| Certificate::new(problem, &answer.solution)),
-    };
+    let mut file = PlanFile::new(problem, &answer.solution, steps.as_deref().unwrap_or_default());
+    file.gpus = answer.gpus;
+    file.faults = faults.iter().map(PlanError::to_string).collect();
+    if !has_plan(args) {
+        file.certificate = None;
+    }
     let text = serde_json::to_string_pretty(&file).map_err(Failure::failed)?;
     println!("{text}");
     Ok(())

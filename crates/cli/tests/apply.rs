@@ -1,86 +1,16 @@
 //! `atoll apply` with fake NVIDIA tools that record their calls, and with real servers.
 
+#[path = "support/test_machine.rs"]
+mod test_machine;
+
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::path::Path;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-const PLAN: &str = r#"{
-  "gpu_kind": "a100-80gb", "gpus": 1, "lower_bound": 1, "seconds": 0.0,
-  "plan": [{ "slices": [
-    { "start": 0, "size": 4, "profile": "4g.40gb", "services": [
-      { "name": "numbers", "model": "digits", "batch": 1, "processes": 2, "rate": 10.0 }] },
-    { "start": 4, "size": 3, "profile": "3g.40gb", "cycle_ms": 20.0, "services": [
-      { "name": "more", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 },
-      { "name": "other", "model": "digits", "batch": 1, "processes": 1, "rate": 10.0 }] }
-  ] }]
-}"#;
-
-/// A machine of its own for each test.
-struct TestMachine {
-    root: tempfile::TempDir,
-}
-
-impl TestMachine {
-    fn new() -> TestMachine {
-        let root = tempfile::tempdir().unwrap();
-        std::fs::create_dir(root.path().join("fake")).unwrap();
-        std::fs::write(root.path().join("plan.json"), PLAN).unwrap();
-        TestMachine { root }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.root.path().join(name)
-    }
-
-    fn command(&self) -> Command {
-        let fakes = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_tools");
-        let path = std::env::var("PATH").unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_atoll"));
-        command
-            .env("PATH", format!("{}:{path}", fakes.display()))
-            .env("FAKE", self.path("fake"))
-            .env("ATOLL_LOG", "warn")
-            .arg("apply")
-            .arg("--state")
-            .arg(self.path("state"));
-        command
-    }
-
-    fn apply(&self, port: u16, more: &[&str]) -> Command {
-        let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets");
-        let mut command = self.command();
-        command.arg(self.path("plan.json")).arg("--model-repository").arg(assets);
-        command.args(["--device", "cpu", "--first-port", &port.to_string()]).args(more);
-        command
-    }
-
-    fn calls(&self) -> Vec<String> {
-        let text = std::fs::read_to_string(self.path("fake/calls")).unwrap_or_default();
-        text.lines().map(str::to_string).collect()
-    }
-
-    /// Calls that change something.
-    fn changes(&self) -> Vec<String> {
-        let reads = ["query", "-L", "get_server_list"];
-        self.calls()
-            .into_iter()
-            .filter(|call| !reads.iter().any(|one| call.contains(one)))
-            .collect()
-    }
-}
-
-fn output_text(output: &Output) -> String {
-    let both = [&output.stdout[..], &output.stderr[..]].concat();
-    String::from_utf8_lossy(&both).into_owned()
-}
-
-/// Ports of this test: three per server, apart from those of other tests and from ephemeral ports.
-fn ports(test: u16) -> u16 {
-    10_000 + (std::process::id() % 500) as u16 * 40 + test * 12
-}
+use self::test_machine::{PLAN, TestMachine, output_text, ports};
 
 #[test]
 fn a_plan_is_applied_and_undone() {
@@ -391,7 +321,7 @@ fn a_plan_is_replaced_under_load_without_a_lost_request() {
         std::env::var("ATOLL_TEST_REPLACEMENTS").map_or(2, |count| count.parse().unwrap());
     let bench = TestMachine::new();
     let port = 30_000 + (std::process::id() % 100) as u16 * 20;
-    let more = ["--partition", "mps", "--switch-wait-ms", "150"];
+    let more = ["--partition", "mps"];
     let output = bench.apply(port, &more).output().unwrap();
     assert!(output.status.success(), "{}", output_text(&output));
     let (list, stop) = (bench.path("state/servers.json"), AtomicBool::new(false));
@@ -405,7 +335,10 @@ fn a_plan_is_replaced_under_load_without_a_lost_request() {
             let plan = if change % 2 == 0 { OTHER_PLAN } else { PLAN };
             std::fs::write(bench.path("plan.json"), plan).unwrap();
             let begin = Instant::now();
-            let output = bench.apply(port, &[&more[..], &["--replace"]].concat()).output().unwrap();
+            let output = bench
+                .apply(port, &[&more[..], &["--replace", "--switch-wait-ms", "150"]].concat())
+                .output()
+                .unwrap();
             changes.push((begin, Instant::now()));
             if !output.status.success() {
                 stop.store(true, Ordering::Relaxed);

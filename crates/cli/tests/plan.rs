@@ -86,7 +86,10 @@ fn every_faulty_service_is_named_and_the_others_can_be_planned() {
     folder.write("one.toml", &faulty);
     let (code, message) = folder.refused("one.toml", &[]);
     assert!(
-        code == 1 && message.contains("smallest feasible slo") && message.contains("--keep-going"),
+        code == 2
+            && message.contains("one.toml: line 5: service 'a'")
+            && message.contains("smallest feasible slo")
+            && message.contains("--keep-going"),
         "{message}"
     );
     assert!(folder.plan("one.toml", &["--keep-going"]).status.success());
@@ -98,7 +101,10 @@ fn every_faulty_service_is_named_and_the_others_can_be_planned() {
     );
     let (code, message) = folder.refused("all.toml", &["--keep-going"]);
     assert!(
-        code == 1 && message.contains("service 'a'") && message.contains("there are net"),
+        code == 2
+            && message.contains("line 5: service 'a'")
+            && message.contains("line 8: service 'b'")
+            && message.contains("there are net"),
         "{message}"
     );
     assert!(!message.contains("--keep-going"), "{message}");

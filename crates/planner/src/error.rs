@@ -54,6 +54,14 @@ pub enum PlanError {
         /// What is wrong.
         what: String,
     },
+    /// Energy is the objective, and nobody said what an offer takes.
+    #[error("the offer '{offer}' of {gpu} has no watts, and energy is what the plan keeps small")]
+    NoWatts {
+        /// The offer.
+        offer: String,
+        /// Its kind.
+        gpu: &'static str,
+    },
     /// Not even one service fits the GPUs.
     #[error("the gpus do not suffice for a single service")]
     NoStock,
@@ -122,7 +130,7 @@ pub enum PlanError {
     #[error("there are no services to plan")]
     NoServices,
     /// A profile file that cannot be read.
-    #[error("profiles, line {line}: {what}")]
+    #[error("line {line}: {what}")]
     BadProfile {
         /// Line number, from one.
         line: usize,
@@ -135,6 +143,18 @@ pub enum PlanError {
         /// Line number, from one.
         line: usize,
         /// What is wrong with it, with the field's name.
+        what: String,
+    },
+    /// A slice of a plan that cannot be there.
+    #[error("current plan: gpu {gpu}, slice at {start}: {what}")]
+    BadSlice {
+        /// Number of its GPU.
+        gpu: usize,
+        /// Its place in the GPU's list.
+        place: usize,
+        /// Its first memory slice.
+        start: u8,
+        /// What is wrong with it.
         what: String,
     },
     /// A plan with a reference to something unknown, or with overlapping slices.

@@ -6,10 +6,12 @@
 //! bound on the cost of any plan that runs each service on one kind.
 
 mod apart;
+mod chosen;
 mod layout;
 mod spare;
 mod stock;
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
@@ -121,8 +123,6 @@ impl MixSolution {
 
 /// Rounds of moving services off poorly used GPUs.
 const ROUNDS_MAX: usize = 6;
-/// Attempts to serve one more service beside those that fit.
-const EXTRAS_MAX: usize = 8;
 
 /// Plans all services, or as many as GPUs allow.
 pub fn plan_mix(
@@ -134,31 +134,7 @@ pub fn plan_mix(
     if let Some(solution) = mixer.solve(&all, control)? {
         return Ok(mixer.finished(solution, Vec::new(), control));
     }
-    // Not all fit: the longest beginning of the order that does, and then single ones after it.
-    let order = mixer.order();
-    let (mut low, mut high) = (0, order.len());
-    let mut best = None;
-    while low < high {
-        let middle = (low + high).div_ceil(2);
-        match mixer.solve(&order[..middle], control)? {
-            Some(solution) => (low, best) = (middle, Some(solution)),
-            None => high = middle - 1,
-        }
-    }
-    let mut served: Vec<usize> = order[..low].to_vec();
-    for &service in order.iter().skip(low + 1).take(EXTRAS_MAX) {
-        if control.is_stopped() {
-            break;
-        }
-        served.push(service);
-        match mixer.solve(&served, control)? {
-            Some(solution) => best = Some(solution),
-            None => {
-                served.pop();
-            }
-        }
-    }
-    let solution = best.ok_or(PlanError::NoStock)?;
+    let (solution, served) = mixer.choose(control)?;
     let served: BTreeSet<usize> = served.into_iter().collect();
     let unserved = all.into_iter().filter(|service| !served.contains(service)).collect();
     Ok(mixer.finished(solution, unserved, control))
@@ -193,6 +169,8 @@ struct Mixer<'a> {
     prices: Vec<[f64; KINDS_MAX]>,
     /// What each service is worth, with the domain of its group.
     terms: Vec<ServiceTerms>,
+    /// Services planned so far, each weighted by how long its planning takes.
+    work: Cell<u64>,
 }
 
 impl<'a> Mixer<'a> {
@@ -204,27 +182,15 @@ impl<'a> Mixer<'a> {
             return Err(PlanError::NoServices);
         }
         let terms = problem.checked_terms()?;
+        problem.check_watts()?;
+        let (able, faults) = problem.able();
+        if let Some(error) = faults.into_iter().flatten().next() {
+            return Err(error);
+        }
         let mut needs = vec![vec![None; problem.kinds.len()]; problem.services.len()];
         let mut spare_needs = needs.clone();
         let mut prices = vec![[0.0; KINDS_MAX]; problem.kinds.len()];
-        let mut first_error = vec![None; problem.services.len()];
-        for (index, kind) in problem.kinds.iter().enumerate() {
-            let all: Vec<usize> = (0..problem.services.len()).collect();
-            let whole = problem.of_kind(index, &all);
-            let mut able: Vec<usize> = Vec::new();
-            let mut faults = whole.faults().into_iter().peekable();
-            for service in all {
-                let fault = faults.next_if(|(at, _)| *at == service).map(|(_, error)| error);
-                let allowed = &problem.terms[service].gpus;
-                let named = |name: &String| name.eq_ignore_ascii_case(kind.gpu.name);
-                match fault {
-                    Some(error) => {
-                        first_error[service].get_or_insert(error);
-                    }
-                    None if allowed.is_empty() || allowed.iter().any(named) => able.push(service),
-                    None => {}
-                }
-            }
+        for (index, able) in able.into_iter().enumerate() {
             if able.is_empty() {
                 continue;
             }
@@ -239,14 +205,8 @@ impl<'a> Mixer<'a> {
                 });
             }
         }
-        for (service, needs) in needs.iter().enumerate() {
-            if needs.iter().all(Option::is_none) {
-                let name = problem.services[service].name.clone();
-                let nowhere = PlanError::NoKind { service: name };
-                return Err(first_error[service].take().unwrap_or(nowhere));
-            }
-        }
-        Ok(Mixer { problem, needs, spare_needs, prices, terms })
+        let work = Cell::new(0);
+        Ok(Mixer { problem, needs, spare_needs, prices, terms, work })
     }
 
     /// Services in the order in which they are served when not all can be.
@@ -387,6 +347,7 @@ impl<'a> Mixer<'a> {
         if services.is_empty() {
             return Ok(KindPlan { services, problem, plan: Plan::default(), gpus: 0 });
         }
+        self.count_work(services.len());
         let layout = self.problem.layout;
         let terms: Vec<&ServiceTerms> = services.iter().map(|&s| &self.terms[s]).collect();
         let mut plan = certified::plan(&problem, control)?.plan;
@@ -473,6 +434,65 @@ impl MixProblem {
         let service = self.services[service].clone();
         let profiles = profiles.of_model(&service.model);
         Problem { gpu, services: vec![service], profiles, rules: self.rules.clone() }
+    }
+
+    /// The services that each kind can run, and why one that none of them can run is a fault.
+    fn able(&self) -> (Vec<Vec<usize>>, Vec<Option<PlanError>>) {
+        let all: Vec<usize> = (0..self.services.len()).collect();
+        let mut able = vec![Vec::new(); self.kinds.len()];
+        let mut first_error = vec![None; self.services.len()];
+        for (index, kind) in self.kinds.iter().enumerate() {
+            let mut faults = self.of_kind(index, &all).faults().into_iter().peekable();
+            for service in 0..self.services.len() {
+                let fault = faults.next_if(|(at, _)| *at == service).map(|(_, error)| error);
+                let allowed = &self.terms[service].gpus;
+                let named = |name: &String| name.eq_ignore_ascii_case(kind.gpu.name);
+                match fault {
+                    _ if !allowed.is_empty() && !allowed.iter().any(named) => {}
+                    Some(error) => {
+                        first_error[service].get_or_insert(error);
+                    }
+                    None => able[index].push(service),
+                }
+            }
+        }
+        let mut somewhere = vec![false; self.services.len()];
+        able.iter().flatten().for_each(|&service| somewhere[service] = true);
+        let fault = |(service, first): (usize, Option<PlanError>)| {
+            let name = self.services[service].name.clone();
+            let nowhere = PlanError::NoKind { service: name };
+            (!somewhere[service]).then(|| first.unwrap_or(nowhere))
+        };
+        let faults = first_error.into_iter().enumerate().map(fault).collect();
+        (able, faults)
+    }
+
+    /// Errors of the services that no kind can run.
+    pub fn faults(&self) -> Vec<(usize, PlanError)> {
+        let (_, faults) = self.able();
+        let named = faults.into_iter().enumerate();
+        named.filter_map(|(service, fault)| Some((service, fault?))).collect()
+    }
+
+    /// The problem without some services, in ascending order.
+    pub fn without(&self, left_out: &[usize]) -> MixProblem {
+        let kept = |index: &usize| left_out.binary_search(index).is_err();
+        let kept: Vec<usize> = (0..self.services.len()).filter(kept).collect();
+        MixProblem {
+            services: kept.iter().map(|&index| self.services[index].clone()).collect(),
+            terms: kept.iter().map(|&index| self.terms[index].clone()).collect(),
+            ..self.clone()
+        }
+    }
+
+    fn check_watts(&self) -> Result<(), PlanError> {
+        let energy = self.objective == MixObjective::Energy;
+        for kind in self.kinds.iter().filter(|_| energy) {
+            if let Some(offer) = kind.offers.iter().find(|offer| offer.watts <= 0.0) {
+                return Err(PlanError::NoWatts { offer: offer.name.clone(), gpu: kind.gpu.name });
+            }
+        }
+        Ok(())
     }
 
     /// The terms with the domain of each group, if the layout says how large these are.

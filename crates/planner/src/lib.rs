@@ -47,6 +47,7 @@ pub mod check;
 mod error;
 pub mod gpu;
 pub mod gpu_mix;
+pub mod json_file;
 pub mod parvagpu;
 pub mod plan;
 pub mod problem;

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::error::PlanError;
+use crate::gpu::{GpuKind, SliceKind};
 use crate::problem::Problem;
 
 /// A service's share of a slice.
@@ -53,6 +54,11 @@ impl Plan {
         self.gpus.iter().map(|gpu| gpu.slices.len()).sum()
     }
 
+    /// GPUs that have work.
+    pub fn used_gpus(&self) -> usize {
+        self.gpus.iter().filter(|gpu| !gpu.slices.is_empty()).count()
+    }
+
     /// The plan with names in place of indices, for files.
     pub fn to_file(&self, problem: &Problem) -> Vec<GpuFile> {
         let share = |share: &ServiceShare| ShareFile {
@@ -84,17 +90,17 @@ impl Plan {
         for (number, gpu) in gpus.iter().enumerate() {
             let mut occupied = 0u16;
             let mut slices = Vec::new();
-            for slice in &gpu.slices {
-                let kind = problem
-                    .gpu
-                    .slices
-                    .iter()
-                    .position(|kind| kind.name == slice.profile)
-                    .or_else(|| problem.gpu.kind_of_size(slice.size));
-                let bad = |what: &str| PlanError::BadPlan {
-                    what: format!("gpu {number}, slice at {}: {what}", slice.start),
+            for (place, slice) in gpu.slices.iter().enumerate() {
+                let bad = |what: &str| PlanError::BadSlice {
+                    gpu: number,
+                    place,
+                    start: slice.start,
+                    what: what.to_string(),
                 };
-                let kind = kind.ok_or_else(|| bad("no such profile on this gpu"))?;
+                let kind = slice.kind_of(problem.gpu).ok_or_else(|| {
+                    let SliceFile { profile, size, .. } = slice;
+                    bad(&format!("this gpu has no profile '{profile}' of size {size}"))
+                })?;
                 let facts = &problem.gpu.slices[kind];
                 if !facts.starts.contains(&slice.start) {
                     return Err(bad("it may not start there"));
@@ -150,6 +156,17 @@ pub struct SliceFile {
     pub cycle_ms: Option<f64>,
     /// Services that run in it.
     pub services: Vec<ShareFile>,
+}
+
+impl SliceFile {
+    /// Which of a GPU's slices it is: the one of its name, and without a name that of its size.
+    fn kind_of(&self, gpu: &GpuKind) -> Option<usize> {
+        let named = |kind: &SliceKind| kind.name == self.profile && kind.gpcs == self.size;
+        match self.profile.is_empty() {
+            true => gpu.kind_of_size(self.size),
+            false => gpu.slices.iter().position(named),
+        }
+    }
 }
 
 /// A service's part of a slice in a plan file.

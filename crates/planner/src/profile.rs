@@ -247,6 +247,44 @@ mod tests {
     }
 
     #[test]
+    fn a_point_is_there_once() {
+        let error = |text: &str| ProfileTable::from_csv(text).unwrap_err().to_string();
+        let row = "a,1,4,1,100,10,ok\n";
+        // Planners took the better one of two measurements.
+        let again = error(&format!("{HEADER}{row}b,1,4,1,9,9,ok\n\na,1,4,1,300,5,ok\n"));
+        assert!(again.contains("line 5: the point of 'a'") && again.contains("line 2"), "{again}");
+        // A point that did not run is none.
+        let oom = format!("{HEADER}{row}a,1,4,1,0,0,oom\n");
+        assert!(ProfileTable::from_csv(&oom).is_ok());
+        // Of two GPUs each has its own, unless both names are of one.
+        let header = HEADER.replace("model,", "gpu,model,");
+        let two = |other: &str| format!("{header}NVIDIA A100-SXM4-80GB,{row}{other},{row}");
+        let a100 = GpuKind::find("a100-80gb").unwrap();
+        let of_a100 = |text: &str| ProfileTable::from_csv(text).unwrap().of_kind(a100, false);
+        assert!(of_a100(&two("h100-80gb")).is_ok());
+        for other in ["a100-80gb", ""] {
+            let again = of_a100(&two(other)).unwrap_err().to_string();
+            assert!(again.contains("line 3: the point of 'a'"), "{again}");
+        }
+        let columns = error(&HEADER.replace("status", "batch"));
+        assert!(columns.contains("line 1: the column 'batch' is there twice"), "{columns}");
+        let point = "{\"gpcs\":1,\"batch\":1,\"processes\":1,\"throughput\":9,\"latency_ms\":9}";
+        let json = |text: String| ProfileTable::from_json(&text).unwrap_err().to_string();
+        let again = json(format!("{{\"models\": {{\"a\": [\n{point},\n{point}\n]}}}}"));
+        assert!(again.contains("line 3: the point of 'a'") && again.contains("line 2"), "{again}");
+        // A map kept the last.
+        let again = json(format!("{{\"models\": {{\"a\": [],\n\"a\": [{point}]}}}}"));
+        assert!(again.contains("line 2: model \"a\" is there twice"), "{again}");
+    }
+
+    #[test]
+    fn a_mark_at_the_start_is_no_part_of_a_table() {
+        let text = format!("\u{feff}{HEADER}a,1,1,1,100,10,ok\n");
+        assert!(Profiles::from_csv(&text).unwrap().points("a").is_some());
+        assert!(ProfileTable::from_json("\u{feff}{\"models\": {}}").is_ok());
+    }
+
+    #[test]
     fn unmeasured_memory_is_limited_by_what_ran() {
         let text = format!("{HEADER}a,1,8,1,100,10,ok\na,1,8,5,300,20,ok\na,7,16,2,300,20,ok\n");
         let profiles = Profiles::from_csv(&text).unwrap();

@@ -10,9 +10,9 @@ pub mod steps;
 
 use std::collections::BTreeSet;
 
-use crate::certified;
 use crate::certified::cover::{Prices, cheapest};
 use crate::certified::packing::PatternPacker;
+use crate::certified::{self, SearchEnd, Solution};
 use crate::error::PlanError;
 use crate::gpu::{KINDS_MAX, SliceCounts};
 use crate::plan::{Plan, PlannedGpu, PlannedSlice, ServiceShare};
@@ -118,6 +118,24 @@ pub fn replan(
     let plan = drift.repair(planner.plan, bound, control)?;
     let moved = drift.moved(&plan);
     Ok(Replanned { plan, bound, moved, changed, seconds: control.seconds() })
+}
+
+/// The plan changed, with the bound and the prices of a new one.
+pub fn replanned(
+    problem: &Problem,
+    current: &Plan,
+    costs: ChangeCosts,
+    control: &mut SearchControl<'_>,
+) -> Result<Solution, PlanError> {
+    let bound = certified::bound(problem, control)?;
+    let next = replan(problem, current, &bound.prices, costs, control)?;
+    let end = match (next.gpus() <= bound.lower_bound, control.is_stopped()) {
+        (true, _) => SearchEnd::BoundReached,
+        (false, true) => SearchEnd::Stopped,
+        (false, false) => SearchEnd::NothingBetter,
+    };
+    let stopped = control.is_stopped();
+    Ok(Solution { plan: next.plan, seconds: control.seconds(), end, stopped, ..bound })
 }
 
 /// Whether the turns of a shared slice still meet all SLOs.

@@ -1,6 +1,6 @@
 //! The file of services: their models, rates and objectives, and what each is worth.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use toml::Spanned;
@@ -56,6 +56,29 @@ pub struct ServiceList {
     pub terms: Vec<ServiceTerms>,
     /// Headroom of services that have one of their own.
     pub own_headroom: BTreeMap<String, f64>,
+    /// Where the file says so, in the same order as the services.
+    pub lines: Vec<ServiceLines>,
+}
+
+/// Lines of a service's fields.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ServiceLines {
+    name: usize,
+    model: usize,
+    rate: usize,
+    slo_ms: usize,
+}
+
+impl ServiceLines {
+    /// The line of the field that an error of the service is about.
+    pub fn of(self, error: &PlanError) -> usize {
+        match error {
+            PlanError::NoProfile { .. } | PlanError::NoPoint { .. } => self.model,
+            PlanError::BadRate { .. } | PlanError::TooManySlices { .. } => self.rate,
+            PlanError::BadSlo { .. } | PlanError::Infeasible { .. } => self.slo_ms,
+            _ => self.name,
+        }
+    }
 }
 
 /// An unknown key is refused, because it is likely a typing error.
@@ -89,9 +112,17 @@ impl ServiceList {
     pub fn from_toml(text: &str) -> Result<(ServiceList, Vec<PlanError>), PlanError> {
         let file: ServicesFile = read(text)?;
         let (mut list, mut faults) = (ServiceList::default(), Vec::new());
+        let breaks: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
+        let mut names = BTreeSet::new();
         for entry in &file.service {
-            match checked(text, entry.get_ref()) {
+            let entry = entry.get_ref();
+            let checked = match names.insert(entry.name.get_ref()) {
+                true => checked(text, entry),
+                false => Err(wrong(text, &entry.name, given_twice(entry.name.get_ref()))),
+            };
+            match checked {
                 Ok((service, terms, headroom)) => {
+                    list.lines.push(lines_of(&breaks, entry));
                     list.own_headroom.extend(headroom.map(|own| (service.name.clone(), own)));
                     list.services.push(service);
                     list.terms.push(terms);
@@ -100,6 +131,21 @@ impl ServiceList {
             }
         }
         Ok((list, faults))
+    }
+}
+
+fn given_twice(name: &str) -> String {
+    PlanError::Duplicate { service: name.to_string() }.to_string()
+}
+
+/// `breaks` are the places of the file's line breaks.
+fn lines_of(breaks: &[usize], entry: &ServiceEntry) -> ServiceLines {
+    let line = |at: usize| 1 + breaks.partition_point(|place| *place < at);
+    ServiceLines {
+        name: line(entry.name.span().start),
+        model: line(entry.model.span().start),
+        rate: line(entry.rate.span().start),
+        slo_ms: line(entry.slo_ms.span().start),
     }
 }
 
@@ -172,6 +218,9 @@ mod tests {
         assert_eq!(list.terms[1].gpus, ["l4-24gb"]);
         assert_eq!(list.terms[1].apart_by, FailureDomain::Rack);
         assert_eq!(list.own_headroom.get("b"), Some(&0.25));
+        let service = "b".to_string();
+        let infeasible = PlanError::Infeasible { service, slo_ms: 1.0, nearest_ms: 2.0 };
+        assert_eq!(list.lines.iter().map(|at| at.of(&infeasible)).collect::<Vec<_>>(), [5, 10]);
     }
 
     #[test]
@@ -197,6 +246,10 @@ mod tests {
             let fault = faults[0].to_string();
             assert!(fault.contains(&format!("line {line}:")) && fault.contains(field), "{fault}");
         }
+        // Of two services of one name the first is planned.
+        let (list, faults) = ServiceList::from_toml(&format!("{GOOD}{GOOD}")).unwrap();
+        assert_eq!((list.services.len(), list.lines.len()), (1, 1));
+        assert_eq!(faults[0].to_string(), "line 7: service 'a' is given twice");
         // What is no service at all ends the reading.
         for (bad, line, what) in [
             (GOOD.replace("slo_ms", "slo"), 5, "slo"),

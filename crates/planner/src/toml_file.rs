@@ -50,11 +50,15 @@ pub(crate) fn in_range(
     }
 }
 
+/// Whether a text may be a name: printable, not empty and not long.
+pub(crate) fn is_name(text: &str) -> bool {
+    !text.is_empty() && !text.chars().any(char::is_control) && text.len() <= 256
+}
+
 /// The text if it may be a name: printable, not empty and not long.
 pub(crate) fn name(text: &str, field: &str, value: &Spanned<String>) -> Result<String, PlanError> {
     let name = value.get_ref();
-    let printable = !name.is_empty() && !name.chars().any(char::is_control) && name.len() <= 256;
-    match printable {
+    match is_name(name) {
         true => Ok(name.clone()),
         false => {
             let what = format!("{field} {name:?} is not a printable name of at most 256 bytes");

@@ -4,16 +4,21 @@
 //! folded, so that a window is a time of day. Samples come from a file or from Prometheus.
 
 pub mod prometheus;
+mod time;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::certified;
+use crate::certified::{self, Solution};
 use crate::error::PlanError;
+use crate::json_file::without_mark;
 use crate::plan::Plan;
 use crate::problem::Problem;
 use crate::replan::steps::{TransitionStep, steps};
-use crate::replan::{ChangeCosts, replan};
+use crate::replan::{ChangeCosts, replanned};
 use crate::search_control::SearchControl;
+use crate::toml_file::is_name;
+
+pub use self::time::seconds_of;
 
 /// Rate of a service without traffic in a window: it stays deployed.
 pub const RATE_MIN: f64 = 0.001;
@@ -23,6 +28,8 @@ const TIME_S_MAX: f64 = 1e12;
 /// Most samples, and most windows.
 const SAMPLES_MAX: usize = 20_000_000;
 const WINDOWS_MAX: usize = 10_000;
+/// Most services of all windows together.
+const WINDOW_RATES_MAX: usize = 20_000_000;
 /// Seconds of a day.
 pub const DAY_S: u64 = 86_400;
 
@@ -72,15 +79,17 @@ pub struct TrafficWindow {
 
 impl Traffic {
     /// Reads comma-separated text: `time,service,rate` with a line for each sample, or `time` and a
-    /// column for each service. Times are seconds since 1970 or `2026-01-31T18:00:00` in UTC.
+    /// column for each service. Times are those of [`seconds_of`].
     pub fn from_csv(text: &str) -> Result<Traffic, PlanError> {
         let bad = |line: usize, what: String| PlanError::BadFile { line, what };
-        let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
-        let (_, header) = lines.next().ok_or_else(|| bad(1, "the file is empty".to_string()))?;
+        let lines = without_mark(text).lines().enumerate();
+        let mut lines = lines.filter(|(_, line)| !line.trim().is_empty());
+        let (first, header) =
+            lines.next().ok_or_else(|| bad(1, "the file is empty".to_string()))?;
         let names = cells(header);
         if !names[0].eq_ignore_ascii_case("time") || names.len() < 2 {
             let what = "the first column is not 'time', or it is the only one".to_string();
-            return Err(bad(1, what));
+            return Err(bad(first + 1, what));
         }
         let long = names.len() == 3 && names[1] == "service" && names[2] == "rate";
         let mut traffic = Traffic::default();
@@ -88,8 +97,11 @@ impl Traffic {
         if !long {
             for name in &names[1..] {
                 let next = traffic.services.len();
-                if name.is_empty() || index.insert(name.to_string(), next).is_some() {
-                    return Err(bad(1, format!("column '{name}' is empty or there twice")));
+                if !is_name(name) {
+                    return Err(bad(first + 1, no_name("column", name)));
+                }
+                if index.insert(name.to_string(), next).is_some() {
+                    return Err(bad(first + 1, format!("column '{name}' is there twice")));
                 }
                 traffic.services.push(name.to_string());
             }
@@ -101,8 +113,7 @@ impl Traffic {
                 let what = format!("{} cells, not {}", cells.len(), names.len());
                 return Err(bad(line_number, what));
             }
-            let time_s = seconds_of(cells[0])
-                .ok_or_else(|| bad(line_number, format!("time '{}' is not one", cells[0])))?;
+            let time_s = seconds_of(cells[0]).ok_or_else(|| bad(line_number, no_time(cells[0])))?;
             let rate = |text: &str| {
                 let rate = text.parse::<f64>().ok().filter(|r| (0.0..=RATE_MAX).contains(r));
                 rate.ok_or_else(|| {
@@ -110,6 +121,9 @@ impl Traffic {
                 })
             };
             if long {
+                if !is_name(cells[1]) {
+                    return Err(bad(line_number, no_name("service", cells[1])));
+                }
                 let services = &mut traffic.services;
                 let service = *index.entry(cells[1].to_string()).or_insert_with(|| {
                     services.push(cells[1].to_string());
@@ -149,15 +163,21 @@ impl Traffic {
             return Err(unfit("a percentile is above 0 and at most 100"));
         }
         let first = self.samples.iter().map(|(time_s, _, _)| *time_s).min().unwrap_or(0);
+        let start_of = |time_s: u64| {
+            let time_s = if fold { time_s % DAY_S } else { time_s - first };
+            time_s / window_s * window_s
+        };
+        let starts: BTreeSet<u64> = self.samples.iter().map(|sample| start_of(sample.0)).collect();
+        if starts.len() > WINDOWS_MAX {
+            return Err(unfit("more than 10000 windows; take longer ones"));
+        }
+        if starts.len().saturating_mul(self.services.len()) > WINDOW_RATES_MAX {
+            return Err(unfit("more than 20 million rates of all windows; take longer windows"));
+        }
         let mut samples: BTreeMap<u64, Vec<Vec<f64>>> = BTreeMap::new();
         for (time_s, service, value) in &self.samples {
-            let time_s = if fold { time_s % DAY_S } else { time_s - first };
-            let start_s = time_s / window_s * window_s;
-            let window = samples.entry(start_s);
+            let window = samples.entry(start_of(*time_s));
             window.or_insert_with(|| vec![Vec::new(); self.services.len()])[*service].push(*value);
-        }
-        if samples.len() > WINDOWS_MAX {
-            return Err(unfit("more than 10000 windows; take longer ones"));
         }
         let window = |(start_s, mut by_service): (u64, Vec<Vec<f64>>)| TrafficWindow {
             start_s,
@@ -186,46 +206,24 @@ impl Traffic {
     }
 }
 
+/// Characters of a cell that a message shows.
+const SHOWN_MAX: usize = 64;
+
+fn no_time(text: &str) -> String {
+    let shown: String = text.chars().take(SHOWN_MAX).collect();
+    format!(
+        "time {shown:?} is not seconds since 1970 or a moment such as 2026-01-31T18:00:00+02:00"
+    )
+}
+
+fn no_name(what: &str, name: &str) -> String {
+    let shown: String = name.chars().take(SHOWN_MAX).collect();
+    format!("{what} {shown:?} is not a printable name of at most 256 bytes")
+}
+
 /// The cells of a line without the quotes that spreadsheets write.
 fn cells(line: &str) -> Vec<&str> {
     line.split(',').map(|cell| cell.trim().trim_matches('"').trim()).collect()
-}
-
-/// Seconds since 1970 of a number or of `2026-01-31T18:00:00`, in UTC.
-pub fn seconds_of(text: &str) -> Option<u64> {
-    if let Ok(seconds) = text.parse::<f64>() {
-        return (0.0..=TIME_S_MAX).contains(&seconds).then_some(seconds as u64);
-    }
-    let (date, time) = text.trim_end_matches('Z').split_once(['T', ' '])?;
-    let numbers = |text: &str, separator: char| -> Option<Vec<u64>> {
-        text.split(separator).map(|part| part.parse().ok()).collect()
-    };
-    let (date, time) = (numbers(date, '-')?, numbers(time.split('.').next()?, ':')?);
-    let ([year, month, day], [hour, minute, rest @ ..]) = (date.as_slice(), time.as_slice()) else {
-        return None;
-    };
-    let second = match rest {
-        [] => 0,
-        [second] => *second,
-        _ => return None,
-    };
-    let valid = (1970..=9999).contains(year)
-        && (1..=12).contains(month)
-        && (1..=31).contains(day)
-        && *hour < 24
-        && *minute < 60
-        && second <= 60;
-    valid.then(|| days_since_1970(*year, *month, *day) * DAY_S + hour * 3600 + minute * 60 + second)
-}
-
-/// Days from 1970-01-01, after Howard Hinnant's algorithm: years that begin in March put the leap
-/// day last.
-fn days_since_1970(year: u64, month: u64, day: u64) -> u64 {
-    let year = if month <= 2 { year - 1 } else { year };
-    let (era, of_era) = (year / 400, year % 400);
-    let of_year = (153 * ((month + 9) % 12) + 2) / 5 + day - 1;
-    let of_era = of_era * 365 + of_era / 4 - of_era / 100 + of_year;
-    era * 146_097 + of_era - 719_468
 }
 
 /// The plan of a window, and the way to it from the one before.
@@ -237,16 +235,16 @@ pub struct WindowPlan {
     pub rate: f64,
     /// GPUs in use.
     pub gpus: usize,
-    /// Proven lower bound of this window alone.
-    pub bound: f64,
     /// Slices that are created on the way; 0 for the first window.
     pub created: usize,
     /// Slices that are destroyed.
     pub destroyed: usize,
     /// Services with other slices than before.
     pub moved: usize,
-    /// The plan.
-    pub plan: Plan,
+    /// The plan, with its proven lower bound for this window alone.
+    pub solution: Solution,
+    /// The steps from the plan before; none for the first window.
+    pub steps: Vec<TransitionStep>,
 }
 
 /// Plans each window from the plan before it. The first is planned afresh; where days are folded,
@@ -261,44 +259,43 @@ pub fn plan_windows(
     let mut plans: Vec<WindowPlan> = Vec::with_capacity(windows.len());
     for window in windows {
         let problem = traffic.problem_of(problem, window);
-        let (plan, bound) = match plans.last() {
-            None => {
-                let solution = certified::plan(&problem, control)?;
-                (solution.plan, solution.bound)
-            }
+        let solution = match plans.last() {
+            None => certified::plan(&problem, control)?,
             Some(before) => {
-                let bound = certified::bound(&problem, control)?;
-                let costs = ChangeCosts::default();
-                let next = replan(&problem, &before.plan, &bound.prices, costs, control)?;
-                (next.plan, bound.bound)
+                replanned(&problem, &before.solution.plan, ChangeCosts::default(), control)?
             }
         };
         let mut planned = WindowPlan {
             start_s: window.start_s,
             rate: problem.services.iter().map(|service| service.rate).sum(),
-            gpus: plan.gpus.iter().filter(|gpu| !gpu.slices.is_empty()).count(),
-            bound,
+            gpus: solution.plan.used_gpus(),
             created: 0,
             destroyed: 0,
             moved: 0,
-            plan,
+            solution,
+            steps: Vec::new(),
         };
         if let Some(before) = plans.last() {
-            count_changes(&problem, &before.plan, &mut planned);
+            planned.steps = count_changes(&problem, &before.solution.plan, &mut planned);
         }
         plans.push(planned);
     }
     if folded && plans.len() > 1 {
-        let (last, first) = (plans[plans.len() - 1].plan.clone(), &windows[0]);
+        let (last, first) = (plans[plans.len() - 1].solution.plan.clone(), &windows[0]);
         let problem = traffic.problem_of(problem, first);
         count_changes(&problem, &last, &mut plans[0]);
     }
     Ok(plans)
 }
 
-fn count_changes(problem: &Problem, before: &Plan, planned: &mut WindowPlan) {
+fn count_changes(
+    problem: &Problem,
+    before: &Plan,
+    planned: &mut WindowPlan,
+) -> Vec<TransitionStep> {
     let mut moved = BTreeSet::new();
-    for step in steps(problem, before, &planned.plan) {
+    let steps = steps(problem, before, &planned.solution.plan);
+    for step in &steps {
         match step {
             // A shadow serves while another slice is made, and goes again.
             TransitionStep::Create { shadow: true, .. } | TransitionStep::Route { .. } => {}
@@ -310,6 +307,7 @@ fn count_changes(problem: &Problem, before: &Plan, planned: &mut WindowPlan) {
         }
     }
     planned.moved = moved.len();
+    steps
 }
 
 #[cfg(test)]
@@ -343,6 +341,9 @@ mod tests {
         let long = Traffic::from_csv("time,service,rate\n1772323200,a,5\n").unwrap();
         let wide = Traffic::from_csv("\"Time\",\"a\"\n2026-03-01 00:00:00,5\n").unwrap();
         assert_eq!(long, wide);
+        // A mark at the start and an offset are as common.
+        let marked = "\u{feff}time,a\n2026-03-01T02:00:00+02:00,5\n";
+        assert_eq!(Traffic::from_csv(marked).unwrap(), long);
     }
 
     #[test]
@@ -357,6 +358,12 @@ mod tests {
             ("time,a\n1,2,3\n", 2, "3 cells"),
             ("time,a\n2026-13-01T00:00:00,2\n", 2, "2026-13"),
             ("time,a\n", 1, "no samples"),
+            // It was taken for the third of March.
+            ("time,a\n1,2\n2026-02-31T00:00:00,2\n", 3, "2026-02-31"),
+            ("time,a\n2026-02-01T00:00:00+2,2\n", 2, "+2\""),
+            ("\n\ntime,a,\n1,2,3\n", 3, "column \"\""),
+            ("time,service,rate\n1,,3\n", 2, "service \"\""),
+            ("time,service,rate\n1,a\u{1b}[2J,3\n", 2, "service \"a\\u{1b}"),
         ] {
             let error = Traffic::from_csv(text).unwrap_err().to_string();
             assert!(error.contains(&format!("line {line}:")) && error.contains(what), "{error}");
@@ -388,8 +395,8 @@ mod tests {
         let plans = plan_windows(&problem, &traffic, &windows, true, &mut control).unwrap();
         for (plan, window) in plans.iter().zip(&windows) {
             let problem = traffic.problem_of(&problem, window);
-            assert!(check(&problem, &plan.plan).is_empty());
-            assert!(plan.gpus as f64 >= plan.bound);
+            assert!(check(&problem, &plan.solution.plan).is_empty());
+            assert!(plan.gpus as f64 >= plan.solution.bound);
         }
         let gpus: Vec<usize> = plans.iter().map(|plan| plan.gpus).collect();
         assert!(gpus[2] > gpus[1] && gpus[0] == gpus[1], "{gpus:?}");

@@ -26,6 +26,8 @@ use crate::profile::{OperatingPoint, Profiles};
 
 /// By how much a rate, a capacity or a time may miss a rule, as one part in this many.
 pub const TOLERANCE: u64 = 10_000_000;
+/// By how much a claimed bound may be above the proven one, as one part in this many.
+const BOUND_SLACK: u64 = 1_000_000;
 /// Most services, GPUs, slices of a GPU and services of a slice in a file.
 const SERVICES_MAX: usize = 1_000_000;
 const GPUS_MAX: usize = 1_000_000;
@@ -102,6 +104,8 @@ pub struct Claims<'a> {
     pub gpus: usize,
     /// Lower bound on the number of GPUs.
     pub lower_bound: usize,
+    /// The same before it is rounded up; 0 in files that do not say.
+    pub bound: f64,
     /// The plan.
     pub plan: &'a [GpuFile],
 }
@@ -230,6 +234,10 @@ pub fn verify(claims: &Claims<'_>, certificate: &Certificate) -> Result<Verified
                     claims.lower_bound
                 ));
             }
+            if !is_proven(claims.bound, &bound) {
+                let (proven, claimed) = (bound.to_f64(), claims.bound);
+                wrong.push(format!("the prices prove {proven} gpus, the file says {claimed}"));
+            }
             if lower_bound > gpus {
                 wrong.push(format!("{gpus} gpus are below the bound of {lower_bound}"));
             }
@@ -240,6 +248,12 @@ pub fn verify(claims: &Claims<'_>, certificate: &Certificate) -> Result<Verified
         Err(what) => wrong.push(what),
     }
     Err(few(wrong))
+}
+
+/// Whether a claimed bound is at most the proven one, which is for rules that are stretched.
+fn is_proven(claimed: f64, proven: &Ratio) -> bool {
+    let slack = Ratio::fraction(BOUND_SLACK + 1, BOUND_SLACK);
+    claimed <= 0.0 || (claimed.is_finite() && Ratio::from_f64(claimed) <= proven.times(&slack))
 }
 
 /// Shares of services that are not there, or with another model.

@@ -13,14 +13,16 @@ struct File {
     gpu_kind: String,
     gpus: usize,
     lower_bound: usize,
+    bound: f64,
     plan: Vec<GpuFile>,
     certificate: Certificate,
 }
 
 impl File {
     fn verify(&self) -> Result<Verified, Vec<String>> {
-        let File { gpu_kind, gpus, lower_bound, plan, certificate } = self;
-        let claims = Claims { gpu_kind, gpus: *gpus, lower_bound: *lower_bound, plan };
+        let File { gpu_kind, gpus, lower_bound, bound, plan, certificate } = self;
+        let (gpus, lower_bound, bound) = (*gpus, *lower_bound, *bound);
+        let claims = Claims { gpu_kind, gpus, lower_bound, bound, plan };
         verify(&claims, certificate)
     }
 }
@@ -72,6 +74,7 @@ fn file(problem: &Problem) -> (File, Solution) {
         gpu_kind: problem.gpu.name.to_string(),
         gpus: solution.plan.gpus.len(),
         lower_bound: solution.lower_bound,
+        bound: solution.bound,
         plan: solution.plan.to_file(problem),
         certificate: Certificate::new(problem, &solution),
     };
@@ -97,11 +100,12 @@ fn plans_of_the_planner_are_verified_with_their_bound() {
 /// A change, and what the message about it contains.
 type Change = (&'static str, fn(&mut File), &'static str);
 
-const CHANGES: [Change; 14] = [
+const CHANGES: [Change; 15] = [
     ("more is asked for", |file| file.certificate.services[0].rate *= 1.001, "requests/s"),
     ("the slo is shorter", |file| file.certificate.services[0].slo_ms *= 0.2, ""),
     ("a point is slower", slower, ""),
     ("a higher bound", |file| file.lower_bound += 1, "prove"),
+    ("a higher bound before rounding", |file| file.bound *= 1.001, "the file says"),
     ("fewer gpus", |file| file.gpus -= 1, "gpus"),
     (
         "cheaper slices",

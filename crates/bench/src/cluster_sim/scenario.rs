@@ -233,6 +233,11 @@ impl ClusterScenario {
         checks.number("wave_s", self.wave_s, (1e-3, SECONDS_MAX as f64));
         checks.number("bad_percent_max", self.bad_percent_max, (0.0, 100.0));
         checks.holds(!self.sessions.is_empty(), "sessions", "is empty; nothing would run");
+        if !self.name.is_empty() {
+            checks.name("name", &self.name);
+        }
+        let names = self.sessions.iter().map(|group| group.name.as_str());
+        checks.names(|index| format!("sessions[{index}].name"), names);
         for (index, group) in self.sessions.iter().enumerate() {
             group.check(index, &mut checks);
         }

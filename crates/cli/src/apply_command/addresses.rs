@@ -23,6 +23,11 @@ struct ServerAddress<'a> {
     model: &'a str,
 }
 
+/// How the servers are spoken to.
+pub(super) fn scheme(tls: bool) -> &'static str {
+    if tls { "https" } else { "http" }
+}
+
 pub(super) fn path(state: &Path) -> PathBuf {
     state.join("servers.json")
 }
@@ -39,7 +44,7 @@ pub(super) fn write<'a>(
         for (service, model) in spec.services.iter().zip(&spec.models) {
             let address = |port: u16| std::net::SocketAddr::new(args.host, port);
             services.entry(service).or_default().push(ServerAddress {
-                url: format!("http://{}", address(port)),
+                url: format!("{}://{}", scheme(done.tls), address(port)),
                 grpc: address(port.saturating_add(1)).to_string(),
                 model,
             });

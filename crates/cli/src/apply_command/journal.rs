@@ -24,6 +24,9 @@ pub(crate) struct AppliedChange {
     pub(crate) pid: Option<u32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) port: Option<u16>,
+    /// The server listens with TLS.
+    #[serde(default)]
+    pub(crate) tls: bool,
 }
 
 impl AppliedChange {
@@ -35,6 +38,7 @@ impl AppliedChange {
             uuid: None,
             pid: None,
             port: None,
+            tls: false,
         }
     }
 }

@@ -12,7 +12,9 @@ use planner::GpuKind;
 use planner::apply::Change;
 use planner::apply::transition::{TransitionChange, switched_to, transition};
 
-use super::journal::{self, Journal};
+use super::interrupt::{Interrupt, interrupted};
+use super::journal::{self, AppliedChange, Journal};
+use super::probe::Probe;
 use super::{PlanExecutor, addresses, command_line, report, servers, undo_change, undo_to};
 use crate::args::ApplyArgs;
 use crate::nvidia::{MachineState, NvidiaTools};
@@ -23,11 +25,20 @@ pub(super) fn run(
     state: &Path,
     kind: &GpuKind,
     wanted: &[Change],
+    probe: Probe,
 ) -> Result<(), Failure> {
     let mut journal = Journal::open(state)?;
     journal.forget(|done| {
         matches!(done.change, Change::StartServer(_)) && !servers::is_running(state, done.pid)
     });
+    let tls = args.tls_cert.is_some();
+    let server = |done: &&AppliedChange| matches!(done.change, Change::StartServer(_));
+    if journal.done().iter().filter(server).any(|done| done.tls != tls) {
+        let (now, then) = if tls { ("without", "with") } else { ("with", "without") };
+        return Err(Failure::usage(format!(
+            "the servers in effect listen {now} TLS, and these would listen {then}: use --undo first"
+        )));
+    }
     let now: Vec<Change> = journal.done().iter().map(|done| done.change.clone()).collect();
     let steps = transition(kind, &now, wanted).map_err(Failure::failed)?;
     if args.dry_run {
@@ -47,7 +58,8 @@ pub(super) fn run(
     }
     let machine = inspect(kind, &journal, wanted)?;
     let used = journal.done().iter().filter_map(|done| done.port).collect();
-    let mut executor = PlanExecutor { args, tools: NvidiaTools, machine, state, used };
+    let (tools, interrupt) = (NvidiaTools, Interrupt::install()?);
+    let mut executor = PlanExecutor { args, tools, machine, state, used, probe, interrupt };
     carry_out(&mut executor, &mut journal, &steps)?;
     report(args, &journal)
 }
@@ -83,31 +95,49 @@ fn carry_out(
     steps: &[TransitionChange],
 ) -> Result<(), Failure> {
     let before = journal.done().len();
-    let mut is_old_whole = true;
+    let (mut is_old_whole, mut switched) = (true, false);
     for (at, step) in steps.iter().enumerate() {
-        let done = match step {
+        let done = executor.interrupt.check().and_then(|()| match step {
             TransitionChange::Apply(change) => {
                 let applied = journal.begin(change).and_then(|()| executor.apply(change));
                 applied.and_then(|done| journal.finish(done))
             }
-            TransitionChange::Switch => switch(executor, journal, steps, at),
+            TransitionChange::Switch => {
+                switched = true;
+                switch(executor, journal, steps, at)
+            }
             TransitionChange::Undo(change) => {
                 is_old_whole = false;
                 undo(executor, journal, change)
             }
-        };
+        });
         let Err(failure) = done else { continue };
         if !is_old_whole {
             let path = journal.path().display();
-            return Err(Failure::failed(format!(
-                "{}; {path} has what is in effect now: repair it and use --replace or --undo",
-                failure.message()
-            )));
+            let way = match executor.interrupt.is_set() {
+                true => "the same command goes on, and --undo goes back",
+                false => "repair it and use --replace or --undo",
+            };
+            let message = failure.message();
+            return Err(
+                failure.renamed(format!("{message}; {path} has what is in effect now: {way}"))
+            );
         }
         tracing::error!("{}; the plan before stays", failure.message());
         addresses::write(executor.args, executor.state, journal.done()[..before].iter())?;
-        undo_to(&executor.tools, executor.state, journal, before)?;
-        return Err(failure);
+        if switched {
+            // Clients may have read the new list.
+            std::thread::sleep(Duration::from_millis(executor.args.switch_wait_ms));
+        }
+        undo_to(&executor.tools, executor.state, journal, before, &Interrupt::default())?;
+        return Err(match executor.interrupt.is_set() {
+            true => interrupted("interrupted; the plan before stays, and the same command goes on"),
+            false => failure,
+        });
+    }
+    if steps.is_empty() {
+        // A call that was interrupted may have started the last server without listing it.
+        addresses::write(executor.args, executor.state, journal.done().iter())?;
     }
     Ok(())
 }
@@ -130,7 +160,7 @@ fn switch(
     });
     addresses::write(executor.args, executor.state, stays)?;
     if steps[at..].iter().any(|step| matches!(step, TransitionChange::Undo(_))) {
-        std::thread::sleep(Duration::from_millis(executor.args.switch_wait_ms));
+        executor.interrupt.sleep(Duration::from_millis(executor.args.switch_wait_ms))?;
     }
     Ok(())
 }

@@ -2,8 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::io::{Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -15,6 +13,8 @@ use model::config::BatchingPolicy;
 use model::repository::{Repository, RepositoryEntry};
 use planner::apply::ServerSpec;
 
+use super::interrupt::Interrupt;
+use super::probe::Probe;
 use crate::args::ApplyArgs;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -32,6 +32,8 @@ pub(crate) struct ServerLaunch<'a> {
     /// The device that it sees.
     pub(crate) uuid: &'a str,
     pub(crate) port: u16,
+    pub(super) probe: &'a Probe,
+    pub(super) interrupt: &'a Interrupt,
 }
 
 /// The environment of a server.
@@ -72,6 +74,19 @@ pub(crate) fn arguments(
     add("http-port", port.to_string());
     add("grpc-port", port.saturating_add(1).to_string());
     add("metrics-port", port.saturating_add(2).to_string());
+    let files = [
+        ("tls-cert", &args.tls_cert),
+        ("tls-key", &args.tls_key),
+        ("tls-client-ca", &args.tls_client_ca),
+        ("tokens", &args.tokens),
+    ];
+    for (name, path) in files {
+        if let Some(path) = path {
+            // Servers outlive this call, and read some of these files again.
+            let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+            add(name, path.display().to_string());
+        }
+    }
     if args.insecure {
         list.push("--insecure".to_string());
     }
@@ -117,7 +132,7 @@ pub(crate) fn planned_batches(spec: &ServerSpec) -> BTreeMap<String, PlannedBatc
 /// processes in a turn, none larger than planned, and none that waits for more requests longer than
 /// a duty cycle. A scheduler that starts what waits, up to these sizes, then never takes longer for
 /// a round than the cycle.
-fn with_plan(mut config: ModelConfig, planned: PlannedBatches) -> ModelConfig {
+pub(super) fn with_plan(mut config: ModelConfig, planned: PlannedBatches) -> ModelConfig {
     let batching = &mut config.batching;
     if batching.policy == BatchingPolicy::None && planned.batch > 1 {
         batching.policy = BatchingPolicy::Auto;
@@ -151,7 +166,10 @@ fn write_models(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Result<(), Fail
 }
 
 /// The newest version of a model in the first repository that has it.
-fn find_model(repositories: &[PathBuf], model: &str) -> Result<RepositoryEntry, Failure> {
+pub(super) fn find_model(
+    repositories: &[PathBuf],
+    model: &str,
+) -> Result<RepositoryEntry, Failure> {
     let mut last = None;
     for path in repositories {
         match Repository::open(path).and_then(|repository| repository.find(model, None)) {
@@ -190,7 +208,7 @@ fn link_model(folder: &Path, entry: &RepositoryEntry) -> std::io::Result<PathBuf
 
 /// Starts a server and waits until it is ready; returns its process id.
 pub(crate) fn start_server(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Result<u32, Failure> {
-    let ServerLaunch { args, state, folder, uuid, port } = *launch;
+    let ServerLaunch { args, state, folder, uuid, port, .. } = *launch;
     write_models(launch, spec)?;
     let log = state.join(format!("server-{}.log", label(spec, port)));
     let named = |error: std::io::Error| Failure::failed(format!("{}: {error}", log.display()));
@@ -207,7 +225,7 @@ pub(crate) fn start_server(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Resu
         .spawn()
         .map_err(Failure::failed)?;
     let pid = child.id();
-    let ready = wait_until_ready(&mut child, args, port).map_err(|why| {
+    let ready = wait_until_ready(&mut child, launch, spec).map_err(|why| {
         let tail = tail(&log);
         Failure::failed(format!("the server of {} {why}: {tail}", spec.services.join(", ")))
     });
@@ -219,34 +237,50 @@ pub(crate) fn start_server(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Resu
     ready.map(|()| pid)
 }
 
-fn wait_until_ready(child: &mut Child, args: &ApplyArgs, port: u16) -> Result<(), String> {
-    let until = Instant::now() + Duration::from_secs(args.start_timeout_secs);
+fn wait_until_ready(
+    child: &mut Child,
+    launch: &ServerLaunch<'_>,
+    spec: &ServerSpec,
+) -> Result<(), String> {
+    let limit_secs = launch.args.start_timeout_secs;
+    let until = Instant::now() + Duration::from_secs(limit_secs);
     loop {
+        if launch.interrupt.is_set() {
+            return Err("was interrupted".to_string());
+        }
         match child.try_wait() {
             Ok(Some(status)) => return Err(format!("ended ({status})")),
             Err(error) => return Err(error.to_string()),
-            Ok(None) if is_ready(args.host, port) => return Ok(()),
-            Ok(None) if Instant::now() > until => {
-                return Err(format!("is not ready after {} s", args.start_timeout_secs));
-            }
-            Ok(None) => std::thread::sleep(POLL_INTERVAL),
+            Ok(None) => {}
         }
+        let why = match launch.probe.status(launch.port, "/v2/health/ready") {
+            Ok(200) => return check_models(launch, spec),
+            Ok(status) => format!("HTTP {status}"),
+            Err(error) => error.to_string(),
+        };
+        if Instant::now() > until {
+            return Err(format!("is not ready after {limit_secs} s ({why})"));
+        }
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-fn is_ready(host: IpAddr, port: u16) -> bool {
-    let wait = Duration::from_secs(2);
-    let check = || -> std::io::Result<bool> {
-        let mut stream = TcpStream::connect_timeout(&SocketAddr::new(host, port), wait)?;
-        stream.set_read_timeout(Some(wait))?;
-        stream.write_all(
-            b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
-        )?;
-        let mut reply = [0; 12];
-        stream.read_exact(&mut reply)?;
-        Ok(reply.ends_with(b" 200"))
-    };
-    check().unwrap_or(false)
+/// Whether a ready server takes the token of this call for its models.
+fn check_models(launch: &ServerLaunch<'_>, spec: &ServerSpec) -> Result<(), String> {
+    if !launch.probe.has_token() {
+        return Ok(());
+    }
+    for model in spec.models.iter().collect::<BTreeSet<_>>() {
+        match launch.probe.status(launch.port, &format!("/v2/models/{model}/ready")) {
+            Ok(200) => {}
+            Ok(status @ (401 | 403)) => {
+                return Err(format!("refuses the token of --token-file (HTTP {status})"));
+            }
+            Ok(status) => return Err(format!("does not serve '{model}' (HTTP {status})")),
+            Err(error) => return Err(format!("does not answer for '{model}': {error}")),
+        }
+    }
+    Ok(())
 }
 
 fn tail(log: &Path) -> String {

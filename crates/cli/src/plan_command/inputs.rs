@@ -1,15 +1,20 @@
 //! The inputs of `atoll plan`: services, profiles and GPU kinds, with errors that name file, line
 //! and field.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
-use assembly::{Failure, read_file};
+use assembly::Failure;
+use planner::service_file::ServiceLines;
 use planner::{
-    Algorithm, GpuKind, PlanError, PlanRules, Problem, ProfileTable, ServiceList, Sharing,
+    Algorithm, GpuKind, PlanError, PlanRules, Problem, ProfileTable, Profiles, ServiceList, Sharing,
 };
 
 use crate::args::PlanArgs;
 
+/// Max bytes of an input: more than the largest recording of traffic that is planned.
+const INPUT_BYTES_MAX: u64 = 1 << 30;
 /// Max faults that a message lists.
 const FAULTS_MAX: usize = 10;
 
@@ -42,7 +47,30 @@ pub(crate) fn gpu_kind(name: &str, table: Option<&Path>) -> Result<&'static GpuK
 }
 
 fn own_kinds(path: &Path) -> Result<Vec<&'static GpuKind>, Failure> {
-    planner::gpu::file::from_toml(&read_file(path)?).map_err(|error| at(path, &error))
+    planner::gpu::file::from_toml(&read_input(path)?).map_err(|error| at(path, &error))
+}
+
+/// The text of a file that the user names. What cannot be read is a mistake of the command line,
+/// so the exit code is 2.
+pub(crate) fn read_input(path: &Path) -> Result<String, Failure> {
+    let named =
+        |what: &dyn std::fmt::Display| Failure::usage(format!("{}: {what}", path.display()));
+    let file = File::open(path).map_err(|error| named(&error))?;
+    let mut bytes = Vec::new();
+    file.take(INPUT_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(|error| named(&error))?;
+    if bytes.len() as u64 > INPUT_BYTES_MAX {
+        return Err(named(&format!("it has more than {} MiB", INPUT_BYTES_MAX >> 20)));
+    }
+    let text = String::from_utf8(bytes).map_err(|error| {
+        let valid = &error.as_bytes()[..error.utf8_error().valid_up_to()];
+        let line = 1 + valid.iter().filter(|byte| **byte == b'\n').count();
+        named(&format!("line {line}: this is not text in UTF-8"))
+    })?;
+    // Some editors put a mark at the start.
+    match text.strip_prefix('\u{feff}') {
+        Some(rest) => Ok(rest.to_string()),
+        None => Ok(text),
+    }
 }
 
 /// Exit code 2: the input of the user is wrong.
@@ -52,7 +80,7 @@ fn at(path: &Path, error: &PlanError) -> Failure {
 
 /// The table of profiles, CSV or JSON by the file's name.
 fn profile_table(path: &Path) -> Result<ProfileTable, Failure> {
-    let text = read_file(path)?;
+    let text = read_input(path)?;
     let table = match path.extension().is_some_and(|name| name == "json") {
         true => ProfileTable::from_json(&text),
         false => ProfileTable::from_csv(&text),
@@ -68,10 +96,11 @@ pub(super) fn needed<'a>(path: Option<&'a Path>, flag: &str) -> Result<&'a Path,
 fn services(args: &PlanArgs) -> Result<(ServiceList, Vec<PlanError>), Failure> {
     let path = needed(args.services.as_deref(), "--services")?;
     let (list, faults) =
-        ServiceList::from_toml(&read_file(path)?).map_err(|error| at(path, &error))?;
+        ServiceList::from_toml(&read_input(path)?).map_err(|error| at(path, &error))?;
     let name = path.display();
     if !faults.is_empty() && (!args.keep_going || list.services.is_empty()) {
-        return Err(Failure::usage(format!("{name}: {}", listed(&faults, args.keep_going))));
+        let lines: Vec<String> = faults.iter().map(PlanError::to_string).collect();
+        return Err(Failure::usage(format!("{name}: {}", listed(lines, args.keep_going))));
     }
     if list.services.is_empty() {
         return Err(Failure::usage(format!(
@@ -83,17 +112,48 @@ fn services(args: &PlanArgs) -> Result<(ServiceList, Vec<PlanError>), Failure> {
 }
 
 /// The first faults, one on each line.
-fn listed(faults: &[PlanError], all_faulty: bool) -> String {
-    let few = faults.iter().take(FAULTS_MAX);
-    let mut lines: Vec<String> = few.map(PlanError::to_string).collect();
-    match faults.len().saturating_sub(FAULTS_MAX) {
-        0 => {}
-        count => lines.push(format!("and {count} more")),
+fn listed(mut lines: Vec<String>, all_faulty: bool) -> String {
+    let count = lines.len().saturating_sub(FAULTS_MAX);
+    lines.truncate(FAULTS_MAX);
+    if count > 0 {
+        lines.push(format!("and {count} more"));
     }
     if !all_faulty {
         lines.push("--keep-going plans the others".to_string());
     }
     lines.join("\n  ")
+}
+
+/// The error that services cannot be planned, with the line of the field that says why.
+pub(super) fn infeasible(
+    args: &PlanArgs,
+    lines: &[ServiceLines],
+    faults: &[(usize, PlanError)],
+    all_faulty: bool,
+) -> Failure {
+    let line = |(service, fault): &(usize, PlanError)| {
+        let line = lines.get(*service).copied().unwrap_or_default().of(fault);
+        format!("line {line}: {fault}")
+    };
+    let listed = listed(faults.iter().map(line).collect(), all_faulty);
+    let path = args.services.as_deref().unwrap_or(Path::new("--services"));
+    Failure::usage(format!("{}: {listed}", path.display()))
+}
+
+/// The profiles of a kind, or why the table has none.
+pub(super) fn profiles_of(
+    args: &PlanArgs,
+    path: &Path,
+    table: &ProfileTable,
+    gpu: &GpuKind,
+) -> Result<Profiles, Failure> {
+    table.of_kind(gpu, args.foreign_profiles).map_err(|error| match error {
+        PlanError::ForeignProfiles { .. } => {
+            let hint = "--foreign-profiles plans with them all the same";
+            Failure::usage(format!("{}: {error}; {hint}", path.display()))
+        }
+        error => at(path, &error),
+    })
 }
 
 fn rules(args: &PlanArgs, list: &ServiceList) -> Result<PlanRules, Failure> {
@@ -135,17 +195,13 @@ pub(super) fn read(args: &PlanArgs) -> Result<PlanInputs, Failure> {
         let path = path.display();
         tracing::warn!("{path} does not say on which gpu it was measured; taken for {}", gpu.name);
     }
-    let profiles = table.of_kind(gpu, args.foreign_profiles).map_err(|error| {
-        let hint = "--foreign-profiles plans with them all the same";
-        Failure::usage(format!("{}: {error}; {hint}", path.display()))
-    })?;
+    let profiles = profiles_of(args, path, &table, gpu)?;
     let rules = rules(args, &list)?;
     let problem = Problem { gpu, services: list.services, profiles, rules };
-    let infeasible = problem.faults();
-    let nothing_left = infeasible.len() == problem.services.len();
-    if nothing_left || (!infeasible.is_empty() && !args.keep_going) {
-        let errors: Vec<PlanError> = infeasible.into_iter().map(|(_, fault)| fault).collect();
-        return Err(Failure::failed(listed(&errors, nothing_left)));
+    let unfit = problem.faults();
+    let nothing_left = unfit.len() == problem.services.len();
+    if nothing_left || (!unfit.is_empty() && !args.keep_going) {
+        return Err(infeasible(args, &list.lines, &unfit, nothing_left));
     }
     let (rest, more) = problem.without_faults().map_err(Failure::failed)?;
     faults.extend(more);

@@ -2,28 +2,29 @@
 
 use std::path::Path;
 
-use assembly::{Failure, read_file};
+use assembly::Failure;
 use base::MonotonicClock;
 use planner::gpu_mix::{
     FailureDomain, Layout, MixKind, MixObjective, MixProblem, MixSolution, ServeFirst, check_mix,
     offers_from_toml, plan_mix,
 };
+use planner::service_file::ServiceLines;
 use planner::verify::mix::MixFile;
 use planner::{GpuKind, PlanError, SearchControl, render};
 
-use super::inputs::{self, MixInputs};
+use super::inputs::{self, MixInputs, read_input};
 use super::verification::unit;
 use crate::args::PlanArgs;
 
 /// Plans the services onto the kinds that a file offers.
 pub(super) fn run(args: &PlanArgs, path: &Path) -> Result<(), Failure> {
-    let problem = problem(args, path)?;
+    let problem = feasible(args, problem(args, path)?)?;
     let clock = MonotonicClock::new();
     let mut report = |_| true;
     let mut control = SearchControl::new(&clock, &mut report);
     let solution = plan_mix(&problem, &mut control).map_err(|error| match error {
-        PlanError::BadLayout { .. } => Failure::usage(error),
-        _ => Failure::failed(error),
+        PlanError::NoStock => Failure::failed(error),
+        _ => Failure::usage(error),
     })?;
     if let Some(wrong) = check_mix(&problem, &solution).first() {
         return Err(Failure::failed(format!("the checker rejects the plan: {wrong}")));
@@ -36,32 +37,55 @@ pub(super) fn run(args: &PlanArgs, path: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-fn problem(args: &PlanArgs, path: &Path) -> Result<MixProblem, Failure> {
+/// The problem without services that run on no kind, which `--keep-going` leaves out.
+fn feasible(
+    args: &PlanArgs,
+    (problem, lines): (MixProblem, Vec<ServiceLines>),
+) -> Result<MixProblem, Failure> {
+    let faults = problem.faults();
+    let nothing_left = faults.len() == problem.services.len();
+    if nothing_left || (!faults.is_empty() && !args.keep_going) {
+        return Err(inputs::infeasible(args, &lines, &faults, nothing_left));
+    }
+    faults.iter().for_each(|(_, fault)| tracing::warn!(%fault, "service skipped"));
+    let left_out: Vec<usize> = faults.into_iter().map(|(service, _)| service).collect();
+    Ok(if left_out.is_empty() { problem } else { problem.without(&left_out) })
+}
+
+fn objective(args: &PlanArgs) -> MixObjective {
+    match args.objective.as_str() {
+        "gpus" => MixObjective::Gpus,
+        "energy" => MixObjective::Energy,
+        _ => MixObjective::Cost,
+    }
+}
+
+/// The problem, and the lines of its services.
+fn problem(args: &PlanArgs, path: &Path) -> Result<(MixProblem, Vec<ServiceLines>), Failure> {
     let MixInputs { list, table, rules, own } = inputs::read_mix(args)?;
+    if args.serve_first == "revenue" && list.terms.iter().all(|terms| terms.revenue == 0.0) {
+        return Err(Failure::usage(
+            "--serve-first revenue needs revenue in the file of services; no service has it",
+        ));
+    }
     let find = |name: &str| -> Result<&'static GpuKind, PlanError> {
         let known = own.iter().copied().find(|kind| kind.name.eq_ignore_ascii_case(name));
         known.map_or_else(|| GpuKind::find(name), Ok)
     };
     let named = |error: PlanError| Failure::usage(format!("{}: {error}", path.display()));
-    let offers = offers_from_toml(&read_file(path)?, find).map_err(named)?;
+    let offers = offers_from_toml(&read_input(path)?, objective(args), find).map_err(named)?;
     let mut kinds = Vec::new();
     let path = inputs::needed(args.profiles.as_deref(), "--profiles")?;
     for (gpu, offers) in offers {
-        let profiles = table
-            .of_kind(gpu, args.foreign_profiles)
-            .map_err(|error| Failure::usage(format!("{}: {error}", path.display())))?;
+        let profiles = inputs::profiles_of(args, path, &table, gpu)?;
         kinds.push(MixKind { gpu, profiles, offers });
     }
-    Ok(MixProblem {
+    let problem = MixProblem {
         services: list.services,
         terms: list.terms,
         rules,
         kinds,
-        objective: match args.objective.as_str() {
-            "gpus" => MixObjective::Gpus,
-            "energy" => MixObjective::Energy,
-            _ => MixObjective::Cost,
-        },
+        objective: objective(args),
         gpus_max: args.max_gpus,
         serve_first: match args.serve_first.as_str() {
             "revenue" => ServeFirst::Revenue,
@@ -77,7 +101,8 @@ fn problem(args: &PlanArgs, path: &Path) -> Result<MixProblem, Failure> {
             Some("rack") => Some(FailureDomain::Rack),
             _ => None,
         },
-    })
+    };
+    Ok((problem, list.lines))
 }
 
 /// The total of each kind alone, where all services that are served fit on it.

@@ -101,7 +101,7 @@ fn plan(request: Value) -> ApiResult<Value> {
         bound: solution.bound,
         seconds: solution.seconds,
         stopped: solution.stopped,
-        faults: faults.iter().map(PlanError::to_string).collect(),
+        faults,
         plan: solution.plan.to_file(&problem),
         picture: render::picture(&problem, &solution.plan, false),
         commands: render::commands(&problem, &solution.plan),
@@ -110,7 +110,8 @@ fn plan(request: Value) -> ApiResult<Value> {
     serde_json::to_value(&reply).map_err(|error| ApiError::internal(error.to_string()))
 }
 
-fn problem(request: &PlanRequest) -> ApiResult<(Problem, Vec<PlanError>)> {
+/// The problem, and what is wrong with the services that are left out.
+fn problem(request: &PlanRequest) -> ApiResult<(Problem, Vec<String>)> {
     for (name, scale, range) in [
         ("rate_scale", request.rate_scale, 0.01..=100.0),
         ("slo_scale", request.slo_scale, 0.01..=100.0),
@@ -122,7 +123,7 @@ fn problem(request: &PlanRequest) -> ApiResult<(Problem, Vec<PlanError>)> {
         }
     }
     let gpu = GpuKind::find(&request.gpu).map_err(invalid("gpu"))?;
-    let (mut list, mut faults) =
+    let (mut list, faults) =
         ServiceList::from_toml(&request.services).map_err(invalid("services"))?;
     if list.services.is_empty() {
         let why = faults.first().map_or(String::new(), |fault| format!(": {fault}"));
@@ -151,10 +152,15 @@ fn problem(request: &PlanRequest) -> ApiResult<(Problem, Vec<PlanError>)> {
         ..PlanRules::default()
     };
     let whole = Problem { gpu, services: list.services, profiles, rules };
-    let (rest, more) =
-        whole.without_faults().map_err(|error| ApiError::invalid(error.to_string()))?;
-    faults.extend(more);
-    Ok((rest, faults))
+    let mut faults: Vec<String> = faults.iter().map(PlanError::to_string).collect();
+    let line = |(service, fault): &(usize, PlanError)| {
+        format!("line {}: {fault}", list.lines[*service].of(fault))
+    };
+    faults.extend(whole.faults().iter().map(line));
+    match whole.without_faults() {
+        Ok((rest, _)) => Ok((rest, faults)),
+        Err(_) => Err(ApiError::invalid(format!("services: {}", faults.join("\n")))),
+    }
 }
 
 #[cfg(test)]
@@ -191,5 +197,16 @@ mod tests {
             refused(json!({ "services": SERVICES, "profiles": PROFILES, "rate_scale": 1e9 }));
         assert!(error.contains("rate_scale"), "{error}");
         assert!(refused(json!({ "services": SERVICES })).contains("profiles"));
+        let services = SERVICES.replace("slo_ms = 100", "slo_ms = 1");
+        let error = refused(json!({ "services": services, "profiles": PROFILES }));
+        assert!(error.contains("services: line 5: service 'search'"), "{error}");
+        // Beside one that can be planned it is left out, with the same words.
+        let two = SERVICES.replace("search", "two") + &services;
+        let reply = plan(json!({ "services": two, "profiles": PROFILES })).expect("a plan");
+        assert_eq!(reply["faults"].as_array().map(Vec::len), Some(1));
+        assert!(reply["faults"][0].as_str().is_some_and(|text| text.contains("line 10")));
+        let twice = format!("{PROFILES}bert,1,8,1,900,4\n");
+        let error = refused(json!({ "services": SERVICES, "profiles": twice }));
+        assert!(error.contains("profiles: line 4:") && error.contains("line 2"), "{error}");
     }
 }

@@ -5,12 +5,13 @@ use std::fmt::Display;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use assembly::{Failure, read_file};
+use assembly::Failure;
 use planner::traffic::prometheus::AnswerError;
 use planner::traffic::{DAY_S, Traffic, seconds_of};
 use reqwest::header::{ACCEPT, AUTHORIZATION, HeaderValue, LOCATION};
 use reqwest::{Client, Response, StatusCode, Url, redirect};
 
+use super::read_input;
 use crate::args::PlanArgs;
 
 /// Steps of one request. Servers refuse more than 11,000.
@@ -115,7 +116,7 @@ fn address(server: &str) -> Result<Url, Failure> {
 }
 
 fn bearer(path: &Path) -> Result<HeaderValue, Failure> {
-    let token = read_file(path)?;
+    let token = read_input(path)?;
     let unfit = |_| Failure::usage(format!("{}: this is no token", path.display()));
     let mut value = HeaderValue::try_from(format!("Bearer {}", token.trim())).map_err(unfit)?;
     value.set_sensitive(true);

@@ -2,18 +2,18 @@
 
 use std::path::Path;
 
-use assembly::{Failure, read_file};
+use assembly::Failure;
 use planner::gpu_mix::{FailureDomain, MixObjective};
 use planner::verify::mix::{MixFile, MixVerified};
 use planner::verify::{Claims, Verified, verify};
 use serde_json::{Value, json};
 
-use super::{PlanFile, not_a_plan};
+use super::{PlanFile, not_a_plan, read_input};
 use crate::args::PlanArgs;
 
 /// Verifies the plan of a file, of one kind of GPUs or of several.
 pub(super) fn run(args: &PlanArgs, path: &Path) -> Result<(), Failure> {
-    let text = read_file(path)?;
+    let text = read_input(path)?;
     let value: Value = serde_json::from_str(&text).map_err(|error| not_a_plan(path, &error))?;
     let found = match value.get("kinds").is_some() {
         true => {
@@ -25,10 +25,14 @@ pub(super) fn run(args: &PlanArgs, path: &Path) -> Result<(), Failure> {
             let file: PlanFile =
                 serde_json::from_str(&text).map_err(|error| not_a_plan(path, &error))?;
             let Some(certificate) = &file.certificate else {
-                return Err(Failure::failed(format!("{} carries no certificate", path.display())));
+                let path = path.display();
+                return Err(Failure::usage(format!(
+                    "{path} carries no certificate: write it with atoll plan --json"
+                )));
             };
-            let PlanFile { gpu_kind, gpus, lower_bound, plan, .. } = &file;
-            let claims = Claims { gpu_kind, gpus: *gpus, lower_bound: *lower_bound, plan };
+            let PlanFile { gpu_kind, gpus, lower_bound, bound, plan, .. } = &file;
+            let (gpus, lower_bound, bound) = (*gpus, *lower_bound, *bound);
+            let claims = Claims { gpu_kind, gpus, lower_bound, bound, plan };
             verify(&claims, certificate).map(|verified| plan_report(&verified))
         }
     };

@@ -3,12 +3,13 @@
 use serde::{Deserialize, Serialize};
 use toml::Spanned;
 
+use super::MixObjective;
 use crate::error::PlanError;
 use crate::gpu::GpuKind;
 use crate::toml_file::{in_range, name, read, wrong};
 
 const PRICES: (f64, f64) = (0.0, 1e9);
-const WATTS: (f64, f64) = (0.0, 1e6);
+const WATTS: (f64, f64) = (0.001, 1e6);
 
 /// GPUs of one kind at one price: a lease, a spot price, or owned ones.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -17,7 +18,7 @@ pub struct GpuOffer {
     pub name: String,
     /// Price of a GPU for an hour.
     pub price: f64,
-    /// Power of a GPU under load.
+    /// Power of a GPU under load; 0 if nobody said, which only plans for energy need.
     pub watts: f64,
     /// How many there are; `None` for any number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -28,7 +29,7 @@ pub struct GpuOffer {
 #[serde(deny_unknown_fields)]
 struct StockFile {
     #[serde(default)]
-    offer: Vec<OfferEntry>,
+    offer: Vec<Spanned<OfferEntry>>,
 }
 
 #[derive(Deserialize)]
@@ -42,14 +43,17 @@ struct OfferEntry {
 }
 
 /// Reads `[[offer]]` tables with `gpu` and `price` and, where wanted, `name`, `watts` and `count`.
-/// `find` knows the kinds. Offers of one kind are together, in the order of the file.
+/// `find` knows the kinds. Offers of one kind are together, in the order of the file. Every offer
+/// needs `watts` if energy is the objective.
 pub fn offers_from_toml(
     text: &str,
+    objective: MixObjective,
     find: impl Fn(&str) -> Result<&'static GpuKind, PlanError>,
 ) -> Result<Vec<(&'static GpuKind, Vec<GpuOffer>)>, PlanError> {
     let file: StockFile = read(text)?;
     let mut kinds: Vec<(&'static GpuKind, Vec<GpuOffer>)> = Vec::new();
-    for entry in &file.offer {
+    for spanned in &file.offer {
+        let entry = spanned.get_ref();
         let found = find(entry.gpu.get_ref());
         let gpu = found.map_err(|error| wrong(text, &entry.gpu, format!("gpu: {error}")))?;
         if let Some(count) = entry.count.as_ref().filter(|count| *count.get_ref() == 0) {
@@ -63,6 +67,10 @@ pub fn offers_from_toml(
             price: in_range(text, "price", &entry.price, PRICES)?,
             watts: match &entry.watts {
                 Some(watts) => in_range(text, "watts", watts, WATTS)?,
+                None if objective == MixObjective::Energy => {
+                    let what = format!("the offer of {} has no watts, and energy is", gpu.name);
+                    return Err(wrong(text, spanned, format!("{what} what the plan keeps small")));
+                }
                 None => 0.0,
             },
             count: entry.count.as_ref().map(|count| *count.get_ref() as usize),

@@ -172,7 +172,8 @@ fn offers_are_read_and_bad_ones_named() {
     let good = "[[offer]]\ngpu = 'a100-80gb'\nprice = 1.5\ncount = 8\n[[offer]]\ngpu = 'l4-24gb'\n\
                 price = 0.3\nwatts = 72\n[[offer]]\ngpu = 'A100-80GB'\nname = 'spot'\n\
                 price = 0.9\n";
-    let kinds = offers_from_toml(good, GpuKind::find).unwrap();
+    let cost = MixObjective::Cost;
+    let kinds = offers_from_toml(good, cost, GpuKind::find).unwrap();
     assert_eq!((kinds.len(), kinds[0].1.len(), kinds[1].1[0].watts), (2, 2, 72.0));
     let kinds =
         kinds.into_iter().map(|(gpu, offers)| MixKind { offers, ..kind(gpu.name, 1.0, 1.0, None) });
@@ -184,10 +185,88 @@ fn offers_are_read_and_bad_ones_named() {
         ("count = 8", "count = 0", 4),
         ("'l4-24gb'", "'k80'", 6),
         ("watts = 72", "watts = -1.0", 8),
+        ("watts = 72", "watts = 0", 8),
         ("watts = 72", "power = 1.0", 8),
     ] {
-        let error = offers_from_toml(&good.replace(old, new), GpuKind::find).unwrap_err();
+        let error = offers_from_toml(&good.replace(old, new), cost, GpuKind::find).unwrap_err();
         assert!(error.to_string().contains(&format!("line {line}:")), "{error}");
     }
-    assert!(offers_from_toml("", GpuKind::find).is_err());
+    assert!(offers_from_toml("", cost, GpuKind::find).is_err());
+}
+
+#[test]
+fn energy_needs_the_watts_of_every_offer() {
+    let watts = "[[offer]]\ngpu = 'a100-80gb'\nprice = 1\nwatts = 400\n";
+    let none = "[[offer]]\ngpu = 'l4-24gb'\nprice = 1\n";
+    let read = |text: &str| offers_from_toml(text, MixObjective::Energy, GpuKind::find);
+    assert!(read(watts).is_ok());
+    // A GPU without watts counted nothing, so all services went there, for "0.00 watts".
+    let error = read(&format!("{watts}{none}")).unwrap_err().to_string();
+    assert!(error.contains("line 5: the offer of l4-24gb has no watts"), "{error}");
+    let mut problem = mix(4, vec![kind("a100-80gb", 1.0, 1.0, None)]);
+    problem.objective = MixObjective::Energy;
+    let file = |problem: &MixProblem, solution: &MixSolution| {
+        crate::verify::mix::MixFile::new(problem, solution)
+    };
+    let solution = solve(&problem).unwrap();
+    let mut planned = file(&problem, &solution);
+    assert_eq!(planned.verify().unwrap().total, 300.0 * solution.gpus() as f64);
+    problem.kinds[0].offers[0].watts = 0.0;
+    assert!(matches!(solve(&problem), Err(PlanError::NoWatts { .. })));
+    planned.kinds[0].offers[0].watts = 0.0;
+    let wrong = planned.verify().unwrap_err().join(" ");
+    assert!(wrong.contains("offer 'o' has no watts"), "{wrong}");
+}
+
+/// A random fleet of which only a part fits.
+fn crowded(random: &mut Random) -> MixProblem {
+    let stock = |random: &mut Random| (random.below(3) == 0).then(|| 1 + random.below(3) as usize);
+    let mut kinds = vec![kind("a100-80gb", 1.0, 1.0, stock(random))];
+    if random.below(2) == 0 {
+        kinds.push(kind("h200-141gb", 2.0, 2.5, stock(random)));
+    }
+    let mut problem = mix(10 + random.below(30) as usize, kinds);
+    for (service, terms) in problem.services.iter_mut().zip(&mut problem.terms) {
+        // A few need more than all that there is.
+        let large = random.below(5) == 0;
+        service.rate = 5.0 + random.unit_f64() * if large { 8000.0 } else { 400.0 };
+        terms.priority = 1 + random.below(4) as u32;
+        terms.revenue = random.unit_f64();
+    }
+    problem.gpus_max = Some(1 + random.below(6) as usize);
+    if random.below(2) == 0 {
+        problem.serve_first = ServeFirst::Revenue;
+    }
+    problem
+}
+
+#[test]
+fn nobody_is_left_out_who_would_fit() {
+    let mut random = Random::new(27);
+    let mut passed_over = 0;
+    for round in 0..60 {
+        let problem = crowded(&mut random);
+        let clock = ManualClock::default();
+        let mut report = |_| true;
+        let mut control = SearchControl::new(&clock, &mut report);
+        let solution = match plan_mix(&problem, &mut control) {
+            Ok(solution) => solution,
+            Err(error) => panic!("round {round}: {error}"),
+        };
+        assert_eq!(check_mix(&problem, &solution), Vec::<String>::new(), "round {round}");
+        let mixer = Mixer::new(&problem, &mut control).unwrap();
+        let order = mixer.order();
+        let place = |service: &usize| order.iter().position(|other| other == service);
+        let served = solution.kinds.iter().flat_map(|kind| kind.services.iter().copied());
+        let served: Vec<usize> = served.collect();
+        let last = served.iter().map(place).max();
+        for service in &solution.unserved {
+            let more: Vec<usize> = served.iter().chain([service]).copied().collect();
+            let found = mixer.solve(&more, &mut control).unwrap();
+            assert!(found.is_none(), "round {round}: service {service} fits, too");
+            passed_over += usize::from(Some(place(service)) < last);
+        }
+    }
+    // One whom nothing can serve came first; at most eight behind it were tried.
+    assert!(passed_over > 100, "{passed_over} services were passed over");
 }

@@ -3,10 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
+use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
 use super::{OperatingPoint, Profiles};
 use crate::error::PlanError;
 use crate::gpu::GpuKind;
+use crate::json_file::{JsonStep, line_of, without_mark};
 
 /// Operating points as a file has them: with the GPU that each was measured on.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -20,6 +22,8 @@ struct TableRow {
     gpu: String,
     model: String,
     point: OperatingPoint,
+    /// Its line in the file.
+    line: usize,
 }
 
 /// Longest name of a model or GPU.
@@ -34,7 +38,34 @@ const COLUMNS: [&str; 6] =
 pub(super) struct ProfilesFile {
     #[serde(default)]
     gpu: String,
+    #[serde(deserialize_with = "each_model_once")]
     models: BTreeMap<String, Vec<PointFile>>,
+}
+
+/// Reads a map of models. Of a model that is there twice, a map would keep the last.
+fn each_model_once<'de, D: Deserializer<'de>>(
+    reader: D,
+) -> Result<BTreeMap<String, Vec<PointFile>>, D::Error> {
+    struct Models;
+    impl<'de> Visitor<'de> for Models {
+        type Value = BTreeMap<String, Vec<PointFile>>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("models with their points")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+            let mut models = BTreeMap::new();
+            while let Some(model) = map.next_key::<String>()? {
+                if models.contains_key(&model) {
+                    return Err(A::Error::custom(format!("model {model:?} is there twice")));
+                }
+                models.insert(model, map.next_value()?);
+            }
+            Ok(models)
+        }
+    }
+    reader.deserialize_map(Models)
 }
 
 /// A point in JSON, before it is checked.
@@ -82,20 +113,24 @@ impl ProfileTable {
     /// Rows whose status is not `ok` are points that did not run.
     pub fn from_csv(text: &str) -> Result<ProfileTable, PlanError> {
         let bad = |line: usize, what: String| PlanError::BadProfile { line, what };
-        let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
-        let (_, header) = lines.next().ok_or_else(|| bad(1, "the file is empty".to_string()))?;
-        let columns = Columns::of(header).map_err(|what| bad(1, what))?;
+        let lines = without_mark(text).lines().enumerate();
+        let mut lines = lines.filter(|(_, line)| !line.trim().is_empty());
+        let (first, header) =
+            lines.next().ok_or_else(|| bad(1, "the file is empty".to_string()))?;
+        let columns = Columns::of(header).map_err(|what| bad(first + 1, what))?;
         let mut table = ProfileTable::default();
         for (index, line) in lines {
-            let row = columns.row(line).map_err(|what| bad(index + 1, what))?;
+            let row = columns.row(line, index + 1).map_err(|what| bad(index + 1, what))?;
             table.rows.extend(row);
         }
+        check_distinct(table.rows.iter(), |row| &row.gpu)?;
         Ok(table)
     }
 
     /// Reads JSON: `{"gpu": NAME, "models": {MODEL: [POINT, ...]}}`. Points have the fields of
     /// [`OperatingPoint`]; the GPU may be left out.
     pub fn from_json(text: &str) -> Result<ProfileTable, PlanError> {
+        let text = without_mark(text);
         let file: ProfilesFile = serde_json::from_str(text).map_err(|error| {
             // The reader adds the place to its message.
             let (line, text) = (error.line(), error.to_string());
@@ -108,13 +143,22 @@ impl ProfileTable {
         }
         let mut rows = Vec::new();
         for (model, points) in file.models {
+            let mut seen = BTreeMap::new();
             for (index, point) in points.into_iter().enumerate() {
                 let point = OperatingPoint::from(point);
-                point.check().map_err(|what| PlanError::BadProfile {
-                    line: line_of_point(text, &model, index),
-                    what: format!("point {index} of '{model}': {what}"),
-                })?;
-                rows.push(TableRow { gpu: file.gpu.clone(), model: model.clone(), point });
+                let line = |index| {
+                    let steps = [JsonStep::Key("models"), JsonStep::Key(&model)];
+                    line_of(text, &[&steps[..], &[JsonStep::Index(index)]].concat())
+                };
+                let bad = |what: String| PlanError::BadProfile { line: line(index), what };
+                point.check().map_err(|what| bad(format!("point {index} of '{model}': {what}")))?;
+                let key = (point.gpcs, point.batch, point.processes);
+                if let Some(first) = seen.insert(key, index) {
+                    return Err(bad(twice(&model, &point, line(first))));
+                }
+                let (gpu, model) = (file.gpu.clone(), model.clone());
+                // All rows are of one GPU, so nobody finds another one of the same point later.
+                rows.push(TableRow { gpu, model, point, line: 1 });
             }
         }
         Ok(ProfileTable { rows })
@@ -138,13 +182,13 @@ impl ProfileTable {
             }
             return self.of_one_gpu();
         }
-        Ok(profiles_of(self.rows.iter().filter(own)))
+        profiles_of(self.rows.iter().filter(own))
     }
 
     /// All points, which are of one GPU.
     pub fn of_one_gpu(&self) -> Result<Profiles, PlanError> {
         match self.gpus().as_slice() {
-            [] | [_] => Ok(profiles_of(self.rows.iter())),
+            [] | [_] => profiles_of(self.rows.iter()),
             several => {
                 let what = format!("points of several gpus: {}", several.join(", "));
                 Err(PlanError::BadProfile { line: 1, what })
@@ -153,12 +197,41 @@ impl ProfileTable {
     }
 }
 
-fn profiles_of<'t>(rows: impl Iterator<Item = &'t TableRow>) -> Profiles {
+/// Refuses a point that a GPU has twice: which of the figures hold cannot be known.
+fn check_distinct<'t>(
+    rows: impl Iterator<Item = &'t TableRow>,
+    gpu: impl Fn(&'t TableRow) -> &'t str,
+) -> Result<(), PlanError> {
+    let mut seen = BTreeMap::new();
+    for row in rows {
+        let OperatingPoint { gpcs, batch, processes, .. } = row.point;
+        let key = (gpu(row), row.model.as_str(), gpcs, batch, processes);
+        if let Some(first) = seen.insert(key, row.line) {
+            let what = twice(&row.model, &row.point, first);
+            return Err(PlanError::BadProfile { line: row.line, what });
+        }
+    }
+    Ok(())
+}
+
+fn twice(model: &str, point: &OperatingPoint, first: usize) -> String {
+    let OperatingPoint { gpcs, batch, processes, .. } = point;
+    format!(
+        "the point of '{model}' on {gpcs} compute slices with batch {batch} and {processes} \
+         processes is there twice, in line {first} too"
+    )
+}
+
+/// The points of a GPU, which rows may name in several ways.
+fn profiles_of<'t>(
+    rows: impl Iterator<Item = &'t TableRow> + Clone,
+) -> Result<Profiles, PlanError> {
+    check_distinct(rows.clone(), |_| "")?;
     let mut profiles = Profiles::default();
     for row in rows {
         profiles.models.entry(row.model.clone()).or_default().push(row.point.clone());
     }
-    profiles
+    Ok(profiles)
 }
 
 /// Where a table's columns are.
@@ -174,6 +247,10 @@ impl<'t> Columns<'t> {
     fn of(header: &'t str) -> Result<Columns<'t>, String> {
         let names: Vec<&str> = header.split(',').map(str::trim).collect();
         let find = |name: &str| names.iter().position(|column| *column == name);
+        let again = names.iter().enumerate().find(|(at, name)| find(name) != Some(*at));
+        if let Some((_, name)) = again.filter(|(_, name)| !name.is_empty()) {
+            return Err(format!("the column '{name}' is there twice"));
+        }
         let mut required = [0; COLUMNS.len()];
         for (slot, name) in required.iter_mut().zip(COLUMNS) {
             *slot = find(name).ok_or_else(|| format!("there is no column '{name}'"))?;
@@ -183,7 +260,7 @@ impl<'t> Columns<'t> {
     }
 
     /// A line as a row; `None` for a point that did not run.
-    fn row(&self, line: &str) -> Result<Option<TableRow>, String> {
+    fn row(&self, line: &str, number: usize) -> Result<Option<TableRow>, String> {
         let cells: Vec<&str> = line.split(',').map(str::trim).collect();
         if cells.len() != self.names.len() {
             return Err(format!("{} cells, not {}", cells.len(), self.names.len()));
@@ -228,49 +305,8 @@ impl<'t> Columns<'t> {
         };
         point.check()?;
         let (gpu, model) = (gpu.to_string(), cells[model].to_string());
-        Ok(Some(TableRow { gpu, model, point }))
+        Ok(Some(TableRow { gpu, model, point, line: number }))
     }
-}
-
-/// The line of a model's point in JSON that was read as profiles: points are objects at the fourth
-/// level, below the root, `models` and the model's list.
-fn line_of_point(text: &str, model: &str, wanted: usize) -> usize {
-    let (mut line, mut depth, mut index) = (1, 0, 0);
-    let (mut string, mut escaped, mut mine) = (None, false, false);
-    for (at, byte) in text.bytes().enumerate() {
-        line += usize::from(byte == b'\n');
-        if let Some(start) = string {
-            match byte {
-                _ if escaped => escaped = false,
-                b'\\' => escaped = true,
-                b'"' => {
-                    string = None;
-                    let key = serde_json::from_str::<String>(&text[start..=at]);
-                    mine |= depth == 2 && key.is_ok_and(|key| key == model);
-                }
-                _ => {}
-            }
-            continue;
-        }
-        match byte {
-            b'"' => string = Some(at),
-            b'{' | b'[' => {
-                depth += 1;
-                if mine && depth == 4 {
-                    if index == wanted {
-                        return line;
-                    }
-                    index += 1;
-                }
-            }
-            b'}' | b']' => {
-                depth -= 1;
-                mine &= depth > 2;
-            }
-            _ => {}
-        }
-    }
-    line
 }
 
 /// What is wrong with a name; names are printed, so they have no control characters.

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 
 use super::{RATE_MAX, SAMPLES_MAX, TIME_S_MAX, Traffic};
+use crate::toml_file::is_name;
 
 /// Most series of an answer.
 const SERIES_MAX: usize = 20_000;
@@ -153,7 +154,7 @@ impl Traffic {
         let mut index: BTreeMap<String, usize> = known.collect();
         let mut seen = BTreeSet::new();
         for mut series in data.result {
-            let name = series.metric.remove(label).filter(|name| !name.is_empty());
+            let name = series.metric.remove(label).filter(|name| is_name(name));
             let Some(name) = name else { return Err(no_label(label, &series)) };
             let services = &mut self.services;
             let service = *index.entry(name.clone()).or_insert_with(|| {

@@ -391,6 +391,9 @@ fn weight(file: &MixFile, offer: &GpuOffer) -> Result<Ratio, String> {
         MixObjective::Gpus => 1.0,
         MixObjective::Energy => offer.watts,
     };
+    if file.objective == MixObjective::Energy && weight == 0.0 {
+        return Err(format!("offer '{}' has no watts", offer.name));
+    }
     match (0.0..=WEIGHT_MAX).contains(&weight) {
         true => Ok(Ratio::from_f64(weight)),
         false => Err(format!("offer '{}' counts {weight}", offer.name)),
