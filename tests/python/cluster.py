@@ -86,8 +86,8 @@ class Cluster:
         command = [*inside, str(BINARY), "cluster", role, "--store", self.store, "--name", name]
         self.add(name, [*command, "--lease-ms", str(self.lease_ms), *flags])
 
-    def scheduler(self, name: str) -> None:
-        self.role("scheduler", name, "--epoch-ms", "5000", "--spacing-ms", "2000")
+    def scheduler(self, name: str, *flags: str) -> None:
+        self.role("scheduler", name, "--epoch-ms", "5000", "--spacing-ms", "2000", *flags)
 
     def backend(self, name: str, *flags: str, inside: tuple[str, ...] = ()) -> None:
         """Starts a backend; `inside` is a command prefix, such as one that enters a namespace."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 
+import onnx
 import pytest
 import requests
 
@@ -138,11 +139,51 @@ def test_dropping_a_file_registers_it(registry: Server, browser: Browser) -> Non
     assert browser.evaluate("document.querySelector('form input').value") == "my_digits"
     labels = "document.querySelector('form textarea')"
     browser.evaluate(f"{labels}.value = [...'0123456789'].join('\\n')")
+    fields = "[...document.querySelectorAll('form.panel label')]"
+    for label, value in [("Priority", "7"), ("Batching", "elastic")]:
+        browser.evaluate(f"{fields}.find((one) => one.textContent.startsWith('{label}'))"
+                         f".querySelector('input, select').value = '{value}'")
     browser.evaluate("document.querySelector('form.panel').requestSubmit()")
     rows = "document.querySelector('tbody').innerText"
     error = "document.querySelector('.error').textContent"
     assert browser.wait(f"/my_digits\\s+1\\s+ready/.test({rows})"), browser.evaluate(error)
     assert requests.get(f"{registry.url}/v2/models/my_digits/ready", timeout=60).ok
+    details = requests.get(f"{registry.url}/v2/atoll/models/my_digits", timeout=60).json()
+    assert details["settings"]["priority"] == 7
+    assert details["settings"]["batching"]["policy"] == "elastic"
+    assert browser.errors() == []
+
+
+def test_a_model_says_what_its_check_warns_of(registry: Server, browser: Browser) -> None:
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["x"], ["y"])], "g",
+        [value("x", onnx.TensorProto.FLOAT, ["n", 3])],
+        [value("y", onnx.TensorProto.FLOAT, ["n", 4])],
+    )
+    opset = [onnx.helper.make_opsetid("", 17)]
+    file = onnx.helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+    reply = requests.post(f"{registry.url}/register", data={"name": "odd"},
+                          files={"model": file}, timeout=60)
+    assert reply.ok, reply.text
+    browser.open(f"{registry.url}/#models")
+    show = "document.querySelector('[data-key=\"show odd\"]')"
+    assert browser.wait(show)
+    browser.evaluate(f"{show}.click()")
+    text = "document.querySelector('main').innerText"
+    assert browser.wait(f"{text}.includes('is declared')"), browser.evaluate(text)
+    # Tuning goes on while the page is open.
+    browser.evaluate(
+        "(() => { const real = fetch; window.fetch = async (path, options) => {"
+        " const reply = await real(path, options);"
+        " if (!path.endsWith('/v2/atoll/models/odd')) return reply;"
+        " const details = await reply.json(); window.turn = (window.turn || 0) + 1;"
+        " details.tuning = { tuned: Math.min(window.turn, 3), steps: 3 };"
+        " return new Response(JSON.stringify(details)); };"
+        f" {show}.click(); }})()"
+    )
+    for tuned in range(1, 4):
+        assert browser.wait(f"{text}.includes('{tuned} of 3 steps')"), browser.evaluate(text)
     assert browser.errors() == []
 
 

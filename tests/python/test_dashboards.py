@@ -8,12 +8,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import requests
 
+from cluster import WAIT_SECONDS, Cluster, Load
 from support import (
+    ASSETS,
     REPOSITORY,
     Server,
     fp32_body,
@@ -32,21 +35,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def prometheus(server: Server, tmp_path: Path) -> Iterator[str]:
-    """A Prometheus that scrapes `server` ten times a second; its URL."""
+@contextmanager
+def scraping(folder: Path, ports: list[int]) -> Iterator[str]:
+    """A Prometheus that scrapes these ports ten times a second; its URL."""
     (port,) = free_ports(1)
-    config = tmp_path / "prometheus.yml"
+    config = folder / "prometheus.yml"
+    targets = ", ".join(f"'127.0.0.1:{target}'" for target in ports)
     config.write_text(
         f"global: {{scrape_interval: 100ms, evaluation_interval: 1s}}\n"
         f"rule_files: ['{RULES}']\n"
         f"scrape_configs:\n"
         f"  - job_name: atoll\n"
-        f"    static_configs: [{{targets: ['127.0.0.1:{server.metrics_port}']}}]\n"
+        f"    static_configs: [{{targets: [{targets}]}}]\n"
     )
     assert PROMETHEUS
     process = subprocess.Popen(
-        [PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}",
+        [PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}",
          f"--web.listen-address=127.0.0.1:{port}"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -64,6 +68,25 @@ def prometheus(server: Server, tmp_path: Path) -> Iterator[str]:
         yield url
     finally:
         stop_process(process)
+
+
+@pytest.fixture
+def prometheus(server: Server, tmp_path: Path) -> Iterator[str]:
+    """A Prometheus that scrapes `server`."""
+    with scraping(tmp_path, [server.metrics_port]) as url:
+        yield url
+
+
+def queries_of(dashboard: Path) -> set[tuple[str, str]]:
+    """Titles and expressions of a dashboard's panels, of all models."""
+    panels = json.loads(dashboard.read_text())["panels"]
+    queries = {
+        (panel["title"], target["expr"].replace("$__rate_interval", "10s").replace("$model", ".*"))
+        for panel in panels
+        for target in panel["targets"]
+    }
+    assert len(queries) >= len(panels) >= 9
+    return queries
 
 
 def results(url: str, expression: str) -> list[object]:
@@ -93,15 +116,8 @@ def test_no_panel_is_without_data(server: Server, prometheus: str) -> None:
     # Rates are those of the last seconds: requests must still come when the last panel is asked.
     sender = threading.Thread(target=send)
     sender.start()
-    dashboard = json.loads(DASHBOARD.read_text())
-    queries = {
-        (panel["title"], target["expr"].replace("$__rate_interval", "10s").replace("$model", ".*"))
-        for panel in dashboard["panels"]
-        for target in panel["targets"]
-    }
-    assert len(queries) >= len(dashboard["panels"]) >= 10
     try:
-        for title, expression in sorted(queries):
+        for title, expression in sorted(queries_of(DASHBOARD)):
             assert wait_for(lambda: bool(results(prometheus, expression))), (title, expression)
     finally:
         asked.set()
@@ -118,3 +134,31 @@ def test_the_rules_read_metrics_that_exist(server: Server, prometheus: str) -> N
             if word.startswith(("atoll_", "nv_")):
                 assert word in page, (rule["name"], word)
     assert wait_for(lambda: bool(results(prometheus, "up")))
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_no_panel_of_a_cluster_is_without_data(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    shutil.copy(ASSETS / "digits.onnx", models / "digits.onnx")
+    cluster = Cluster(tmp_path, models)
+    body = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32",
+                        "data": [0.5] * 64}]}
+    load = None
+    try:
+        (admin,) = free_ports(1)
+        cluster.scheduler("s1", "--metrics-port", str(admin))
+        cluster.backend("b1", *cluster.model_store)
+        frontend = cluster.frontend("f1")
+        cluster.wait_ready()
+        url = f"{frontend.url}/v2/models/digits/ready"
+        assert wait_for(lambda: requests.get(url, timeout=60).ok, WAIT_SECONDS), cluster.logs()
+        load = Load(cluster, ["digits"], body, clients=1).start()
+        with scraping(tmp_path, [admin, frontend.metrics_port]) as prometheus:
+            for title, expression in sorted(queries_of(DASHBOARD.with_name("atoll-cluster.json"))):
+                found = wait_for(lambda: bool(results(prometheus, expression)))
+                assert found, (title, expression, cluster.logs())
+    finally:
+        if load:
+            load.stop()
+        cluster.stop()

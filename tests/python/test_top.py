@@ -61,8 +61,6 @@ def test_one_frame_is_printed_as_text(server: Server) -> None:
 
 def test_figures_are_json(server: Server) -> None:
     with load(server):
-        # The first figures are those of the last second.
-        time.sleep(0.2)
         done = top("--once", "--json", "--url", server.url)
     figures = json.loads(done.stdout)
     (model,) = [model for model in figures["models"] if model["name"] == "identity_fp32"]

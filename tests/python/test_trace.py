@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import requests
 
-from support import BINARY, REPOSITORY, Server, fp32_body, infer_url
+from support import ASSETS, BINARY, REPOSITORY, Server, fp32_body, infer_url
 from trace_format import check_trace
 
 
@@ -46,6 +48,55 @@ def test_a_simulation_writes_the_same_format(tmp_path: Path) -> None:
     assert check_trace(trace)["X"] > 100
     ends = {event["args"]["end"] for event in trace["traceEvents"] if event["ph"] == "X"}
     assert {"done", "preempted"} <= ends
+
+
+def disb(*flags: str) -> None:
+    command = [str(BINARY), "bench", "disb", "--policy", "rt_only,atoll", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+
+
+def processes(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Runs by the name of their process."""
+    names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"]
+             if event["ph"] == "M" and event["name"] == "process_name"}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X" and "end" in event["args"]:
+            runs[names[event["pid"]]].append(event)
+    return runs
+
+
+def test_a_simulated_benchmark_writes_every_run(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    disb("--device", "sim", "--workload", "A,C", "--seconds", "2", "--perfetto", str(file))
+    trace = json.loads(file.read_text())
+    check_trace(trace)
+    runs = processes(trace)
+    assert [name.split(",")[0] for name in runs] == [
+        "A under rt_only", "A under atoll", "C under rt_only", "C under atoll"]
+    for name, of_run in runs.items():
+        ends = {event["args"]["end"] for event in of_run}
+        # Best effort is there, and is cut, where the policy runs it.
+        assert ends == ({"done", "preempted"} if " atoll," in name else {"done"}), (name, ends)
+    assert trace["otherData"]["lost_spans"] == 0
+
+
+def test_a_benchmark_in_real_time_writes_every_run(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    for name in ["resnet152", "densenet201", "vgg19", "inception_v3", "distilbert"]:
+        shutil.copy(ASSETS / "digits.onnx", models / f"{name}.onnx")
+    file = tmp_path / "trace.json"
+    disb("--device", "cpu", "--models", str(models), "--workload", "A", "--seconds", "1",
+         "--warm-seconds", "0.1", "--perfetto", str(file))
+    trace = json.loads(file.read_text())
+    assert check_trace(trace)["b"] > 0
+    runs = processes(trace)
+    alone, both = runs.values()
+    assert all("A under" in name and "cpu" in name for name in runs)
+    classes = [{event["cat"] for event in events} for events in (alone, both)]
+    assert classes == [{"rt"}, {"rt", "be"}]
 
 
 def test_wrong_traces_are_refused(server: Server, tmp_path: Path) -> None:

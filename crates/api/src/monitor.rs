@@ -11,25 +11,37 @@ pub const SPAN_NUMBERS: usize = 14;
 /// Where a viewer is in the spans of each device.
 #[derive(Clone, Debug, Default)]
 pub struct LiveCursor {
-    /// By device: the position from which it reads on. Empty before the first update.
+    /// By device: the position from which it reads spans. Empty before it got some.
     pub positions: Vec<u64>,
-    /// Time of its last update, by the clock of the service.
+    /// Time of its last update, by the clock of the service; zero before the first.
     pub at: Nanos,
-    /// By source, for services that keep counts instead of spans: what it has seen of them.
+    /// By source: what it has seen of its counts.
     pub counts: BTreeMap<String, RequestCounts>,
+    /// By device: the same.
+    pub devices: Vec<DeviceCounts>,
 }
 
-/// The bucket of a time; bucket `n` begins at `2^(n/8)` microseconds.
-pub fn time_bucket(time: Nanos) -> u32 {
-    let micros = time.0 as f64 / 1e3;
-    (micros.max(1.0).log2() * 8.0).floor() as u32
+/// Counts of times by bucket of [`time_bucket`], or of batches by their rows.
+pub type Counts = BTreeMap<u32, u64>;
+
+/// What was counted after `before`.
+pub fn counts_since(now: &Counts, before: &Counts) -> Counts {
+    let counts = now.iter().map(|(bucket, count)| {
+        let seen = before.get(bucket).copied().unwrap_or(0);
+        (*bucket, count.saturating_sub(seen))
+    });
+    counts.filter(|(_, count)| *count > 0).collect()
 }
 
 /// Requests that ended, since some moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RequestCounts {
-    /// Answered ones by bucket of the time that they took, see [`time_bucket`].
-    pub latency: BTreeMap<u32, u64>,
+    /// Answered ones by bucket of the time that they took.
+    pub latency: Counts,
+    /// Answered ones by bucket of the time until they started, where it is known.
+    pub wait: Counts,
+    /// Answered ones by rows of their batch, where they are known.
+    pub rows: Counts,
     /// Those that were not answered.
     pub failed: u64,
     /// Those that ended after their SLO.
@@ -37,6 +49,16 @@ pub struct RequestCounts {
 }
 
 impl RequestCounts {
+    /// Adds what was counted elsewhere.
+    pub fn add(&mut self, other: &RequestCounts) {
+        let mine = [&mut self.latency, &mut self.wait, &mut self.rows];
+        for (mine, others) in mine.into_iter().zip([&other.latency, &other.wait, &other.rows]) {
+            others.iter().for_each(|(bucket, count)| *mine.entry(*bucket).or_default() += count);
+        }
+        self.failed += other.failed;
+        self.late += other.late;
+    }
+
     /// How many were answered.
     pub fn done(&self) -> u64 {
         self.latency.values().sum()
@@ -44,14 +66,34 @@ impl RequestCounts {
 
     /// What was counted after `before`.
     pub fn since(&self, before: &RequestCounts) -> RequestCounts {
-        let counts = self.latency.iter().map(|(bucket, count)| {
-            let seen = before.latency.get(bucket).copied().unwrap_or(0);
-            (*bucket, count.saturating_sub(seen))
-        });
         RequestCounts {
-            latency: counts.filter(|(_, count)| *count > 0).collect(),
+            latency: counts_since(&self.latency, &before.latency),
+            wait: counts_since(&self.wait, &before.wait),
+            rows: counts_since(&self.rows, &before.rows),
             failed: self.failed.saturating_sub(before.failed),
             late: self.late.saturating_sub(before.late),
+        }
+    }
+}
+
+/// What a device did, since some moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceCounts {
+    /// Time of runs of real time and of best effort.
+    pub busy: [Nanos; 2],
+    /// Preemptions of best effort for real time.
+    pub preemptions: u64,
+    /// Preemptions by bucket of the time that leaving took.
+    pub leaving: Counts,
+}
+
+impl DeviceCounts {
+    /// What was counted after `before`.
+    pub fn since(&self, before: &DeviceCounts) -> DeviceCounts {
+        DeviceCounts {
+            busy: [0, 1].map(|class| self.busy[class].since(before.busy[class])),
+            preemptions: self.preemptions.saturating_sub(before.preemptions),
+            leaving: counts_since(&self.leaving, &before.leaving),
         }
     }
 }
@@ -67,7 +109,14 @@ pub struct LiveUpdate {
 
 /// A source of figures and spans. Calls may take milliseconds.
 pub trait Monitor: Send + Sync {
-    /// What changed since the last update. A viewer that was away too long loses spans.
+    /// Where a viewer begins that was at `position`, the text in its last figures: it gets the
+    /// spans since then. Any other text is as good as none.
+    fn cursor(&self, _position: &str) -> LiveCursor {
+        LiveCursor::default()
+    }
+
+    /// What changed since the last update. A viewer that was away too long loses spans; its figures
+    /// cover all that happened.
     fn update(&self, cursor: &mut LiveCursor, with_spans: bool) -> LiveUpdate;
 
     /// The spans of the last `window`, in the trace event format; `None` where none are recorded.
@@ -82,19 +131,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_of_times_grow_by_an_eighth_of_an_octave() {
-        let bucket = |micros| time_bucket(Nanos::from_micros(micros));
-        assert_eq!([0, 1, 2, 1_024, 1_100].map(bucket), [0, 0, 8, 80, 80]);
-    }
-
-    #[test]
     fn counts_are_those_of_the_time_between() {
-        let before = RequestCounts { latency: BTreeMap::from([(8, 3)]), failed: 1, late: 0 };
-        let latency = BTreeMap::from([(8, 5), (9, 1)]);
-        let now = RequestCounts { latency, failed: 1, late: 2 };
+        let counts = |latency: &[(u32, u64)], failed, late| RequestCounts {
+            latency: latency.iter().copied().collect(),
+            failed,
+            late,
+            ..RequestCounts::default()
+        };
+        let before = counts(&[(8, 3)], 1, 0);
+        let now = counts(&[(8, 5), (9, 1)], 1, 2);
         let since = now.since(&before);
-        let latency = BTreeMap::from([(8, 2), (9, 1)]);
-        assert_eq!(since, RequestCounts { latency, failed: 0, late: 2 });
+        assert_eq!(since, counts(&[(8, 2), (9, 1)], 0, 2));
         assert_eq!((since.done(), now.since(&now).latency.len()), (3, 0));
     }
 }

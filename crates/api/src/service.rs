@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use model::config::{Class, Preprocessing, SettingsChange};
+use model::config::{Class, ModelConfig, Preprocessing, SettingsChange};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -88,8 +88,30 @@ pub struct RegisterRequest {
     pub class: Option<Class>,
     /// Its SLO in milliseconds.
     pub slo_ms: Option<u64>,
+    /// Further settings, over the defaults.
+    pub settings: Option<SettingsChange>,
     /// Serve it as a canary beside the version in force.
     pub canary: Option<CanaryOptions>,
+}
+
+impl RegisterRequest {
+    /// Takes the settings with which the model is registered.
+    ///
+    /// # Errors
+    /// For impossible values; the text names the setting.
+    pub fn take_config(&mut self) -> ApiResult<ModelConfig> {
+        let config = ModelConfig {
+            class: self.class.unwrap_or_default(),
+            slo_ms: self.slo_ms,
+            ..ModelConfig::default()
+        };
+        let config = match &self.settings {
+            Some(settings) => settings.apply(&config, &config).map_err(ApiError::invalid)?,
+            None => config,
+        };
+        let (labels, preprocessing) = (std::mem::take(&mut self.labels), self.preprocessing.take());
+        Ok(ModelConfig { labels, preprocessing, ..config })
+    }
 }
 
 /// The response to a [`RegisterRequest`].

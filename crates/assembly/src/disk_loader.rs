@@ -275,14 +275,8 @@ fn repository_model(entry: &model::repository::RepositoryEntry) -> MarkedModel {
 }
 
 /// The settings with which a request registers its model.
-fn requested_config(request: &RegisterRequest) -> ModelConfig {
-    ModelConfig {
-        class: request.class.unwrap_or_default(),
-        labels: request.labels.clone(),
-        preprocessing: request.preprocessing.clone(),
-        slo_ms: request.slo_ms,
-        ..ModelConfig::default()
-    }
+fn requested_config(request: &mut RegisterRequest) -> Result<ModelConfig, LoadError> {
+    request.take_config().map_err(|error| LoadError::Invalid(error.message.into()))
 }
 
 /// Reserves the memory of a model of `bytes` while it is compiled: its file, and copies of it.
@@ -381,19 +375,21 @@ impl ModelLoader for DiskLoader {
     fn check(&self, request: &RegisterRequest, cancelled: &AtomicBool) -> Result<(), LoadError> {
         self.registry_for(&request.name)?;
         match &self.checks.checker {
-            Some(checker) => checker.check(&request.onnx, &requested_config(request), cancelled),
+            Some(checker) => {
+                checker.check(&request.onnx, &requested_config(&mut request.clone())?, cancelled)
+            }
             None => Ok(()),
         }
     }
 
-    fn register(&self, request: RegisterRequest) -> Result<u64, LoadError> {
+    fn register(&self, mut request: RegisterRequest) -> Result<u64, LoadError> {
         let store = self.registry_for(&request.name)?;
         // A model that cannot run is refused before it is stored.
         let memory = reserve_compiling(request.onnx.len())?;
         let plan = compile_bytes(request.onnx.clone()).map_err(compile_error)?;
         drop(memory);
         let placed = make_program(&self.device_group, plan)?;
-        let config = requested_config(&request);
+        let config = requested_config(&mut request)?;
         let manifest = store.register(&request.name, &request.onnx, config).map_err(store_error)?;
         let superseded = self.prepared().insert(manifest.name, manifest.version, placed);
         // Outside the lock, because freeing a program's memory may take long.
@@ -531,6 +527,7 @@ mod tests {
             preprocessing: None,
             class: None,
             slo_ms: None,
+            settings: None,
             canary: None,
         }
     }

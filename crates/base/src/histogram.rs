@@ -55,9 +55,21 @@ impl Default for Histogram {
     }
 }
 
+/// The bucket of a time for counts of a fixed size; bucket `n` begins at `2^(n/8)` microseconds.
+pub fn time_bucket(time: Nanos) -> u32 {
+    let micros = time.0 as f64 / 1e3;
+    (micros.max(1.0).log2() * 8.0).floor() as u32
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn buckets_of_times_grow_by_an_eighth_of_an_octave() {
+        let bucket = |micros| time_bucket(Nanos::from_micros(micros));
+        assert_eq!([0, 1, 2, 1_024, 1_100].map(bucket), [0, 0, 8, 80, 80]);
+    }
 
     #[test]
     fn quantiles_are_within_a_thousandth() {

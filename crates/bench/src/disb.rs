@@ -8,6 +8,7 @@ use model::config::Class;
 use serde::Deserialize;
 
 use crate::arrival::Arrival;
+use crate::recorded_run::RecordedRun;
 use crate::report::SimulationReport;
 use crate::scenario::{ClientSpec, Scenario, ScenarioError};
 use crate::simulation::{self, SimulationOptions};
@@ -258,19 +259,26 @@ pub fn read(path: &Path, name: &str, options: &DisbOptions) -> Result<Scenario, 
     Ok(scenario)
 }
 
-/// Runs a workload under each policy, and compares with real time alone.
+/// Runs a workload under each policy, and compares with real time alone. Records so many spans of
+/// each run.
 pub fn compare(
     workload: &str,
     scenario: &Scenario,
     policies: &[String],
-) -> Result<Vec<SimulationReport>, ScenarioError> {
+    recorded_spans: usize,
+) -> Result<Vec<(SimulationReport, Option<RecordedRun>)>, ScenarioError> {
     let options = SimulationOptions::default();
     let alone = simulation::run(&scenario.real_time_alone(), options)?;
     let run = |policy: &String| {
         let mut scenario = scenario.clone();
         scenario.policy.clone_from(policy);
-        let outcome = simulation::run(&scenario, options)?;
-        Ok(SimulationReport::new(workload, policy, &outcome, &alone))
+        let options = SimulationOptions { recorded_spans, ..options };
+        let mut outcome = simulation::run(&scenario, options)?;
+        let recorded = outcome.recorded.take().map(|run| RecordedRun {
+            name: format!("{workload} under {policy}, {}", run.name),
+            ..run
+        });
+        Ok((SimulationReport::new(workload, policy, &outcome, &alone), recorded))
     };
     policies.iter().map(run).collect()
 }

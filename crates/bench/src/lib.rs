@@ -12,6 +12,7 @@ pub mod padding;
 pub mod plot;
 pub mod preemption;
 pub mod random;
+pub mod recorded_run;
 pub mod report;
 pub mod scenario;
 pub mod scenario_check;

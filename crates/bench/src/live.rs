@@ -33,6 +33,7 @@ pub use self::report::{
 pub use self::soak::{ResourceGrowth, SoakOptions, SoakReport};
 use crate::arrival::{Arrival, ArrivalTimes};
 use crate::disb;
+use crate::recorded_run::RecordedRun;
 use crate::scenario::ClientSpec;
 
 /// Number of cores from which real-time clients spin for their replies instead of sleeping.
@@ -95,6 +96,8 @@ pub struct LiveOptions {
     pub seed: u64,
     /// Max slowdown of real time beside best effort, in percent, for policies that use it.
     pub max_rt_slowdown_percent: f64,
+    /// Maximum number of requests and runs of a cell that are recorded, the latest; 0 for none.
+    pub recorded_spans: usize,
 }
 
 /// Why a cell cannot run.
@@ -256,14 +259,17 @@ impl LiveBenchmark {
     ) -> Result<TestNode<'_>, LiveError> {
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
         let recorder = Arc::new(Recorder::default());
+        let defaults = NodeOptions::default();
         let options = NodeOptions {
             policy: policy.to_string(),
+            // What is not asked for is recorded as by a server.
+            spans_kept: defaults.spans_kept.max(self.options.recorded_spans),
             real_time_queues: node_options.real_time_queues,
             best_effort_queues: node_options.best_effort_queues,
             preemptions_kept: node_options.preemptions_kept,
             max_rt_slowdown_percent: self.options.max_rt_slowdown_percent,
             observer: Some(recorder.clone()),
-            ..NodeOptions::default()
+            ..defaults
         };
         let node = Node::start(self.device.clone(), options, clock.clone())?;
         let used = self.models.iter().filter(|model| models.contains(&model.name.as_str()));
@@ -302,7 +308,7 @@ impl LiveBenchmark {
         workload: &Workload,
         rates: Rates,
         policy: &str,
-    ) -> Result<CellReport, LiveError> {
+    ) -> Result<(CellReport, Option<RecordedRun>), LiveError> {
         let RatedClients { mut clients, trace_seconds, share } = self.clients(workload, rates);
         let longest = self.options.seconds;
         let seconds = trace_seconds.map_or(longest, |seconds| seconds.min(longest));
@@ -327,7 +333,16 @@ impl LiveBenchmark {
         (cell.policy, cell.rt_share_pct) = (policy.to_string(), round(share * 100.0));
         cell.cpu_cores = round(cpu_cores);
         cell.violations = test_node.recorder.check(test_node.models.len());
-        Ok(cell)
+        let name =
+            format!("{} under {policy}, {}, {}", cell.workload, cell.rates, self.device_name());
+        let limit = self.options.recorded_spans;
+        let recorded =
+            (limit > 0).then(|| RecordedRun { name, ..test_node.recorded(start, limit) });
+        Ok((cell, recorded))
+    }
+
+    fn device_name(&self) -> &str {
+        &self.device.info().name
     }
 
     /// Start and end of a cell with `clients` clients.
@@ -441,6 +456,23 @@ impl TestNode<'_> {
         let reply = receiver.recv().map_err(|_| broken(Rejection::ShuttingDown))?;
         let busy = reply.timing.busy;
         Ok(SingleReply { outputs: reply.result.map_err(broken)?, busy })
+    }
+
+    /// The latest spans, at most `limit`, that ended after `start`.
+    fn recorded(&self, start: Nanos, limit: usize) -> RecordedRun {
+        let mut spans = Vec::new();
+        let first = self.node.spans_end().saturating_sub(limit as u64);
+        let lost = first + self.node.spans_since(first, limit, &mut spans).lost;
+        // What is no longer there matters only if it could be of this time.
+        let complete = spans.first().is_some_and(|span| span.ended() < start);
+        spans.retain(|span| span.ended() >= start);
+        let named = |(model, key): &(&CellModel, CurrentKey)| (*key.read(), model.name.clone());
+        RecordedRun {
+            name: String::new(),
+            models: self.models.iter().map(named).collect(),
+            spans,
+            lost: if complete { 0 } else { lost },
+        }
     }
 
     /// The request of each client, and the device time that it takes undisturbed.

@@ -9,26 +9,19 @@ use base::{Histogram, Nanos, Random};
 use device::DeviceCapabilities;
 use device::sim::{Gpu, GpuEvent, GpuSegment, ModelProfile, TaskId, reference_output};
 use model::config::Class;
-use runtime::ModelKey;
 use runtime::core::{Action, Core, End, Event, ModelId, RequestId, SimAction, SimEvent};
 use runtime::policy::{CoRun, Policy, PreemptionPoint, ResumePoint, Rules};
-use runtime::spans::core_recorder::CoreRecorder;
-use runtime::spans::trace_events::{self, DeviceTrace};
+use runtime::spans::core_recorder::{self, CoreRecorder};
 use std::sync::Arc;
 
 use crate::arrival::ArrivalTimes;
 use crate::checker::Checker;
 use crate::outcome::{OutcomeCounts, RequestOutcome};
+use crate::recorded_run::RecordedRun;
 use crate::scenario::{Scenario, ScenarioError};
 
 /// How long requests in flight may take after the clients have stopped.
 const DRAIN: Nanos = Nanos::from_millis(20_000);
-
-/// Maximum number of spans in a trace: viewers open no more.
-const MAX_SPANS: usize = 1_000_000;
-
-/// Requests of a trace that say why they took as long as they did.
-const MAX_EXPLAINED: usize = 20_000;
 
 /// What a simulation records besides its figures.
 #[derive(Clone, Copy, Debug, Default)]
@@ -39,8 +32,8 @@ pub struct SimulationOptions {
     pub trace: bool,
     /// Whether spans of work are recorded, for the timeline.
     pub spans: bool,
-    /// Whether requests and runs are recorded in the trace event format.
-    pub trace_events: bool,
+    /// Maximum number of requests and runs that are recorded, the first ones; 0 for none.
+    pub recorded_spans: usize,
     /// A bug that tests expect the checker to find.
     pub planted_bug: Option<PlantedBug>,
 }
@@ -118,8 +111,8 @@ pub struct SimulationOutcome {
     pub violations: Vec<String>,
     /// All events and actions, if they are recorded.
     pub trace: String,
-    /// Requests and runs in the trace event format, if they are recorded.
-    pub trace_events: String,
+    /// Requests and runs, if they are recorded.
+    pub recorded: Option<RecordedRun>,
     /// Number of events that the core consumed.
     pub steps: u64,
 }
@@ -169,17 +162,18 @@ impl Simulation {
         (self.into_outcome(), gpu, streams)
     }
 
-    /// The recorded requests and runs as a trace.
-    fn write_trace_events(&mut self) {
-        let Some(recorder) = self.recorder.take() else { return };
-        let spans = recorder.into_spans();
-        let name = |model: ModelKey| {
-            let profile = self.models.get(model.slot() as usize);
-            profile.map_or(String::new(), |profile| profile.name.clone())
-        };
-        let device = format!("simulation of {}", self.gpu.profile().name);
-        let trace = DeviceTrace { name: &device, spans: &spans, model_name: &name, lost: 0 };
-        self.outcome.trace_events = trace_events::write(&[trace], MAX_EXPLAINED);
+    /// The recorded requests and runs.
+    fn recorded(&mut self) -> Option<RecordedRun> {
+        let (spans, lost) = self.recorder.take()?.into_spans();
+        let models = (0..).map(ModelId).zip(&self.models);
+        Some(RecordedRun {
+            name: format!("simulation of {}", self.gpu.profile().name),
+            models: models
+                .map(|(id, profile)| (core_recorder::key(id), profile.name.clone()))
+                .collect(),
+            spans,
+            lost,
+        })
     }
 
     fn run_all(&mut self) {
@@ -206,7 +200,7 @@ impl Simulation {
                 checker.check_device(self.now, &self.gpu);
             }
         }
-        self.write_trace_events();
+        self.outcome.recorded = self.recorded();
     }
 
     fn next_time(&self) -> Option<Nanos> {

@@ -1,6 +1,7 @@
 //! The checker finds nothing in a thousand random scenarios, and finds planted bugs.
 
 use bench::random;
+use bench::recorded_run::{self, MAX_SPANS};
 use bench::scenario::Scenario;
 use bench::simulation::{PlantedBug, Simulation, SimulationOptions, SimulationOutcome};
 
@@ -16,7 +17,7 @@ const CHECKED: SimulationOptions = SimulationOptions {
     check: true,
     trace: false,
     spans: false,
-    trace_events: false,
+    recorded_spans: 0,
     planted_bug: None,
 };
 
@@ -72,10 +73,11 @@ fn the_same_seed_gives_the_same_trace() {
 
 #[test]
 fn a_trace_for_viewers_has_every_reply() {
-    let options = SimulationOptions { trace_events: true, ..CHECKED };
+    let options = SimulationOptions { recorded_spans: MAX_SPANS, ..CHECKED };
     for seed in 0..10 {
         let outcome = run(seed, None, options);
-        let trace: serde_json::Value = serde_json::from_str(&outcome.trace_events).unwrap();
+        let text = recorded_run::trace(outcome.recorded.as_slice());
+        let trace: serde_json::Value = serde_json::from_str(&text).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();
         let done = |event: &&serde_json::Value| {
             event["ph"] == "b"

@@ -8,13 +8,18 @@ use bench::live::{
     CellReport, LiveBenchmark, LiveError, LiveModel, LiveOptions, Rates, SoakOptions, SoakReport,
     Workload, charts, table,
 };
+use bench::recorded_run;
 use cpu::{CpuDevice, CpuOptions};
 use device::Device;
 use model::Tensor;
 use runtime::NodeError;
 use runtime::policy::NAMES;
+use runtime::spans::Span;
 
 const DIGITS: &[u8] = include_bytes!("../../../assets/digits.onnx");
+
+/// Spans of a cell that are recorded.
+const RECORDED_SPANS: usize = 50;
 
 fn live() -> LiveBenchmark {
     let device: Arc<dyn Device> =
@@ -34,8 +39,13 @@ fn live() -> LiveBenchmark {
         program: program.clone(),
         inputs: inputs.clone(),
     };
-    let options =
-        LiveOptions { seconds: 0.3, warm_seconds: 0.05, seed: 1, max_rt_slowdown_percent: 1.0 };
+    let options = LiveOptions {
+        seconds: 0.3,
+        warm_seconds: 0.05,
+        seed: 1,
+        max_rt_slowdown_percent: 1.0,
+        recorded_spans: RECORDED_SPANS,
+    };
     LiveBenchmark::new(device, disb::MODELS.map(model).into(), options).unwrap()
 }
 
@@ -49,7 +59,7 @@ const ATTEMPTS: usize = 5;
 /// A cell with real-time replies; no reply of the attempts before it was wrong.
 fn run_until_replied(live: &LiveBenchmark, name: &str, rates: Rates, policy: &str) -> CellReport {
     for _ in 0..ATTEMPTS {
-        let cell = live.run(&workload(name), rates, policy).unwrap();
+        let (cell, _) = live.run(&workload(name), rates, policy).unwrap();
         assert_eq!((cell.errors, cell.wrong_outputs), (0, 0), "{cell:?}");
         assert_eq!(cell.violations, Vec::<String>::new(), "{name} under {policy}");
         if cell.rt.count > 0 && cell.throughput_rps > 0.0 {
@@ -84,7 +94,7 @@ fn every_policy_replies_with_equal_outputs() {
 #[test]
 fn scaled_rates_use_the_published_share() {
     let live = live();
-    let cell = live.run(&workload("D"), Rates::Scaled, "rt_only").unwrap();
+    let (cell, _) = live.run(&workload("D"), Rates::Scaled, "rt_only").unwrap();
     assert_eq!(cell.rt_share_pct, 70.0);
     let of = |name: &str| live.alone().iter().find(|a| a.model == name).unwrap().latency.mean_us;
     let used: f64 =
@@ -139,4 +149,29 @@ fn check(report: &SoakReport) {
     assert_eq!(unloaded, report.unloads, "{report:?}");
     let read: Vec<&str> = report.memory.iter().map(|growth| growth.what).collect();
     assert_eq!(read, ["process bytes", "threads", "open files"], "{report:?}");
+}
+
+#[test]
+fn the_latest_spans_of_a_cell_are_recorded() {
+    let live = live();
+    for _ in 0..ATTEMPTS {
+        let (cell, recorded) = live.run(&workload("A"), Rates::Literal, "atoll").unwrap();
+        let run = recorded.unwrap();
+        assert!(run.name.starts_with("A under atoll, literal"), "{}", run.name);
+        assert!(run.spans.len() <= RECORDED_SPANS);
+        let requests = run.spans.iter().filter_map(|span| match span {
+            Span::Request(request) => Some(run.models[&request.model].as_str()),
+            _ => None,
+        });
+        let models: Vec<&str> = requests.collect();
+        assert!(models.iter().all(|model| disb::MODELS.contains(model)));
+        // A cell without replies may come of a machine that stalls.
+        if cell.rt.count > 0 && run.lost > 0 && !models.is_empty() {
+            let trace = recorded_run::trace(&[run]);
+            let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+            assert!(trace["otherData"]["lost_spans"].as_u64() > Some(0));
+            return;
+        }
+    }
+    panic!("no cell had more spans than are recorded");
 }

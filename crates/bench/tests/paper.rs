@@ -18,7 +18,8 @@ fn workloads() -> Vec<(&'static str, Scenario)> {
 
 fn compare(workload: &str, scenario: &Scenario) -> Vec<SimulationReport> {
     let policies = runtime::policy::NAMES.map(str::to_string);
-    let reports = disb::compare(workload, scenario, &policies).unwrap();
+    let compared = disb::compare(workload, scenario, &policies, 0).unwrap();
+    let reports: Vec<_> = compared.into_iter().map(|(report, _)| report).collect();
     print!("{}", table(&reports));
     reports
 }

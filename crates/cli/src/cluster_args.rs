@@ -530,6 +530,9 @@ pub(crate) struct BackendArgs {
     #[arg(long, env = "ATOLL_MODEL_MEMORY_MIB")]
     pub(crate) memory_mib: Option<u64>,
 
+    #[command(flatten)]
+    pub(crate) spans: crate::args::SpanArgs,
+
     /// Address to listen on
     #[arg(long, env = "ATOLL_HOST", default_value = "127.0.0.1")]
     pub(crate) host: std::net::IpAddr,

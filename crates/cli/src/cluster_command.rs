@@ -344,6 +344,7 @@ async fn backend(args: &BackendArgs) -> Result<(), Failure> {
         max_requests: args.max_requests as usize,
         best_effort_share_percent: args.best_effort_share,
         max_rt_slowdown_percent: args.max_rt_slowdown,
+        spans_kept: args.spans.spans_kept as usize,
         ..NodeOptions::default()
     };
     let name = name_of(&args.store, "backend")?;

@@ -118,6 +118,7 @@ pub(crate) fn node_options(args: &ServeArgs) -> NodeOptions {
         max_rt_slowdown_percent: args.max_rt_slowdown,
         preempt_real_time: args.preempt_real_time,
         concurrent_rt_batches: args.concurrent_rt_batches as usize,
+        spans_kept: args.spans.spans_kept as usize,
         ..NodeOptions::default()
     }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use assembly::{Failure, write_file};
 use base::Nanos;
 use bench::cluster_sim::scenario::{self as cluster_scenario, ClusterScenario};
+use bench::recorded_run;
 use bench::report::{SimulationReport, outcome_table, table};
 use bench::scenario::Scenario;
 use bench::simulation::{self, Simulation, SimulationOptions};
@@ -72,7 +73,7 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
         check: true,
         trace: args.trace.is_some(),
         spans: args.timeline.is_some(),
-        trace_events: args.perfetto.is_some(),
+        recorded_spans: args.perfetto.as_ref().map_or(0, |_| recorded_run::MAX_SPANS),
         planted_bug: None,
     };
     let alone = SimulationOptions::default();
@@ -84,7 +85,7 @@ pub(crate) fn run(args: &SimArgs) -> Result<(), Failure> {
         write_file(path, &outcome.trace)?;
     }
     if let Some(path) = &args.perfetto {
-        write_file(path, &outcome.trace_events)?;
+        write_file(path, &recorded_run::trace(outcome.recorded.as_slice()))?;
     }
     if let Some(path) = &args.timeline {
         let at = |ms: f64| Nanos((ms * 1e6) as u64);

@@ -22,6 +22,8 @@ use screen::{Direction, View};
 /// Pause before the first new attempt to connect; it doubles up to the longest one.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+/// Time that the frame of `--once` covers.
+const ONE_FRAME_MS: u64 = 1_000;
 /// Columns of a frame that is not printed to a terminal.
 const PLAIN_WIDTH: u16 = 100;
 /// Maximum number of lines of a frame that is printed.
@@ -80,7 +82,9 @@ struct Stream {
 
 impl Stream {
     async fn open(args: &TopArgs) -> Result<Stream, Failure> {
-        let path = format!("/v2/atoll/live?interval_ms={}", args.interval_ms);
+        // The one frame tells rates: it covers a second.
+        let interval_ms = if args.once { ONE_FRAME_MS } else { args.interval_ms };
+        let path = format!("/v2/atoll/live?interval_ms={interval_ms}");
         let response = args.server.get(&path, None).await?;
         Ok(Stream { response, frames: FrameReader::default() })
     }

@@ -228,6 +228,7 @@ fn registration(onnx: &'static [u8]) -> RegisterRequest {
         preprocessing: None,
         class: None,
         slo_ms: None,
+        settings: None,
         canary: None,
     }
 }

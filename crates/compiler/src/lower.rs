@@ -36,6 +36,7 @@ pub fn lower(graph: &Graph) -> Result<LaunchPlan, CompileError> {
         numbering.plan.outputs.push(id);
     }
     let mut plan = numbering.plan;
+    plan.warnings.clone_from(&graph.warnings);
     plan.plan_lifetimes();
     plan.check()?;
     Ok(plan)

@@ -106,6 +106,8 @@ pub struct LaunchPlan {
     pub outputs: Vec<ValueId>,
     /// The steps.
     pub steps: Vec<Step>,
+    /// What a person should know of the model's file.
+    pub warnings: Vec<String>,
 }
 
 /// Why a plan is invalid.
@@ -237,6 +239,7 @@ mod tests {
             inputs: vec![ValueId(0)],
             outputs: vec![ValueId(length)],
             steps: (0..length).map(step).collect(),
+            warnings: vec![],
         }
     }
 

@@ -49,7 +49,8 @@ pub mod spans;
 
 pub use device_group::{DeviceGroup, DeviceGroupOptions, PlacedProgram};
 pub use node::{
-    BatchTime, LockContention, ModelKey, ModelStats, Node, NodeError, NodeMemory, NodeOptions,
-    Observer, Preemption, PreemptionLog, PreemptionStats, Rejection, Reply, ReplyResult, Request,
-    RequestHandle, StepTimes, StepTimesError, SwapStats, Timing,
+    BatchTime, DeviceTotals, LockContention, ModelKey, ModelStats, Node, NodeError, NodeMemory,
+    NodeOptions, Observer, Preemption, PreemptionLog, PreemptionStats, Rejection, Reply,
+    ReplyResult, Request, RequestHandle, RequestTotals, StepTimes, StepTimesError, SwapStats,
+    Timing,
 };

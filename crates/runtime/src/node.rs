@@ -32,6 +32,7 @@ mod settings;
 mod span_record;
 mod step_times;
 mod submission;
+mod totals;
 mod weights;
 
 use self::batch_jobs::{BatchStaging, Batches, ModelBatcher, Preparer};
@@ -48,6 +49,8 @@ pub use self::request::{ModelStats, Rejection, Reply, ReplyResult, Request, Timi
 use self::settings::BatchSettings;
 pub use self::step_times::{StepTimes, StepTimesError};
 pub(crate) use self::submission::refuse_at_once;
+use self::totals::TotalsByClass;
+pub use self::totals::{DeviceTotals, RequestTotals};
 use self::weights::{Discard, EntryWeights};
 pub use self::weights::{NodeMemory, SwapStats};
 
@@ -228,6 +231,7 @@ struct State {
     armed_timer: Option<Nanos>,
     record: PreemptionRecord,
     spans: SpanRing,
+    totals: DeviceTotals,
     batches: Batches,
     draining: bool,
     drain_sent: bool,
@@ -300,6 +304,7 @@ struct ModelEntry {
     queue_capacity: usize,
     stats: ModelStats,
     preemption_stats: PreemptionStats,
+    totals: TotalsByClass,
     batching: Option<(ModelBatcher, BatchStaging)>,
     /// How its requests could be padded to a common length, and how they are.
     padding_rule: Option<LengthPadding>,
@@ -316,6 +321,8 @@ struct Defaults {
     class: Class,
     priority: u32,
     timeout: Option<Nanos>,
+    /// The SLO: what takes longer counts as late.
+    objective: Option<Nanos>,
 }
 
 /// A reply that is sent when the lock is released.
@@ -377,6 +384,7 @@ impl Node {
             armed_timer: None,
             record: PreemptionRecord::new(opened.len(), options.preemptions_kept),
             spans: SpanRing::new(options.spans_kept),
+            totals: DeviceTotals::default(),
             batches: Batches::default(),
             draining: false,
             drain_sent: false,
@@ -461,6 +469,7 @@ impl Node {
             queue_capacity: config.queue_capacity,
             stats: ModelStats::default(),
             preemption_stats: PreemptionStats::default(),
+            totals: TotalsByClass::default(),
             batching,
             padding_rule,
             padding: None,

@@ -123,15 +123,24 @@ export class FrameReader {
   }
 }
 
-/** The live stream: one connection, opened again when it breaks or when spans are wanted. */
+/** Time between two frames for a tab that nobody sees. */
+const HIDDEN_INTERVAL_MS = 5000;
+
+/**
+ * The live stream: one connection, opened again when it breaks, when spans are wanted, and when the
+ * tab is hidden or shown. Spans go on where the last connection ended.
+ */
 export class Live {
   #listeners = new Set();
   #abort = null;
   #wantSpans = false;
   #status;
+  /** Where the spans that arrived end, as the server calls it. */
+  #position = null;
 
   constructor(status) {
     this.#status = status;
+    document.addEventListener("visibilitychange", () => this.#again());
   }
 
   listen(listener) {
@@ -142,6 +151,10 @@ export class Live {
   wantSpans(wanted) {
     if (wanted === this.#wantSpans && this.#abort) return;
     this.#wantSpans = wanted;
+    this.#again();
+  }
+
+  #again() {
     this.#abort?.abort();
     this.#open();
   }
@@ -155,6 +168,7 @@ export class Live {
         await this.#read(abort.signal, () => {
           pause = 500;
         });
+        if (abort.signal.aborted) return;
         this.#status("lost", "Connection closed");
       } catch (error) {
         if (abort.signal.aborted) return;
@@ -171,23 +185,54 @@ export class Live {
   }
 
   async #read(signal, opened) {
-    const response = await send(`/v2/atoll/live?spans=${this.#wantSpans}`, { signal });
+    const spans = this.#wantSpans && !document.hidden;
+    const query = new URLSearchParams({ spans });
+    if (document.hidden) query.set("interval_ms", HIDDEN_INTERVAL_MS);
+    if (spans && this.#position) query.set("position", this.#position);
+    const response = await send(`/v2/atoll/live?${query}`, { signal });
     opened();
-    this.#listeners.forEach((listener) => listener.restart?.());
     const reader = response.body.getReader();
     const frames = new FrameReader();
+    let position = null;
+    let first = true;
     for (;;) {
       const { done, value } = await reader.read();
-      if (done) return;
+      if (done || signal.aborted) return;
       frames.push(value, (kind, content) => {
         if (kind === "J") {
           const figures = JSON.parse(new TextDecoder().decode(content));
-          this.#listeners.forEach((listener) => listener.figures?.(figures));
+          if (first && spans && !figures.resumed) this.#tell("restart");
+          first = false;
+          ({ position } = figures);
+          this.#tell("figures", figures);
         } else if (kind === "S") {
-          const numbers = new Float64Array(content.buffer, 0, content.byteLength / 8);
-          this.#listeners.forEach((listener) => listener.spans?.(numbers));
+          this.#tell("spans", new Float64Array(content.buffer, 0, content.byteLength / 8));
+          this.#position = position;
         }
       });
     }
   }
+
+  #tell(what, content) {
+    this.#listeners.forEach((listener) => listener[what]?.(content));
+  }
+}
+
+/** Calls `work` now and every `ms`, but not while the tab is hidden. Returns what ends it. */
+export function repeat(ms, work) {
+  let late = false;
+  const turn = () => {
+    late = document.hidden;
+    if (!late) work();
+  };
+  const shown = () => {
+    if (late) turn();
+  };
+  const timer = setInterval(turn, ms);
+  document.addEventListener("visibilitychange", shown);
+  turn();
+  return () => {
+    clearInterval(timer);
+    document.removeEventListener("visibilitychange", shown);
+  };
 }

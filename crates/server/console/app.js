@@ -73,5 +73,15 @@ addEventListener("hashchange", () => {
 
 go();
 
+/** A file that misses its box would replace the page. */
+for (const type of ["dragover", "drop"]) {
+  addEventListener(type, (event) => {
+    const files = event.dataTransfer?.types.includes("Files");
+    if (event.defaultPrevented || !files || event.target.type === "file") return;
+    event.preventDefault();
+    event.dataTransfer.dropEffect = "none";
+  });
+}
+
 /** For tests: the pages. */
 window.atoll = { pages };

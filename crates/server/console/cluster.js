@@ -1,7 +1,7 @@
 // The page Cluster: machines, who serves what, routes, and queries.
 
-import { getJson } from "./api.js";
-import { el, number, show, svg, time } from "./dom.js";
+import { getJson, repeat } from "./api.js";
+import { become, el, number, show, svg, time } from "./dom.js";
 
 const STAGE_LETTERS = 16;
 
@@ -97,19 +97,19 @@ function graphOf(stages) {
 export class Cluster {
   title = "Cluster";
   #node = null;
-  #timer = 0;
+  #stop = null;
 
   open(node) {
     this.#node = node;
-    this.key = null;
     this.content = el("div", { class: "stack" });
-    show(node, el("div", { class: "head" }, el("h1", {}, "Cluster")), this.content);
-    this.#refresh();
-    this.#timer = setInterval(() => this.#refresh(), 2000);
+    /** Why what is shown is old; goes when there is news. */
+    this.lost = el("p", { class: "error", role: "status" });
+    show(node, el("div", { class: "head" }, el("h1", {}, "Cluster")), this.lost, this.content);
+    this.#stop = repeat(2000, () => this.#refresh());
   }
 
   close() {
-    clearInterval(this.#timer);
+    this.#stop();
     this.#node = null;
   }
 
@@ -119,50 +119,49 @@ export class Cluster {
       if (!this.#node) return;
       if (!status) {
         // It does not become a frontend while it runs.
-        clearInterval(this.#timer);
-        this.#none();
+        this.#stop();
+        this.#update([this.#none()]);
         return;
       }
       const queries = await getJson("/v2/atoll/queries");
-      if (this.#node) this.#show(status, queries);
+      if (this.#node) this.#update(this.#parts(status, queries));
     } catch (error) {
-      if (!this.#node) return;
-      this.key = null;
-      show(this.content, el("p", { class: "error", role: "alert" }, error.message));
+      if (this.#node && this.lost.textContent !== error.message)
+        this.lost.textContent = error.message;
     }
   }
 
+  /** Shows `parts` in place of what is there, without touching what stays the same. */
+  #update(parts) {
+    if (this.lost.textContent) this.lost.textContent = "";
+    become(this.content, el("div", { class: "stack" }, parts));
+  }
+
   #none() {
-    show(
-      this.content,
+    return el(
+      "section",
+      { class: "panel" },
       el(
-        "section",
-        { class: "panel" },
+        "div",
+        { class: "body" },
+        el("p", {}, "This server is not part of a cluster."),
         el(
-          "div",
-          { class: "body" },
-          el("p", {}, "This server is not part of a cluster."),
-          el(
-            "p",
-            { class: "note" },
-            "A cluster on one machine, with scheduler, frontend and backend in one process:",
-          ),
-          el("pre", { tabindex: 0 }, "atoll serve --cluster --model-repository models"),
-          el(
-            "p",
-            { class: "note" },
-            "Several machines: atoll cluster scheduler, atoll cluster frontend and atoll cluster " +
-              "backend, with etcd between them. Open the console of the frontend.",
-          ),
+          "p",
+          { class: "note" },
+          "A cluster on one machine, with scheduler, frontend and backend in one process:",
+        ),
+        el("pre", { tabindex: 0 }, "atoll serve --cluster --model-repository models"),
+        el(
+          "p",
+          { class: "note" },
+          "Several machines: atoll cluster scheduler, atoll cluster frontend and atoll cluster " +
+            "backend, with etcd between them. Open the console of the frontend.",
         ),
       ),
     );
   }
 
-  #show(status, queries) {
-    const key = JSON.stringify([status, queries]);
-    if (key === this.key) return;
-    this.key = key;
+  #parts(status, queries) {
     const figure = (name, value, unit) =>
       el(
         "div",
@@ -210,8 +209,7 @@ export class Cluster {
       );
     const share = (value) =>
       value === null || value === undefined ? "–" : `${Math.round(value * 100)} %`;
-    show(
-      this.content,
+    return [
       el(
         "dl",
         { class: "figures" },
@@ -244,7 +242,7 @@ export class Cluster {
         "No model is routed.",
       ),
       this.#queries(queries),
-    );
+    ];
   }
 
   #queries(queries) {

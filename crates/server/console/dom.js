@@ -30,6 +30,23 @@ export function show(node, ...children) {
   return fill(node, null, children);
 }
 
+/** Makes `node` like `fresh` in place: what has focus keeps it, and what is scrolled stays there. */
+export function become(node, fresh) {
+  for (const { name } of [...node.attributes])
+    if (!fresh.hasAttribute(name)) node.removeAttribute(name);
+  for (const { name, value } of fresh.attributes)
+    if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+  const children = [...fresh.childNodes];
+  children.forEach((child, at) => {
+    const old = node.childNodes[at];
+    if (!old) node.append(child);
+    else if (old.nodeName !== child.nodeName) old.replaceWith(child);
+    else if (child.nodeType === Node.ELEMENT_NODE) become(old, child);
+    else if (old.data !== child.data) old.data = child.data;
+  });
+  while (node.childNodes.length > children.length) node.lastChild.remove();
+}
+
 const UNITS = [
   [1e9, "s"],
   [1e6, "ms"],

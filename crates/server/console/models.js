@@ -1,8 +1,8 @@
 // The page Models: register, load, unload, settings, and a form that tries a model.
 
-import { getJson, postJson, send } from "./api.js";
+import { getJson, postJson, repeat, send } from "./api.js";
 import { bytes, classTag, el, number, show, time } from "./dom.js";
-import { SettingsForm } from "./settings.js";
+import { BATCHING_POLICIES, SettingsForm } from "./settings.js";
 import { StepsPanel } from "./steps.js";
 import { TryForm } from "./try.js";
 
@@ -31,11 +31,14 @@ function tuningText(tuning) {
   ];
 }
 
+/** Steps on the host that are named. */
+const LISTED = 14;
+
 export class Models {
   title = "Models";
   #node = null;
   #chosen = null;
-  #timer = 0;
+  #stop = null;
   #file = null;
 
   open(node) {
@@ -112,12 +115,11 @@ export class Models {
       ),
       this.detail,
     );
-    this.refresh();
-    this.#timer = setInterval(() => this.refresh(), 3000);
+    this.#stop = repeat(3000, () => this.refresh());
   }
 
   close() {
-    clearInterval(this.#timer);
+    this.#stop();
     this.#node = null;
   }
 
@@ -133,6 +135,14 @@ export class Models {
       {},
       el("option", { value: "" }, "best effort (default)"),
       el("option", { value: "rt" }, "real time"),
+    );
+    this.priority = el("input", { type: "number", min: 1, step: 1, placeholder: "100" });
+    this.batching = el(
+      "select",
+      {},
+      BATCHING_POLICIES.map((name) =>
+        el("option", { value: name === "auto" ? "" : name }, name.replace("_", " ")),
+      ),
     );
     this.slo = el("input", { type: "number", min: 1, step: 1, placeholder: "none" });
     this.labels = el("textarea", { rows: 3, placeholder: "one label per line" });
@@ -162,7 +172,9 @@ export class Models {
           { class: "fields" },
           el("label", {}, "Name", this.name),
           el("label", {}, "Class", this.class),
+          el("label", {}, "Priority, 1 is the highest", this.priority),
           el("label", {}, "SLO in milliseconds", this.slo),
+          el("label", {}, "Batching", this.batching),
           el("label", { class: "wide" }, "Labels of its classes", this.labels),
         ),
         el(
@@ -208,6 +220,10 @@ export class Models {
     data.set("model", this.#file);
     if (this.class.value) data.set("class", this.class.value);
     if (this.slo.value) data.set("slo_ms", this.slo.value);
+    const settings = {};
+    if (this.priority.value) settings.priority = Number(this.priority.value);
+    if (this.batching.value) settings.batching = { policy: this.batching.value };
+    if (Object.keys(settings).length) data.set("settings", JSON.stringify(settings));
     if (this.labels.value.trim()) data.set("labels", this.labels.value.trim());
     const name = this.name.value;
     await this.#work(`Checking and loading ${name}`, async () => {
@@ -244,6 +260,7 @@ export class Models {
   }
 
   async refresh() {
+    this.#followTuning();
     try {
       const index = await postJson("/v2/repository/index", {});
       if (!this.#node) return;
@@ -415,8 +432,31 @@ export class Models {
     return button;
   }
 
+  /** Reads how far the chosen model is tuned, while it is not. */
+  async #followTuning() {
+    const { shown, tuning } = this;
+    if (!this.followed || !shown) return;
+    try {
+      const details = await getJson(`/v2/atoll/models/${encodeURIComponent(shown)}`);
+      if (this.#node && this.shown === shown && this.tuning === tuning)
+        this.#showTuning(details.tuning);
+    } catch {
+      // The list of models says what is the matter.
+    }
+  }
+
+  #showTuning(tuning) {
+    this.followed = Boolean(tuning && tuning.tuned < tuning.steps);
+    const text = JSON.stringify(tuning);
+    if (this.tuning.dataset.shown === text) return;
+    this.tuning.dataset.shown = text;
+    show(this.tuning, tuningText(tuning));
+  }
+
   #detail(details) {
     const { settings } = details;
+    this.tuning = el("div");
+    this.#showTuning(details.tuning);
     const pair = (name, value) => [el("dt", {}, name), el("dd", {}, value)];
     const tensor = (t) =>
       el(
@@ -467,7 +507,26 @@ export class Models {
             pair("Inputs", details.inputs.map(tensor)),
             pair("Outputs", details.outputs.map(tensor)),
             pair("Weights", `${bytes(details.weight_bytes)}${settings.pinned ? ", pinned" : ""}`),
-            pair("Tuning", tuningText(details.tuning)),
+            pair("Tuning", this.tuning),
+            details.warnings.length
+              ? pair(
+                  "Warnings",
+                  el(
+                    "ul",
+                    { class: "plain" },
+                    details.warnings.map((text) => el("li", {}, text)),
+                  ),
+                )
+              : [],
+            details.host_steps.length
+              ? pair(
+                  "On the host",
+                  `no kernel of the device: ${details.host_steps
+                    .slice(0, LISTED)
+                    .map((step) => `${step.operator} (${step.step})`)
+                    .join(", ")}${details.host_steps.length > LISTED ? " …" : ""}`,
+                )
+              : [],
             pair(
               "Steps",
               `${details.steps}: ${operators

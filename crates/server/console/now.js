@@ -404,6 +404,7 @@ export class Now {
   }
 
   #update(row, key, minute) {
+    const kind = key.split("\n")[1];
     const latency = minute.merged("latency");
     const rows = minute.merged("rows");
     const count = [...rows.values()].reduce((sum, n) => sum + n, 0);
@@ -416,7 +417,10 @@ export class Now {
     row.cells[0].textContent = number(this.#rate(minute, "done"));
     row.cells[1].textContent = time(quantile(latency, 0.5));
     row.cells[2].textContent = time(quantile(latency, 0.99));
-    row.cells[3].textContent = number(model?.pending);
+    // The server counts what waits by model.
+    const other = kind === "rt" ? "be" : "rt";
+    const both = this.#flows.has(`${row.name}\n${other}`) ? " of both" : "";
+    row.cells[3].textContent = number(model?.pending) + both;
     row.cells[4].textContent = count ? (most > 1 ? `${number(mean)} (max ${most})` : "1") : "–";
     row.cells[5].textContent =
       slo || minute.sum("late") ? percent(1 - minute.sum("late") / ended) : "no SLO";
@@ -458,10 +462,8 @@ export class Now {
           el(
             "div",
             { class: "head dim" },
-            el("span", {}, "real time"),
-            rt.node,
-            el("span", {}, "best effort"),
-            be.node,
+            el("span", { class: "pair" }, "real time ", rt.node),
+            el("span", { class: "pair" }, "best effort ", be.node),
           ),
           card.use,
           card.pairs,

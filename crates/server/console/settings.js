@@ -3,7 +3,7 @@
 import { patchJson } from "./api.js";
 import { el } from "./dom.js";
 
-const POLICIES = [
+export const BATCHING_POLICIES = [
   "auto",
   "elastic",
   "adaptive",
@@ -63,7 +63,7 @@ function fieldsOf(settings, batched) {
       "batching.policy",
       "Batching",
       batching.policy,
-      POLICIES.map((name) => [name, name.replace("_", " ")]),
+      BATCHING_POLICIES.map((name) => [name, name.replace("_", " ")]),
     ),
     numberField("batching.max_batch", "Largest batch, 0 is the default", batching.max_batch, {
       required: true,

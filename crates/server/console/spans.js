@@ -219,3 +219,27 @@ export class SpanStore {
     for (let index = 0; index < this.size; index += 1) each(index);
   }
 }
+
+/** Spans that wait to be added: the latest ones, and how many were dropped for them. */
+export class HeldSpans {
+  constructor(capacity) {
+    this.capacity = capacity;
+    this.clear();
+  }
+
+  clear() {
+    this.chunks = [];
+    this.size = 0;
+    this.dropped = 0;
+  }
+
+  add(numbers) {
+    this.chunks.push(numbers);
+    this.size += numbers.length / NUMBERS;
+    while (this.size > this.capacity && this.chunks.length) {
+      const count = this.chunks.shift().length / NUMBERS;
+      this.size -= count;
+      this.dropped += count;
+    }
+  }
+}

@@ -1,8 +1,9 @@
 // The page Timeline: the latest runs and requests of each device, and why a request took its time.
 
 import { getJson, send } from "./api.js";
-import { bytes, classTag, el, show, tick, time } from "./dom.js";
-import { COPY, EVICTION, F, LOAD, REQUEST, RUN, SpanStore } from "./spans.js";
+import { detailOf, kindOf } from "./detail.js";
+import { classTag, el, show, tick, time } from "./dom.js";
+import { COPY, EVICTION, F, HeldSpans, LOAD, REQUEST, RUN, SpanStore } from "./spans.js";
 import { wayOf } from "./way.js";
 
 const LABEL_WIDTH = 132;
@@ -18,28 +19,17 @@ const DELAY_NS = 600e6;
 const THIN = 2;
 /** Opacity of what has nothing to do with the selected span. */
 const FADED = 0.35;
+/** How long the hint is shown. */
+const HINT_MS = 1500;
+/** Least height of the lanes, and what of the window they leave to the rest of the page. */
+const LANES_MIN = 260;
+const LANES_MARGIN = 180;
 const MIN_WIDTH_NS = 1e3;
 const MAX_WIDTH_NS = 600e9;
-const ENDS = [
-  "done",
-  "failed",
-  "deadline passed",
-  "cancelled",
-  "queue full",
-  "not loaded",
-  "shutting down",
-];
 const EMPTY = "No runs yet: send a request, or wait.";
+const ZOOM_HINT = "Hold Ctrl to zoom with the wheel";
 const FRONTEND =
   "A frontend runs no models. The console of each backend has a timeline; the page Now leads there.";
-const RUN_ENDS = ["done", "preempted", "failed"];
-const COPIES = [
-  "Staging of inputs",
-  "Gathering of a batch",
-  "Copy to the device",
-  "Copy of outputs",
-];
-
 export class Timeline {
   title = "Timeline";
   spansWanted = true;
@@ -51,6 +41,10 @@ export class Timeline {
   #clock = null;
   #view = { from: 0, width: 100e6 };
   #paused = false;
+  /** Spans that came while paused. */
+  #held = new HeldSpans(this.store.capacity);
+  /** Whether the store has spans of an earlier process. */
+  #stale = false;
   #selected = -1;
   #related = new Set();
   #hover = -1;
@@ -64,9 +58,24 @@ export class Timeline {
   /** Labels as they fit, by their text. */
   #fitting = new Map();
 
+  /** Spans that follow are of another process, or of a later time than what was kept. */
   restart() {
+    this.#held.clear();
+    // What is looked at stays until the user goes on.
+    this.#stale = this.#paused;
+    if (!this.#paused) this.#begin();
+  }
+
+  #begin() {
     this.store.clear();
+    this.#stale = false;
+    this.#unmark();
+  }
+
+  #unmark() {
     this.#selected = -1;
+    this.#hover = -1;
+    this.#related = new Set();
   }
 
   figures(figures) {
@@ -80,9 +89,10 @@ export class Timeline {
   }
 
   spans(numbers) {
+    if (!numbers.length) return;
     // While paused nothing may push out what is looked at.
-    if (this.#paused) return;
-    this.store.add(numbers);
+    if (this.#paused) this.#held.add(numbers);
+    else this.store.add(numbers);
     this.#dirty = true;
   }
 
@@ -107,18 +117,35 @@ export class Timeline {
       onpointerdown: (event) => this.#down(event),
       onpointermove: (event) => this.#move(event),
       onpointerup: (event) => this.#up(event),
-      onpointercancel: (event) => this.#pointers.delete(event.pointerId),
+      onpointercancel: (event) => {
+        this.#pointers.delete(event.pointerId);
+        this.canvas.classList.remove("moving");
+      },
       onpointerleave: () => {
         this.#hover = -1;
         this.#dirty = true;
       },
       onkeydown: (event) => this.#key(event),
     });
+    // More lanes than fit are scrolled to: the canvas stays where it is, and draws what is there.
+    this.space = el("div");
+    this.lanes = el(
+      "div",
+      {
+        class: "lanes",
+        onscroll: () => {
+          this.#dirty = true;
+        },
+      },
+      this.canvas,
+      this.space,
+    );
+    this.hint = el("p", { class: "hint", hidden: true, "aria-hidden": "true" }, ZOOM_HINT);
     this.pause = el(
       "button",
-      { "aria-pressed": String(this.#paused), onclick: () => this.#setPaused(!this.#paused) },
-      "Pause",
+      { onclick: () => this.setPaused(!this.#paused) },
     );
+    this.#showPaused();
     this.seconds = el(
       "select",
       { "aria-label": "Length of the exported trace" },
@@ -161,7 +188,8 @@ export class Timeline {
           "div",
           { class: "panel timeline" },
           this.empty,
-          this.canvas,
+          this.lanes,
+          this.hint,
           el(
             "div",
             { class: "bar" },
@@ -187,7 +215,9 @@ export class Timeline {
               " move ",
               el("kbd", {}, "+"),
               el("kbd", {}, "−"),
-              " or wheel zoom ",
+              " or ",
+              el("kbd", {}, "Ctrl"),
+              " with the wheel, or two fingers, zoom ",
               el("kbd", {}, "0"),
               " fit",
             ),
@@ -278,11 +308,26 @@ export class Timeline {
     return this.#clock.now + (performance.now() - this.#clock.at) * 1e6 - DELAY_NS;
   }
 
-  #setPaused(paused) {
+  setPaused(paused) {
+    if (this.#paused && !paused) this.#release();
     this.#paused = paused;
-    this.pause.setAttribute("aria-pressed", String(paused));
-    this.pause.textContent = paused ? "Go on" : "Pause";
+    this.#showPaused();
     this.#dirty = true;
+  }
+
+  #showPaused() {
+    this.pause.setAttribute("aria-pressed", String(this.#paused));
+    this.pause.textContent = this.#paused ? "Go on" : "Pause";
+  }
+
+  /** Takes what came while paused. */
+  #release() {
+    if (this.#stale) this.#begin();
+    // Slots are used again: what was marked may become another span.
+    this.#unmark();
+    this.store.lost += this.#held.dropped;
+    this.#held.chunks.forEach((chunk) => this.store.add(chunk));
+    this.#held.clear();
   }
 
   #zoom(factor, share) {
@@ -295,14 +340,14 @@ export class Timeline {
   }
 
   #pan(share) {
-    this.#setPaused(true);
+    this.setPaused(true);
     this.#view.from += this.#view.width * share;
     this.#dirty = true;
   }
 
   #fit() {
     if (!this.store.size) return;
-    this.#setPaused(true);
+    this.setPaused(true);
     const [from, to] = [this.store.oldest, this.store.newest];
     this.#view = {
       from: from - (to - from) * 0.01,
@@ -313,7 +358,7 @@ export class Timeline {
 
   /** Shows a time range, paused. */
   look(from, to) {
-    this.#setPaused(true);
+    this.setPaused(true);
     const space = Math.max((to - from) * 0.25, 2e3);
     this.#view = { from: from - space, width: to - from + 2 * space };
     this.#dirty = true;
@@ -321,6 +366,15 @@ export class Timeline {
 
   get view() {
     return { ...this.#view };
+  }
+
+  get selected() {
+    return this.#selected;
+  }
+
+  /** What is drawn, from top to bottom. */
+  get rows() {
+    return this.#layout;
   }
 
   #x(at) {
@@ -334,9 +388,15 @@ export class Timeline {
   // ---- input
 
   #wheel(event) {
+    const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+    // A pinch on a touchpad is a wheel with Ctrl. Without it the page scrolls.
+    if (!sideways && !event.ctrlKey && !event.metaKey) {
+      this.#showHint();
+      return;
+    }
     event.preventDefault();
     const box = this.canvas.getBoundingClientRect();
-    if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+    if (sideways) {
       this.#pan((event.deltaX || event.deltaY) / (this.width - LABEL_WIDTH));
       return;
     }
@@ -345,6 +405,15 @@ export class Timeline {
       Math.max(0, (event.clientX - box.left - LABEL_WIDTH) / (this.width - LABEL_WIDTH)),
     );
     this.#zoom(2 ** (event.deltaY / 240), share);
+  }
+
+  /** Says how to zoom, for a moment. */
+  #showHint() {
+    this.hint.hidden = false;
+    clearTimeout(this.hintTimer);
+    this.hintTimer = setTimeout(() => {
+      this.hint.hidden = true;
+    }, HINT_MS);
   }
 
   #down(event) {
@@ -365,7 +434,9 @@ export class Timeline {
     const spread = () => Math.abs(pointers[0].x - pointers[1].x) || 1;
     const before = pointers.length === 2 ? spread() : 0;
     const moved = event.clientX - pointer.x;
-    pointer.moved += Math.abs(moved) + Math.abs(event.clientY - pointer.y);
+    // A finger that moves up or down scrolls the page; the browser then cancels the pointer.
+    const upright = event.pointerType === "touch" ? 0 : Math.abs(event.clientY - pointer.y);
+    pointer.moved += Math.abs(moved) + upright;
     pointer.x = event.clientX;
     pointer.y = event.clientY;
     if (pointers.length === 2) {
@@ -388,7 +459,7 @@ export class Timeline {
 
   #key(event) {
     const keys = {
-      " ": () => this.#setPaused(!this.#paused),
+      " ": () => this.setPaused(!this.#paused),
       ArrowLeft: () => this.#pan(-0.1),
       ArrowRight: () => this.#pan(0.1),
       a: () => this.#pan(-0.1),
@@ -408,8 +479,9 @@ export class Timeline {
 
   /** The span at a point of the canvas; -1 without one. */
   #hit(x, y) {
-    if (x < LABEL_WIDTH) return -1;
-    const row = this.#layout.find((row) => row.lane && y >= row.y && y < row.y + row.height);
+    if (x < LABEL_WIDTH || y < RULER) return -1;
+    const at = y + this.lanes.scrollTop;
+    const row = this.#layout.find((row) => row.lane && at >= row.y && at < row.y + row.height);
     if (!row) return -1;
     const slack = (this.#view.width / (this.width - LABEL_WIDTH)) * 3;
     return this.store.find(row.lane, this.#timeAt(x), slack);
@@ -422,7 +494,8 @@ export class Timeline {
     this.#related = new Set();
     this.#dirty = true;
     if (slot < 0) return this.#showDetail(null);
-    this.#setPaused(true);
+    this.setPaused(true);
+    this.#reveal(slot);
     if (this.store.at(slot, F.kind) === REQUEST) return this.#explain(slot);
     return this.#showSpan(slot);
   }
@@ -434,6 +507,7 @@ export class Timeline {
       this.store.at(slot, F.job),
     ];
     this.#relate(device, job, slot);
+    if (this.#stale) return this.#showSpan(slot, "The server has restarted");
     this.#showDetail(el("p", { class: "dim" }, "Reading"));
     try {
       const why = await getJson(`/v2/atoll/trace/devices/${device}/requests/${number}`);
@@ -445,6 +519,13 @@ export class Timeline {
       this.#showSpan(slot, error.message);
     }
     this.#dirty = true;
+  }
+
+  /** Moves the view if a span has left it since it was listed. */
+  #reveal(slot) {
+    const { from, width } = this.#view;
+    const [begin, end] = [this.store.at(slot, F.from), this.store.at(slot, F.to)];
+    if (end < from || begin > from + width) this.#view.from = end - width * 0.9;
   }
 
   /** Marks the runs of a job. */
@@ -489,98 +570,18 @@ export class Timeline {
 
   #showSpan(slot, problem) {
     const s = (field) => this.store.at(slot, field);
-    const pair = (name, value) => [el("dt", {}, name), el("dd", {}, value)];
-    const kind = s(F.kind);
-    const name = this.#nameOf(slot);
-    const length = s(F.to) - s(F.from);
-    if (kind === RUN) {
-      this.#relate(s(F.device), s(F.runJob), slot);
-      const requests = [];
-      this.store.forEach((other) => {
-        if (
-          this.store.at(other, F.kind) === REQUEST &&
-          this.store.at(other, F.job) === s(F.runJob) &&
-          this.store.at(other, F.device) === s(F.device)
-        )
-          requests.push(other);
-      });
-      this.#showDetail(
-        [
-          el(
-            "dl",
-            { class: "pairs" },
-            pair("Took", time(length)),
-            pair("Job", s(F.runJob)),
-            pair("Rows", s(F.rows) || "no batch"),
-            pair("Steps", `${s(F.firstStep)} to ${s(F.nextStep)}`),
-            pair("End", RUN_ENDS[s(F.end)]),
-            s(F.preemptAsked)
-              ? pair(
-                  "Preempted",
-                  (s(F.preemptedFor) >= 0
-                    ? `for ${this.name(s(F.device), s(F.preemptedFor))}, `
-                    : "") + `left after ${time(s(F.to) - s(F.preemptAsked))}`,
-                )
-              : [],
-          ),
-          requests.length
-            ? el("h3", {}, requests.length > 1 ? `Its ${requests.length} requests` : "Its request")
-            : null,
-          el(
-            "div",
-            { class: "head" },
-            requests
-              .slice(0, 24)
-              .map((other) =>
-                el(
-                  "button",
-                  { class: "link", onclick: () => this.select(other) },
-                  `#${this.store.at(other, F.number)}`,
-                ),
-              ),
-          ),
-          el(
-            "div",
-            { class: "head" },
-            el("button", { onclick: () => this.look(s(F.from), s(F.to)) }, "Show it"),
-          ),
-        ],
-        `Run of ${name}`,
-        classTag(s(F.class) ? "be" : "rt"),
-      );
-    } else if (kind === REQUEST) {
-      this.#showDetail(
-        [
-          problem ? el("p", { class: "note" }, `${problem}; this is what the page has.`) : null,
-          el(
-            "dl",
-            { class: "pairs" },
-            pair("Took", time(length)),
-            pair("Staging", time(s(F.staged) - s(F.from))),
-            pair(
-              "Until started",
-              s(F.started) ? time(s(F.started) - s(F.staged)) : "never started",
-            ),
-            pair("End", ENDS[s(F.end)]),
-          ),
-        ],
-        `Request #${s(F.number)} of ${name}`,
-        classTag(s(F.class) ? "be" : "rt"),
-      );
-    } else {
-      this.#showDetail(
-        el(
-          "dl",
-          { class: "pairs" },
-          pair("Took", time(length)),
-          kind === EVICTION ? [] : pair("Size", bytes(s(F.bytes))),
-          kind === COPY ? pair("Job", `#${s(F.copyJob)}`) : [],
-        ),
-        kind === COPY
-          ? `${COPIES[s(F.copyKind)]} of ${name}`
-          : `${kind === LOAD ? "Load" : "Eviction"} of ${name}`,
-      );
-    }
+    if (s(F.kind) === RUN) this.#relate(s(F.device), s(F.runJob), slot);
+    const { content, title, tag } = detailOf(
+      {
+        store: this.store,
+        slot,
+        name: (model) => this.name(s(F.device), model),
+        select: (other) => this.select(other),
+        look: (from, to) => this.look(from, to),
+      },
+      problem,
+    );
+    this.#showDetail(content, title, tag);
   }
 
   async #export() {
@@ -605,7 +606,7 @@ export class Timeline {
       this.#view.from = this.#now() - this.#view.width;
       this.#dirty = true;
     }
-    if (!this.#dirty || !this.canvas.clientWidth) return;
+    if (!this.#dirty || !this.canvas.clientWidth || document.hidden) return;
     this.#dirty = false;
     const began = performance.now();
     this.#draw();
@@ -647,15 +648,32 @@ export class Timeline {
       // A group of one row still needs room for its name.
       if (first) y += 6;
     }
-    return { rows, height: Math.max(y + 8, Math.min(560, innerHeight - 300), 220) };
+    return { rows, height: y + 8 };
+  }
+
+  /** Height of the canvas for lanes of `height`: all of them, or a part of the window. */
+  #shownHeight(height) {
+    // Room for a tooltip below the last lane.
+    const wanted = Math.max(height + 40, LANES_MIN);
+    return Math.min(wanted, Math.max(innerHeight - LANES_MARGIN, LANES_MIN));
   }
 
   #draw() {
     const ratio = devicePixelRatio || 1;
-    const { rows, height } = this.#rows();
+    const { rows, height: needed } = this.#rows();
+    const height = this.#shownHeight(needed);
     this.#layout = rows;
+    for (const [part, pixels] of [
+      [this.lanes, height],
+      [this.space, Math.max(0, needed - height)],
+    ]) {
+      const wanted = `${pixels}px`;
+      if (part.style.height !== wanted) part.style.height = wanted;
+    }
     const width = this.canvas.clientWidth;
     this.width = width;
+    const top = this.lanes.scrollTop;
+    const seen = rows.filter((row) => row.y + row.height + 14 > top + RULER && row.y < top + height);
     if (
       this.canvas.width !== Math.round(width * ratio) ||
       this.canvas.height !== Math.round(height * ratio)
@@ -673,10 +691,11 @@ export class Timeline {
     c.beginPath();
     c.rect(LABEL_WIDTH, RULER, width - LABEL_WIDTH, height - RULER);
     c.clip();
-    for (const row of rows) if (row.lane) this.#lane(c, row);
+    c.translate(0, -top);
+    for (const row of seen) if (row.lane) this.#lane(c, row);
     c.restore();
-    this.#labels(c, rows, width);
-    if (this.#hover >= 0) this.#tooltip(c, rows);
+    this.#labels(c, seen, width, top);
+    if (this.#hover >= 0) this.#tooltip(c, seen, top);
     const empty = this.store.size ? "" : this.#frontend ? FRONTEND : EMPTY;
     if (this.empty.textContent !== empty) {
       this.empty.textContent = empty;
@@ -711,9 +730,12 @@ export class Timeline {
     c.moveTo(LABEL_WIDTH - 0.5, RULER);
     c.lineTo(LABEL_WIDTH - 0.5, height);
     c.stroke();
+    const count = (spans) => spans.toLocaleString("en");
+    const lost = this.store.lost + this.#held.dropped;
     const info =
-      `${time(width)} shown, ${this.store.size.toLocaleString("en")} spans kept` +
-      (this.store.lost ? `, ${this.store.lost.toLocaleString("en")} lost` : "");
+      `${time(width)} shown, ${count(this.store.size)} spans kept` +
+      (this.#held.size ? `, ${count(this.#held.size)} since the pause` : "") +
+      (lost ? `, ${count(lost)} not kept` : "");
     if (this.info.textContent !== info) this.info.textContent = info;
   }
 
@@ -854,9 +876,14 @@ export class Timeline {
     }
   }
 
-  #labels(c, rows, width) {
+  #labels(c, rows, width, top) {
     c.fillStyle = this.colours.panel;
     c.fillRect(0, RULER, LABEL_WIDTH - 1, 1e5);
+    c.save();
+    c.beginPath();
+    c.rect(0, RULER, width, 1e5);
+    c.clip();
+    c.translate(0, -top);
     c.textBaseline = "middle";
     for (const row of rows) {
       if (row.header) {
@@ -872,6 +899,7 @@ export class Timeline {
         c.fillText(this.#short(c, row.label), 10, row.y + (row.height || 12) / 2 + 0.5);
       }
     }
+    c.restore();
   }
 
   /** A label that fits, without its middle: names differ at their ends. */
@@ -888,20 +916,21 @@ export class Timeline {
     return short;
   }
 
-  #tooltip(c, rows) {
+  #tooltip(c, rows, top) {
     const slot = this.#hover;
     const row = rows.find((row) => row.lane && row.lane === this.store.laneOf[slot]);
     if (!row) return;
-    const kind = ["Request", "Run", "Load", "Eviction"][this.store.at(slot, F.kind)];
     const took = this.store.at(slot, F.to) - this.store.at(slot, F.from);
-    const text = `${kind} of ${this.#nameOf(slot)}: ${time(took)}`;
+    const text = `${kindOf(this.store, slot)} of ${this.#nameOf(slot)}: ${time(took)}`;
+    this.tooltip = text;
     c.font = "12px system-ui, sans-serif";
     const wide = c.measureText(text).width + 16;
     const x = Math.max(
       LABEL_WIDTH,
       Math.min(this.#x(this.store.at(slot, F.from)), this.width - wide - 6),
     );
-    const y = row.y + row.height + 6;
+    const below = row.y - top + row.height + 6;
+    const y = below + 24 > this.lanes.clientHeight ? row.y - top - 30 : below;
     c.fillStyle = this.colours.text;
     c.fillRect(x, y, wide, 24);
     c.fillStyle = this.colours.panel;

@@ -49,7 +49,7 @@ macro_rules! files {
     };
 }
 
-static FILES: [ConsoleFile; 18] = files![
+static FILES: [ConsoleFile; 19] = files![
     "index.html",
     "docs.html",
     "style.css",
@@ -57,6 +57,7 @@ static FILES: [ConsoleFile; 18] = files![
     "api.js",
     "charts.js",
     "cluster.js",
+    "detail.js",
     "docs.js",
     "dom.js",
     "models.js",

@@ -13,8 +13,7 @@ use runtime::policy::{NAMES, Policy, Streams, by_name};
 use runtime::spans::core_recorder::CoreRecorder;
 
 use super::{
-    BrokenRestore, ClientState, MAX_SPANS, PlantedBug, Simulation, SimulationOptions,
-    SimulationOutcome,
+    BrokenRestore, ClientState, PlantedBug, Simulation, SimulationOptions, SimulationOutcome,
 };
 use crate::arrival::ArrivalTimes;
 use crate::checker::{Checker, CheckerLimits};
@@ -91,7 +90,8 @@ impl Simulation {
             rt_waiting: 0,
             preempt_started: None,
             actions: Vec::new(),
-            recorder: options.trace_events.then(|| CoreRecorder::new(MAX_SPANS)),
+            recorder: (options.recorded_spans > 0)
+                .then(|| CoreRecorder::new(options.recorded_spans)),
             outcome: SimulationOutcome::default(),
         };
         simulation.add_models();

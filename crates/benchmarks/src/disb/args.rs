@@ -10,6 +10,7 @@ use clap::Args;
   atoll bench disb --device sim --workload A --policy ALL --json
   atoll bench disb --device sim --workload ALL --policy ALL --plot out.svg
   atoll bench disb --device sim --workload REAL --trace REAL.json --policy atoll
+  atoll bench disb --device sim --workload A --policy rt_only,atoll --perfetto a.json
   atoll bench disb --device sim --gpu h200 --scaled --workload C --policy ALL
   atoll bench disb --device cuda:0 --models models --workload A,D --policy ALL --rates scaled \\
                    --seconds 10 --json disb.json --svg disb.svg
@@ -99,6 +100,11 @@ pub(crate) struct DisbArgs {
     /// Draw latency, throughput and preemption as bars
     #[arg(long, alias = "svg", value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
+
+    /// Write requests and runs in the trace event format, for ui.perfetto.dev: each workload under
+    /// each policy is a process. At most 1,000,000 spans in all
+    #[arg(long, value_name = "FILE.json", conflicts_with = "soak")]
+    pub(crate) perfetto: Option<PathBuf>,
 
     #[command(flatten)]
     pub(crate) settings: DeviceSettings,

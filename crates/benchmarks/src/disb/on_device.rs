@@ -11,6 +11,7 @@ use bench::live::{
     Workload, charts, table,
 };
 use bench::plot;
+use bench::recorded_run;
 use runtime::policy::NAMES;
 use serde::Serialize;
 
@@ -28,7 +29,9 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
     }
     let (policies, skipped) = policies(&args.policy)?;
     let workloads = workloads(args)?;
-    let (live, description) = open(args, &workloads)?;
+    let each = recorded_run::spans_of_each(cells(args, &workloads, &policies)?);
+    let recorded_spans = args.perfetto.as_ref().map_or(0, |_| each);
+    let (live, description) = open(args, &workloads, recorded_spans)?;
     let mut report = LiveReport {
         device: description,
         driver: environment::driver(&args.device),
@@ -39,12 +42,15 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
         skipped,
         cells: Vec::new(),
     };
-    let all = rates(args)?.len() * workloads.len() * policies.len();
+    let all = cells(args, &workloads, &policies)?;
+    let mut recorded = Vec::new();
     let progress = Progress::new(all as u64, "cells");
     for rates in rates(args)? {
         for workload in &workloads {
             for policy in &policies {
-                let cell = live.run(workload, rates, policy).map_err(Failure::failed)?;
+                let run = live.run(workload, rates, policy).map_err(Failure::failed)?;
+                let (cell, spans) = run;
+                recorded.extend(spans);
                 progress::note(&format!(
                     "{} {} {policy}: RT mean {} us, p99 {} us, {}/s in all, {} errors",
                     workload.name,
@@ -65,11 +71,23 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
         }
     }
     drop(progress);
+    if let Some(path) = &args.perfetto {
+        write_file(path, &recorded_run::trace(&recorded))?;
+    }
     finish(args, &report)
 }
 
+/// How many cells there are: rates, workloads and policies.
+fn cells(args: &DisbArgs, workloads: &[Workload], policies: &[String]) -> Result<usize, Failure> {
+    Ok(rates(args)?.len() * workloads.len() * policies.len())
+}
+
 /// Loads the models of `workloads` and measures each alone; also returns the device's description.
-fn open(args: &DisbArgs, workloads: &[Workload]) -> Result<(LiveBenchmark, String), Failure> {
+fn open(
+    args: &DisbArgs,
+    workloads: &[Workload],
+    recorded_spans: usize,
+) -> Result<(LiveBenchmark, String), Failure> {
     let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
     let device = assembly::open_device(&named)?;
     let mut names: Vec<&str> =
@@ -82,6 +100,7 @@ fn open(args: &DisbArgs, workloads: &[Workload]) -> Result<(LiveBenchmark, Strin
         warm_seconds: args.warm_seconds,
         seed: args.seed,
         max_rt_slowdown_percent: args.max_rt_slowdown,
+        recorded_spans,
     };
     let description = device.info().description.clone();
     let live = LiveBenchmark::new(device, models, options).map_err(Failure::failed)?;
@@ -119,7 +138,7 @@ fn soak(args: &DisbArgs, seconds: f64) -> Result<(), Failure> {
     let [rates] = rates(args)?[..] else {
         return Err(Failure::usage("--soak runs at one kind of rates: literal or scaled"));
     };
-    let (live, device) = open(args, &workloads)?;
+    let (live, device) = open(args, &workloads, 0)?;
     let options = SoakOptions { seconds, policy: policy.to_string(), seed: args.seed };
     let progress = Progress::lasting("soaking", Duration::from_secs_f64(seconds));
     let soak = live.soak(workload, rates, &options, &progress::note).map_err(Failure::failed)?;

@@ -3,6 +3,7 @@
 use assembly::{Failure, write_file};
 use bench::disb::{self, DisbOptions};
 use bench::plot::{self, Chart};
+use bench::recorded_run;
 use bench::report::{SimulationReport, table};
 use runtime::policy::NAMES;
 
@@ -26,10 +27,19 @@ pub(crate) fn run(args: &DisbArgs) -> Result<(), Failure> {
     if args.workload == "ALL" && args.trace.is_some() {
         workloads.push("REAL");
     }
-    let mut reports = Vec::new();
+    let each = recorded_run::spans_of_each(workloads.len() * policies.len());
+    let recorded_spans = args.perfetto.as_ref().map_or(0, |_| each);
+    let (mut reports, mut recorded) = (Vec::new(), Vec::new());
     for workload in workloads {
         let scenario = scenario(args, workload)?;
-        reports.extend(disb::compare(workload, &scenario, &policies).map_err(Failure::usage)?);
+        let compared = disb::compare(workload, &scenario, &policies, recorded_spans);
+        for (report, run) in compared.map_err(Failure::usage)? {
+            reports.push(report);
+            recorded.extend(run);
+        }
+    }
+    if let Some(path) = &args.perfetto {
+        write_file(path, &recorded_run::trace(&recorded))?;
     }
     if let Some(path) = &args.plot {
         write_file(path, &plot::svg(&charts(&reports)))?;

@@ -252,6 +252,7 @@ async fn register(service: &LocalNode, name: &str) -> Result<(), ApiError> {
         preprocessing: None,
         class: None,
         slo_ms: None,
+        settings: None,
         canary: None,
     };
     service.register(request).await.map(|_| ())

@@ -3,8 +3,9 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use api::monitor::{RequestCounts, time_bucket};
+use api::monitor::RequestCounts;
 use base::Nanos;
+use base::histogram::time_bucket;
 
 /// Buckets of times; the last one is for those of about an hour and longer.
 const BUCKETS: usize = 256;
@@ -44,6 +45,7 @@ impl LiveCounts {
             latency: counts.filter(|(_, count)| *count > 0).collect(),
             failed: self.failed.load(Relaxed),
             late: self.late.load(Relaxed),
+            ..RequestCounts::default()
         }
     }
 }

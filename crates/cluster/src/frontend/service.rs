@@ -18,7 +18,6 @@ use api::{
     ServerMetadata, ServiceFuture, proto,
 };
 use base::Nanos;
-use model::ModelConfig;
 
 use super::monitor::FrontendMonitor;
 use super::routing_table::{ModelEntry, RoutingTable};
@@ -213,18 +212,12 @@ impl Inner {
         })
     }
 
-    async fn register(&self, request: RegisterRequest) -> ApiResult<Registered> {
+    async fn register(&self, mut request: RegisterRequest) -> ApiResult<Registered> {
         let files = self.settings.files.clone().ok_or_else(|| {
             ApiError::unavailable("cannot register models: start the frontend with --model-store")
         })?;
-        let RegisterRequest { name, onnx, labels, preprocessing, class, slo_ms, canary } = request;
-        let config = ModelConfig {
-            class: class.unwrap_or_default(),
-            labels,
-            preprocessing,
-            slo_ms,
-            ..ModelConfig::default()
-        };
+        let config = request.take_config()?;
+        let RegisterRequest { name, onnx, canary, .. } = request;
         let bytes = onnx.len() as u64;
         let digest = files
             .put(onnx)

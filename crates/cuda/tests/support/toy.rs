@@ -71,6 +71,7 @@ impl Chain {
             inputs: vec![ValueId(0)],
             outputs: vec![ValueId(self.steps as u32)],
             steps: (0..self.steps).map(step).collect(),
+            warnings: Vec::new(),
         };
         plan.plan_lifetimes();
         Arc::new(plan)

@@ -228,6 +228,7 @@ mod tests {
             inputs: (0..shapes.len() as u32).map(ValueId).collect(),
             outputs: Vec::new(),
             steps: Vec::new(),
+            warnings: Vec::new(),
         }
     }
 

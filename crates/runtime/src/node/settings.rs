@@ -21,6 +21,7 @@ pub(super) fn defaults(config: &ModelConfig) -> Defaults {
         class: config.class,
         priority: config.priority,
         timeout: config.timeout_ms.map(Nanos::from_millis),
+        objective: config.slo_ms.map(Nanos::from_millis),
     }
 }
 

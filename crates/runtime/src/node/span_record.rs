@@ -108,7 +108,7 @@ impl State {
             return;
         };
         let timing = &job.timing;
-        self.spans.record(Span::Request(RequestSpan {
+        let span = RequestSpan {
             number: job.number,
             job: if job.launched { job.number } else { 0 },
             model,
@@ -121,7 +121,9 @@ impl State {
             answered: now,
             deadline: job.deadline,
             end,
-        }));
+        };
+        self.count_request(&span);
+        self.spans.record(Span::Request(span));
     }
 
     /// Records a batch member; `job` is 0 if its batch was never formed.
@@ -132,7 +134,7 @@ impl State {
         timing: &Timing,
         result: &ReplyResult,
     ) {
-        self.spans.record(Span::Request(RequestSpan {
+        let span = RequestSpan {
             number,
             job,
             model: submission.model,
@@ -145,7 +147,9 @@ impl State {
             answered: timing.finished,
             deadline: submission.deadline,
             end: end_of(result),
-        }));
+        };
+        self.count_request(&span);
+        self.spans.record(Span::Request(span));
     }
 
     /// Records that a queue returned a job.
@@ -178,6 +182,7 @@ impl State {
                 _ => RunEnd::Preempted,
             },
         };
+        self.count_run(&span);
         self.spans.record(Span::Run(span));
     }
 

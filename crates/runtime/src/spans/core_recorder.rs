@@ -13,6 +13,7 @@ use crate::node::ModelKey;
 pub struct CoreRecorder {
     spans: Vec<Span>,
     limit: usize,
+    lost: u64,
     /// By the order of their id.
     requests: BTreeMap<u64, RequestSpan>,
     /// By queue.
@@ -34,14 +35,16 @@ impl CoreRecorder {
         CoreRecorder { limit, ..CoreRecorder::default() }
     }
 
-    /// The spans that ended.
-    pub fn into_spans(self) -> Vec<Span> {
-        self.spans
+    /// The spans that ended, and how many there were beyond the limit.
+    pub fn into_spans(self) -> (Vec<Span>, u64) {
+        (self.spans, self.lost)
     }
 
     fn record(&mut self, span: Span) {
         if self.spans.len() < self.limit {
             self.spans.push(span);
+        } else {
+            self.lost += 1;
         }
     }
 
@@ -233,7 +236,8 @@ mod tests {
         feed(&mut core, 25, preempted);
         feed(&mut core, 40, Event::SegmentDone { queue: 0, busy: Nanos(20) });
         feed(&mut core, 60, Event::SegmentDone { queue: 1, busy: Nanos(20) });
-        let spans = recorder.into_spans();
+        let (spans, lost) = recorder.into_spans();
+        assert_eq!(lost, 0);
         let runs: Vec<(u64, u64, u64, RunEnd)> = spans
             .iter()
             .filter_map(|span| match span {

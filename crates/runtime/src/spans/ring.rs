@@ -93,6 +93,11 @@ mod tests {
     }
 
     #[test]
+    fn a_span_is_as_small_as_the_command_line_says() {
+        assert!(size_of::<Span>() <= 120, "{} bytes", size_of::<Span>());
+    }
+
+    #[test]
     fn a_ring_without_room_keeps_nothing() {
         let mut ring = SpanRing::new(0);
         ring.record(eviction(1));

@@ -12,6 +12,9 @@ use serde_json::{Value, json};
 use super::served_model::ServedModel;
 use super::settings::settings_json;
 
+/// Warnings, and steps on the host, that are listed.
+const MAX_LISTED: usize = 100;
+
 /// What is known of a served model without running it.
 pub(super) fn details(served: &ServedModel, group: &Arc<DeviceGroup>) -> Value {
     let (plan, config) = (served.plan(), &served.config);
@@ -45,7 +48,21 @@ pub(super) fn details(served: &ServedModel, group: &Arc<DeviceGroup>) -> Value {
         "batching": batching(plan),
         "batch_times_us": times,
         "tuning": tuning(served, group),
+        "warnings": plan.warnings.iter().take(MAX_LISTED).collect::<Vec<_>>(),
+        "host_steps": host_steps(served, group),
     })
+}
+
+/// The steps that its first device runs on the host because it has no kernel for them.
+fn host_steps(served: &ServedModel, group: &DeviceGroup) -> Vec<Value> {
+    let Some((replica, _)) = group.replicas(served.key).into_iter().next() else {
+        return Vec::new();
+    };
+    let sections = group.node(replica.device).device().host_sections(served.plan(), &[]);
+    let steps = sections.iter().flat_map(|section| &section.steps).take(MAX_LISTED);
+    steps
+        .map(|host| json!({ "step": host.step, "operator": host.op, "reason": host.reason }))
+        .collect()
 }
 
 /// How far the steps of a model are tuned; null where there is nothing to tune.

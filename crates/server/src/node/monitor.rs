@@ -1,18 +1,20 @@
 //! What a node's viewers see: figures of the last moments, spans, traces and explanations.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, LazyLock};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use api::monitor::{LiveCursor, LiveUpdate, Monitor, SPAN_NUMBERS, time_bucket};
+use api::monitor::{
+    Counts, DeviceCounts, LiveCursor, LiveUpdate, Monitor, RequestCounts, SPAN_NUMBERS,
+};
 use base::Nanos;
 use device::PreemptionLevel;
 use model::config::Class;
-use runtime::core::End;
 use runtime::spans::explanation::{Explanation, explain};
 use runtime::spans::trace_events::{self, DeviceTrace, SpansByEnd};
 use runtime::spans::{RequestSpan, RunEnd, RunSpan, Span, end_name};
-use runtime::{ModelKey, Node};
+use runtime::{DeviceTotals, ModelKey, Node, RequestTotals};
 use serde_json::{Value, json};
 
 use super::Inner;
@@ -20,13 +22,11 @@ use super::Inner;
 /// Spans of one device that an update reads; a viewer loses the others.
 const MAX_SPANS: usize = 8_192;
 /// Spans of the past that a viewer gets first.
-const MAX_HISTORY: u64 = 20_000;
+const MAX_HISTORY: usize = 20_000;
 /// Maximum number of spans that are read for a trace or an explanation.
 const MAX_READ: usize = 1 << 20;
 /// Requests of a trace that say why they took as long as they did.
 const MAX_EXPLAINED: usize = 5_000;
-/// The time that the first figures of a viewer cover.
-const FIRST_WINDOW: Nanos = Nanos::from_millis(1_000);
 
 /// Names of the models of each device.
 struct Names(Vec<BTreeMap<ModelKey, String>>);
@@ -55,39 +55,6 @@ impl Names {
     }
 }
 
-/// Counts by bucket of [`time_bucket`].
-#[derive(Default)]
-struct Times(BTreeMap<u32, u64>);
-
-impl Times {
-    fn count(&mut self, time: Nanos) {
-        *self.0.entry(time_bucket(time)).or_default() += 1;
-    }
-
-    fn json(&self) -> Value {
-        self.0.iter().map(|(bucket, count)| json!([bucket, count])).collect()
-    }
-}
-
-/// Requests of one model and class since the last update.
-#[derive(Default)]
-struct Flow {
-    done: u64,
-    failed: u64,
-    late: u64,
-    latency: Times,
-    waits: Times,
-    rows: BTreeMap<u32, u64>,
-}
-
-/// What happened on a device since the last update.
-#[derive(Default)]
-struct DeviceFlow {
-    busy: [Nanos; 2],
-    leaving: Times,
-    preemptions: u64,
-}
-
 fn preemption_text(level: PreemptionLevel) -> &'static str {
     match level {
         PreemptionLevel::None => "none",
@@ -104,44 +71,61 @@ fn class_index(class: Class) -> usize {
     }
 }
 
-impl DeviceFlow {
-    fn count(&mut self, run: &RunSpan, since: Nanos) {
-        self.busy[class_index(run.class)] += run.ended - run.began.max(since);
-        if run.preempted_for.is_some() {
-            self.preemptions += u64::from(run.end == RunEnd::Preempted);
-            self.leaving.count(run.ended - run.preempt_requested);
-        }
+fn pairs(counts: &Counts) -> Value {
+    counts.iter().map(|(bucket, count)| json!([bucket, count])).collect()
+}
+
+/// Requests by model and class.
+type Flows = BTreeMap<(String, usize), RequestCounts>;
+
+fn flow_json(((model, class), counts): (&(String, usize), &RequestCounts)) -> Value {
+    json!({
+        "model": model,
+        "class": if *class == 0 { "rt" } else { "be" },
+        "done": counts.done(),
+        "failed": counts.failed,
+        "late": counts.late,
+        "latency": pairs(&counts.latency),
+        "wait": pairs(&counts.wait),
+        "rows": pairs(&counts.rows),
+    })
+}
+
+fn request_counts(totals: &RequestTotals) -> RequestCounts {
+    RequestCounts {
+        latency: totals.latency().collect(),
+        wait: totals.wait().collect(),
+        rows: totals.rows().collect(),
+        failed: totals.failed(),
+        late: totals.late(),
     }
 }
 
-impl Flow {
-    fn count(&mut self, request: &RequestSpan, slo: Option<Nanos>) {
-        let total = request.answered - request.arrived;
-        self.late +=
-            u64::from(request.answered > request.deadline || slo.is_some_and(|slo| total > slo));
-        if request.end != End::Done {
-            self.failed += 1;
-            return;
-        }
-        self.done += 1;
-        self.latency.count(total);
-        self.waits.count(request.started - request.arrived);
-        *self.rows.entry(request.rows.max(1)).or_default() += 1;
-    }
+fn device_counts(totals: &DeviceTotals) -> DeviceCounts {
+    let DeviceTotals { busy, preemptions, .. } = *totals;
+    DeviceCounts { busy, preemptions, leaving: totals.leaving().collect() }
+}
 
-    fn json(&self, model: &str, class: usize) -> Value {
-        let rows: Vec<Value> = self.rows.iter().map(|(rows, n)| json!([rows, n])).collect();
-        json!({
-            "model": model,
-            "class": if class == 0 { "rt" } else { "be" },
-            "done": self.done,
-            "failed": self.failed,
-            "late": self.late,
-            "latency": self.latency.json(),
-            "wait": self.waits.json(),
-            "rows": rows,
-        })
+/// Tells positions of this process from those of an earlier one.
+static PROCESS: LazyLock<u64> = LazyLock::new(|| {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    now.as_micros() as u64
+});
+
+/// Where a viewer is, as text that [`positions_of`] reads.
+fn position_text(positions: &[u64]) -> String {
+    let all = std::iter::once(&*PROCESS).chain(positions);
+    all.map(u64::to_string).collect::<Vec<_>>().join(".")
+}
+
+/// The positions in a text of this process for so many devices.
+fn positions_of(text: &str, devices: usize) -> Option<Vec<u64>> {
+    let mut numbers = text.split('.').map(|number| number.parse().ok());
+    if numbers.next()? != Some(*PROCESS) {
+        return None;
     }
+    let positions: Vec<u64> = numbers.take(devices + 1).collect::<Option<_>>()?;
+    (positions.len() == devices).then_some(positions)
 }
 
 /// The monitor of a node.
@@ -156,43 +140,71 @@ impl NodeMonitor {
         self.nodes().first().map_or(Nanos::ZERO, |node| node.clock().now())
     }
 
-    /// Reads the spans of a device that are new to a viewer; returns how many it lost.
-    fn read(&self, device: usize, cursor: &mut LiveCursor, spans: &mut Vec<Span>) -> u64 {
-        let node = self.0.device_group.node(device);
-        let (position, end) = (cursor.positions[device], node.spans_end());
-        let skipped = end.saturating_sub(position).saturating_sub(MAX_SPANS as u64);
-        let read = node.spans_since(position + skipped, MAX_SPANS, spans);
-        cursor.positions[device] = read.next;
-        read.lost + skipped
+    /// Appends the spans that are new to a viewer; returns how many it lost. What ended before it
+    /// came counts as lost only if it was here before.
+    fn new_spans(&self, cursor: &mut LiveCursor, encoded: &mut Vec<u8>) -> u64 {
+        let nodes = self.nodes();
+        let came = cursor.positions.len() != nodes.len();
+        let first = came || cursor.at == Nanos::ZERO;
+        let limit = if first { MAX_HISTORY } else { MAX_SPANS };
+        if came {
+            cursor.positions = vec![0; nodes.len()];
+        }
+        let (mut lost, mut spans) = (0, Vec::new());
+        for (device, (node, position)) in nodes.iter().zip(&mut cursor.positions).enumerate() {
+            spans.clear();
+            let oldest = node.spans_end().saturating_sub(limit as u64);
+            let skipped = oldest.saturating_sub(*position);
+            let read = node.spans_since(*position + skipped, limit, &mut spans);
+            *position = read.next;
+            lost += read.lost + skipped;
+            spans.iter().for_each(|span| encode(device, span, encoded));
+        }
+        if came { 0 } else { lost }
     }
 
-    fn figures(
-        &self,
-        (now, since): (Nanos, Nanos),
-        names: &Names,
-        flows: &BTreeMap<(String, usize), Flow>,
-        devices: &[DeviceFlow],
-        lost: u64,
-    ) -> Value {
-        let flows: Vec<Value> =
-            flows.iter().map(|((model, class), flow)| flow.json(model, *class)).collect();
-        let named = names.0.iter().enumerate().flat_map(|(device, names)| {
-            names.iter().map(move |(key, name)| json!([device, key.number(), name]))
-        });
-        json!({
-            "now_ns": now.0,
-            "interval_ns": (now - since).0,
-            "lost": lost,
-            "devices": self.device_figures(devices),
-            "models": self.model_figures(),
-            "names": named.collect::<Vec<_>>(),
-            "flows": flows,
-        })
+    /// Requests that ended since the last update.
+    fn flows(&self, cursor: &mut LiveCursor, names: &Names) -> Flows {
+        let first = cursor.at == Nanos::ZERO;
+        let mut before = std::mem::take(&mut cursor.counts);
+        let mut flows = Flows::new();
+        for (device, node) in self.nodes().iter().enumerate() {
+            for (model, class, totals) in node.request_totals() {
+                let class = class_index(class);
+                let source = format!("{device}/{}/{class}", model.number());
+                let seen = before.remove(&source);
+                if let Some(seen) = &seen
+                    && seen.done() + seen.failed == totals.ended()
+                {
+                    cursor.counts.insert(source, seen.clone());
+                    continue;
+                }
+                let counts = request_counts(&totals);
+                if !first {
+                    let since = counts.since(&seen.unwrap_or_default());
+                    flows.entry((names.name(device, model), class)).or_default().add(&since);
+                }
+                cursor.counts.insert(source, counts);
+            }
+        }
+        flows
     }
 
-    fn device_figures(&self, flows: &[DeviceFlow]) -> Vec<Value> {
+    /// What devices did since the last update.
+    fn device_flows(&self, cursor: &mut LiveCursor) -> Vec<DeviceCounts> {
+        let first = cursor.at == Nanos::ZERO;
+        let now: Vec<_> =
+            self.nodes().iter().map(|node| device_counts(&node.device_totals())).collect();
+        cursor.devices.resize_with(now.len(), DeviceCounts::default);
+        let before = if first { now.clone() } else { cursor.devices.clone() };
+        let since = now.iter().zip(&before).map(|(now, before)| now.since(before)).collect();
+        cursor.devices = now;
+        since
+    }
+
+    fn device_figures(&self, flows: &[DeviceCounts]) -> Vec<Value> {
         let group = &self.0.device_group;
-        let one = |((node, name), flow): ((&Arc<Node>, &String), &DeviceFlow)| {
+        let one = |((node, name), flow): ((&Arc<Node>, &String), &DeviceCounts)| {
             let (info, memory) = (node.device().info(), node.memory());
             let readings = node.device().readings().unwrap_or_default();
             json!({
@@ -203,7 +215,7 @@ impl NodeMonitor {
                 "fault": node.fault().map(|fault| fault.to_string()),
                 "busy_ns": { "rt": flow.busy[0].0, "be": flow.busy[1].0 },
                 "preemptions": flow.preemptions,
-                "leaving": flow.leaving.json(),
+                "leaving": pairs(&flow.leaving),
                 "budget_bytes": memory.budget.0,
                 "resident_bytes": node.resident().0,
                 "used_bytes": memory.device.and_then(|used| used.system).map(|bytes| bytes.0),
@@ -255,49 +267,39 @@ impl NodeMonitor {
 }
 
 impl Monitor for NodeMonitor {
+    fn cursor(&self, position: &str) -> LiveCursor {
+        let positions = positions_of(position, self.nodes().len()).unwrap_or_default();
+        LiveCursor { positions, ..LiveCursor::default() }
+    }
+
     fn update(&self, cursor: &mut LiveCursor, with_spans: bool) -> LiveUpdate {
-        let now = self.now();
-        if cursor.positions.len() != self.nodes().len() {
-            let history = if with_spans { MAX_HISTORY } else { MAX_SPANS as u64 };
-            let begin = |node: &Arc<Node>| node.spans_end().saturating_sub(history);
-            cursor.positions = self.nodes().iter().map(begin).collect();
-            cursor.at = now - FIRST_WINDOW;
-        }
-        let since = std::mem::replace(&mut cursor.at, now);
+        let now = self.now().max(Nanos(1));
+        // The first update has no begin.
+        let since = if cursor.at == Nanos::ZERO { now } else { cursor.at };
+        let resumed = !cursor.positions.is_empty();
         let names = Names::of(&self.0);
-        let slos: BTreeMap<String, Nanos> = self
-            .0
-            .models
-            .all()
-            .iter()
-            .filter_map(|m| Some((m.name.to_string(), Nanos::from_millis(m.config.slo_ms?))))
-            .collect();
-        let mut flows: BTreeMap<(String, usize), Flow> = BTreeMap::new();
-        let mut devices = Vec::new();
-        let (mut lost, mut encoded, mut spans) = (0, Vec::new(), Vec::new());
-        for device in 0..self.nodes().len() {
-            spans.clear();
-            lost += self.read(device, cursor, &mut spans);
-            let mut device_flow = DeviceFlow::default();
-            for span in spans.iter().filter(|span| span.ended() > since) {
-                match span {
-                    Span::Run(run) => device_flow.count(run, since),
-                    Span::Request(request) => {
-                        let name = names.name(device, request.model);
-                        let slo = slos.get(&name).copied();
-                        let key = (name, class_index(request.class));
-                        flows.entry(key).or_default().count(request, slo);
-                    }
-                    Span::Load(_) | Span::Eviction(_) | Span::Copy(_) => {}
-                }
-            }
-            devices.push(device_flow);
-            if with_spans {
-                spans.iter().for_each(|span| encode(device, span, &mut encoded));
-            }
+        let flows = self.flows(cursor, &names);
+        let devices = self.device_flows(cursor);
+        let (mut lost, mut spans) = (0, Vec::new());
+        if with_spans {
+            lost = self.new_spans(cursor, &mut spans);
         }
-        let figures = self.figures((now, since), &names, &flows, &devices, lost);
-        LiveUpdate { figures, spans: encoded }
+        cursor.at = now;
+        let named = names.0.iter().enumerate().flat_map(|(device, names)| {
+            names.iter().map(move |(key, name)| json!([device, key.number(), name]))
+        });
+        let figures = json!({
+            "now_ns": now.0,
+            "interval_ns": (now - since).0,
+            "lost": lost,
+            "resumed": resumed,
+            "position": with_spans.then(|| position_text(&cursor.positions)),
+            "devices": self.device_figures(&devices),
+            "models": self.model_figures(),
+            "names": named.collect::<Vec<_>>(),
+            "flows": flows.iter().map(flow_json).collect::<Vec<_>>(),
+        });
+        LiveUpdate { figures, spans }
     }
 
     fn trace(&self, window: Nanos) -> Option<String> {

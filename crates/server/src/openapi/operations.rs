@@ -345,7 +345,7 @@ fn watching() -> Vec<Operation> {
         .json("ModelSteps")
         .fails(&[501, 503]),
         get("/v2/atoll/live", "watch", "Figures and spans as an endless stream of frames")
-            .with(&["spans", "interval_ms"])
+            .with(&["spans", "interval_ms", "position"])
             .media("application/octet-stream")
             .fails(&[400, 501]),
         get("/v2/atoll/trace", "trace", "The last seconds, for ui.perfetto.dev")

@@ -5,13 +5,16 @@ use std::sync::Arc;
 use api::canary::{parse_percent, parse_time_ms};
 use api::error::ApiResult;
 use api::fallible::with_room;
-use api::{ApiError, CanaryOptions, ClassifyRequest, ErrorKind, RegisterRequest, check_model_name};
+use api::{
+    ApiError, CanaryOptions, ClassifyRequest, ErrorKind, InferOptions, RegisterRequest,
+    check_model_name,
+};
 use axum::extract::multipart::{Field, MultipartError, MultipartRejection};
 use axum::extract::{Extension, Multipart, State};
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use model::Reservation;
-use model::config::{Class, Preprocessing};
+use model::config::{Class, ModelConfig, Preprocessing, SettingsChange};
 
 use super::body;
 use super::infer_api::context;
@@ -26,6 +29,8 @@ const MAX_CLASSES: usize = 1000;
 const MIN_STEP: usize = 64 << 10;
 /// Bytes of a label beside its text: its handle, and an allocation.
 const LABEL_BYTES: usize = size_of::<String>() + 32;
+/// Longest JSON of a form's settings.
+const MAX_SETTINGS_BYTES: usize = 16 << 10;
 /// Maximum number of labels of a model.
 const MAX_LABELS: usize = 1 << 20;
 
@@ -41,6 +46,12 @@ pub(super) async fn register(
     let request = read_registration(form_of(form)?, &mut memory).await?;
     caller.check_model(&request.name)?;
     caller.check_class(request.class)?;
+    if let Some(settings) = &request.settings {
+        let (class, priority) = settings.class_and_priority().map_err(ApiError::invalid)?;
+        caller.limit(&mut InferOptions { class, priority, ..InferOptions::default() })?;
+        let defaults = ModelConfig::default();
+        settings.apply(&defaults, &defaults).map_err(ApiError::invalid)?;
+    }
     let registered = app.service.register(request).await?;
     let body = serde_json::to_vec(&registered)
         .map_err(|error| ApiError::internal(format!("cannot write the response: {error}")))?;
@@ -112,7 +123,7 @@ async fn read_registration(
     memory: &mut Reservation,
 ) -> ApiResult<RegisterRequest> {
     let (mut name, mut onnx, mut class, mut slo_ms) = (None, None, None, None);
-    let (mut labels, mut preprocessing) = (Vec::new(), None);
+    let (mut labels, mut preprocessing, mut settings) = (Vec::new(), None, None);
     let mut canary = CanaryFields::default();
     while let Some(field) = form.next_field().await.map_err(form_error)? {
         match field.name().unwrap_or_default() {
@@ -122,13 +133,14 @@ async fn read_registration(
             "preprocessing" => preprocessing = read_preprocessing(&text_of(field, memory).await?)?,
             "class" => class = read_class(&text_of(field, memory).await?)?,
             "slo_ms" => slo_ms = read_slo(&text_of(field, memory).await?)?,
+            "settings" => settings = read_settings(&text_of(field, memory).await?)?,
             "canary" | "promote_after" | "max_errors" | "max_slowdown" => {
                 let name = field.name().unwrap_or_default().to_string();
                 canary.read(&name, &text_of(field, memory).await?)?;
             }
             other => {
-                let known = "name, model, labels, preprocessing, class, slo_ms, canary, \
-                             promote_after, max_errors, max_slowdown";
+                let known = "name, model, labels, preprocessing, class, slo_ms, settings, \
+                             canary, promote_after, max_errors, max_slowdown";
                 return Err(unknown_field(other, known));
             }
         }
@@ -140,7 +152,7 @@ async fn read_registration(
         return Err(ApiError::invalid("the field 'model' is empty; it must be an ONNX file"));
     }
     let canary = canary.options()?;
-    Ok(RegisterRequest { name, onnx, labels, preprocessing, class, slo_ms, canary })
+    Ok(RegisterRequest { name, onnx, labels, preprocessing, class, slo_ms, settings, canary })
 }
 
 /// The fields of a form that make a version a canary.
@@ -222,6 +234,17 @@ fn read_slo(text: &str) -> ApiResult<Option<u64>> {
             ApiError::invalid("the field 'slo_ms' must be a whole number of milliseconds")
         }),
     }
+}
+
+fn read_settings(text: &str) -> ApiResult<Option<SettingsChange>> {
+    if text.trim().is_empty() {
+        return Ok(None);
+    }
+    let settings =
+        (text.len() <= MAX_SETTINGS_BYTES).then(|| SettingsChange::parse(text.as_bytes()));
+    let settings = settings.unwrap_or_else(|| Err("the text is too long".to_string()));
+    let wrong = |why: String| ApiError::invalid(format!("the field 'settings': {why}"));
+    settings.map(Some).map_err(wrong)
 }
 
 fn read_class(text: &str) -> ApiResult<Option<Class>> {

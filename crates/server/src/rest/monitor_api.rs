@@ -26,6 +26,10 @@ use crate::server::AppState;
 const MAX_VIEWERS: usize = 16;
 /// Traces that are written at once; each takes tens of megabytes.
 const MAX_TRACES: usize = 1;
+/// Requests that are explained at once; each reads the spans of a device.
+const MAX_EXPLANATIONS: usize = 4;
+/// Longest position that a viewer gives.
+const MAX_POSITION: usize = 4_096;
 /// Models whose steps are measured at once.
 const MAX_MEASUREMENTS: usize = 1;
 /// Maximum seconds of a trace.
@@ -43,6 +47,7 @@ const SPANS: u8 = b'S';
 pub(crate) struct Viewers {
     live: Arc<Semaphore>,
     traces: Arc<Semaphore>,
+    explanations: Arc<Semaphore>,
     measurements: Arc<Semaphore>,
 }
 
@@ -52,6 +57,7 @@ impl Default for Viewers {
         Viewers {
             live: of(MAX_VIEWERS),
             traces: of(MAX_TRACES),
+            explanations: of(MAX_EXPLANATIONS),
             measurements: of(MAX_MEASUREMENTS),
         }
     }
@@ -76,6 +82,8 @@ pub(super) struct LiveOptions {
     #[serde(default)]
     spans: bool,
     interval_ms: Option<u64>,
+    /// The position in the last figures of an earlier stream, whose spans this one continues.
+    position: Option<String>,
 }
 
 /// A viewer: its next update is made when its connection takes the last one.
@@ -103,7 +111,8 @@ impl Viewer {
             let mut frames = Vec::new();
             let figures = serde_json::to_vec(&update.figures).unwrap_or_default();
             write_frame(&mut frames, FIGURES, &figures);
-            if !update.spans.is_empty() {
+            // Also without spans: the frame ends what the figures' position covers.
+            if self.with_spans {
                 write_frame(&mut frames, SPANS, &update.spans);
             }
             (Ok(Bytes::from(frames)), self)
@@ -131,11 +140,17 @@ pub(super) async fn live(
         let (from, to) = (INTERVALS_MS.start(), INTERVALS_MS.end());
         return Err(ApiError::invalid(format!("interval_ms must be in {from}..={to}")).into());
     }
+    let position = options.position.unwrap_or_default();
+    if position.len() > MAX_POSITION {
+        let message = format!("position must be at most {MAX_POSITION} bytes");
+        return Err(ApiError::invalid(message).into());
+    }
+    let monitor = monitor(&app)?;
     let viewer = Viewer {
-        monitor: monitor(&app)?,
         _place: take(&app.viewers.live, "viewers")?,
         app,
-        cursor: LiveCursor::default(),
+        cursor: monitor.cursor(&position),
+        monitor,
         with_spans: options.spans,
         interval: Duration::from_millis(interval),
         first: true,
@@ -185,7 +200,7 @@ pub(super) async fn explain(
 ) -> HandlerResult {
     let Path((device, request)) = path.map_err(|error| ApiError::invalid(error.body_text()))?;
     let monitor = monitor(&app)?;
-    let place = take(&app.viewers.traces, "explanations at once")?;
+    let place = take(&app.viewers.explanations, "explanations at once")?;
     let found = tokio::task::spawn_blocking(move || {
         let _place = place;
         monitor.explain(device, request)

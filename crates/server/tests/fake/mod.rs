@@ -5,7 +5,7 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use api::RegisterRequest;
@@ -25,6 +25,8 @@ pub struct FakeDevice {
     open: Arc<AtomicBool>,
     /// Whether it is faulted.
     pub faulted: AtomicBool,
+    /// What its tools report.
+    pub readings: OnceLock<DeviceReadings>,
 }
 
 impl FakeDevice {
@@ -38,7 +40,8 @@ impl FakeDevice {
             rounding: 0.0,
         };
         let open = Arc::new(AtomicBool::new(true));
-        Arc::new(FakeDevice { info, delay, open, faulted: AtomicBool::new(false) })
+        let faulted = AtomicBool::new(false);
+        Arc::new(FakeDevice { info, delay, open, faulted, readings: OnceLock::new() })
     }
 
     /// A device on which segments finish only if preempted, until [`FakeDevice::open`] is called.
@@ -63,6 +66,10 @@ impl Device for FakeDevice {
         let (device, reason) = ("fake".to_string(), "broken".to_string());
         let faulted = self.faulted.load(Ordering::SeqCst);
         faulted.then_some(DeviceError::Faulted { device, reason })
+    }
+
+    fn readings(&self) -> Option<DeviceReadings> {
+        self.readings.get().cloned()
     }
 
     fn unsupported_steps(&self, _: &LaunchPlan) -> Vec<DeviceError> {
@@ -204,6 +211,7 @@ fn plan(dims: &[Dim]) -> LaunchPlan {
             outputs: vec![Some(ValueId(1))],
             last_uses: vec![],
         }],
+        warnings: Vec::new(),
     }
 }
 

@@ -5,13 +5,16 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use api::error::ApiResult;
+use api::monitor::{LiveCursor, LiveUpdate, SPAN_NUMBERS};
 use api::*;
 use base::{MonotonicClock, Nanos};
 use bytes::Bytes;
+use device::DeviceReadings;
 use model::Tensor;
 use model::config::{Batching, BatchingPolicy, Class, ModelConfig, RequestLimits};
 use runtime::batching::StaggeredBatch;
 use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeOptions};
+use serde_json::json;
 use server::LocalNode;
 
 use crate::fake::{FakeDevice, FakeLoader};
@@ -291,6 +294,43 @@ fn metrics(node: &LocalNode) -> String {
     text
 }
 
+#[tokio::test]
+async fn the_dashboard_of_gpus_reads_metrics_that_exist() {
+    const DASHBOARD: &str = include_str!("../../../../deploy/grafana/atoll-gpu.json");
+    let Fixture { node, device, .. } = start(INSTANT, &["m"]).await;
+    let readings = DeviceReadings {
+        uuid: Some("GPU-1".to_string()),
+        utilization_percent: Some(50),
+        power_milliwatts: Some(300_000),
+        power_limit_milliwatts: Some(700_000),
+        energy_millijoules: Some(5_000),
+        memory_total: Some(base::Bytes(1 << 30)),
+        memory_used: Some(base::Bytes(1 << 29)),
+        tuned_steps: Some(3),
+    };
+    device.readings.set(readings).unwrap();
+    infer(&node, "m", request(floats(&[1.0]))).await.unwrap();
+    let page = metrics(&node);
+    let dashboard: serde_json::Value = serde_json::from_str(DASHBOARD).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    for panel in panels {
+        let mut found = 0;
+        for target in panel["targets"].as_array().unwrap() {
+            let expression = target["expr"].as_str().unwrap();
+            let words = expression.split(|c| !is_part(c));
+            for name in words.filter(|word| word.starts_with("nv_") || word.starts_with("atoll_")) {
+                // A sample, not only the family.
+                let sample = page.lines().any(|line| line.starts_with(&format!("{name}{{")));
+                assert!(sample, "{name} is not on {page}");
+                found += 1;
+            }
+        }
+        assert!(found > 0, "{}", panel["title"]);
+    }
+    assert!(panels.len() >= 9);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn preemptions_are_counted() {
     let Fixture { node, device, .. } = start_on(FakeDevice::closed(), &["fast", "slow"]).await;
@@ -339,6 +379,7 @@ fn registration(name: &str) -> RegisterRequest {
         preprocessing: None,
         class: None,
         slo_ms: None,
+        settings: None,
         canary: None,
     }
 }
@@ -379,6 +420,94 @@ async fn copies_of_large_batches_are_spans() {
     assert_eq!(copies.count(), gathers.len());
 }
 
+async fn infer_often(node: &LocalNode, times: usize) {
+    for _ in 0..times {
+        infer(node, "m", request(floats(&[1.0]))).await.unwrap();
+    }
+}
+
+/// The numbers in an update's spans, 14 for each.
+fn span_count(update: &LiveUpdate) -> usize {
+    update.spans.len() / (SPAN_NUMBERS * 8)
+}
+
+#[tokio::test]
+async fn figures_count_requests_whose_spans_a_viewer_loses() {
+    let Fixture { node, .. } = start(INSTANT, &["m"]).await;
+    let monitor = node.monitor().unwrap();
+    let mut viewers = [LiveCursor::default(), LiveCursor::default()];
+    infer_often(&node, 3).await;
+    for viewer in &mut viewers {
+        let figures = monitor.update(viewer, true).figures;
+        // The first figures have no begin.
+        assert_eq!((&figures["interval_ns"], &figures["flows"]), (&json!(0), &json!([])));
+    }
+    // A request and its run are a span each.
+    infer_often(&node, 5_000).await;
+    for (viewer, with_spans) in viewers.iter_mut().zip([true, false]) {
+        let update = monitor.update(viewer, with_spans);
+        let flow = &update.figures["flows"][0];
+        assert_eq!((&flow["model"], &flow["done"]), (&json!("m"), &json!(5_000)));
+        assert_eq!(flow["rows"], json!([[1, 5_000]]));
+        let waits = flow["wait"].as_array().unwrap().iter();
+        assert_eq!(waits.map(|pair| pair[1].as_u64().unwrap()).sum::<u64>(), 5_000);
+        let lost = update.figures["lost"].as_u64().unwrap();
+        assert_eq!(lost > 0, with_spans);
+        assert_eq!(span_count(&update) as u64 + lost, if with_spans { 10_000 } else { 0 });
+        // Nothing happened since.
+        assert_eq!(monitor.update(viewer, with_spans).figures["flows"], json!([]));
+    }
+}
+
+#[tokio::test]
+async fn spans_from_before_a_viewer_came_are_not_lost() {
+    let Fixture { node, .. } = start(INSTANT, &["m"]).await;
+    let monitor = node.monitor().unwrap();
+    infer_often(&node, 11_000).await;
+    let mut viewer = LiveCursor::default();
+    let first = monitor.update(&mut viewer, true);
+    assert_eq!((span_count(&first), &first.figures["lost"]), (20_000, &json!(0)));
+    assert_eq!(first.figures["resumed"], json!(false));
+    // Another stream continues where this one was.
+    infer_often(&node, 50).await;
+    let position = first.figures["position"].as_str().unwrap();
+    let mut again = monitor.cursor(position);
+    let next = monitor.update(&mut again, true);
+    assert_eq!((span_count(&next), &next.figures["resumed"]), (100, &json!(true)));
+    // What cannot be a position of this process is as good as none.
+    let other = format!("1{position}");
+    for position in ["", "x", "1.2", other.as_str(), &position.replace('.', ".7.")] {
+        let update = monitor.update(&mut monitor.cursor(position), true);
+        assert_eq!(update.figures["resumed"], json!(false), "{position}");
+    }
+    let process = position.split('.').next().unwrap();
+    let mut ahead = monitor.cursor(&format!("{process}.{}", u64::MAX));
+    assert_eq!(span_count(&monitor.update(&mut ahead, true)), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_run_that_has_not_ended_counts_as_busy() {
+    let Fixture { node, device, .. } = start_on(FakeDevice::closed(), &["m"]).await;
+    let monitor = node.monitor().unwrap();
+    let mut viewer = LiveCursor::default();
+    let asking = node.clone();
+    let reply = tokio::spawn(async move {
+        infer(&asking, "m", request(floats(&[1.0]))).await.unwrap();
+    });
+    let busy = |viewer: &mut LiveCursor| {
+        let figures = monitor.update(viewer, false).figures;
+        let busy = &figures["devices"][0]["busy_ns"];
+        busy["rt"].as_u64().unwrap() + busy["be"].as_u64().unwrap()
+    };
+    let since = Instant::now();
+    while busy(&mut viewer) == 0 {
+        assert!(since.elapsed() < TIME_LIMIT, "no run counts as busy");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    device.open();
+    reply.await.unwrap();
+}
+
 #[tokio::test]
 async fn a_registration_that_cannot_be_loaded_is_removed() {
     let Fixture { node, .. } = start(INSTANT, &[]).await;
@@ -413,6 +542,7 @@ async fn registered_models_classify_pictures() {
             preprocessing: Some(Default::default()),
             class: None,
             slo_ms: None,
+            settings: None,
             canary: None,
         })
         .await
@@ -569,6 +699,7 @@ async fn models_are_profiled_in_the_background() {
         preprocessing: None,
         class: None,
         slo_ms: Some(600_000),
+        settings: None,
         canary: None,
     };
     node.register(registered).await.unwrap();

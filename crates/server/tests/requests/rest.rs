@@ -9,7 +9,7 @@ use std::time::Duration;
 use server::{RunningServer, Server, ServerOptions};
 
 use crate::http::Client;
-use crate::support::Echo;
+use crate::support::{Echo, SlowTraces};
 
 const IDENTITY: &str = "/v2/models/identity/infer";
 const FLOATS: &str =
@@ -212,6 +212,8 @@ async fn forms_register_and_classify() {
         &[("name", "x"), ("model", "o"), ("class", "fast")],
         &[("name", "x"), ("model", "o"), ("preprocessing", r#"{"crop":9}"#)],
         &[("name", "x"), ("model", "o"), ("colour", "red")],
+        &[("name", "x"), ("model", "o"), ("settings", r#"{"priority":0}"#)],
+        &[("name", "x"), ("model", "o"), ("settings", r#"{"colour":1}"#)],
     ] {
         client.call("POST", "/register", &multipart, &form(bad)).await.error(400);
     }
@@ -239,6 +241,26 @@ async fn the_console_is_served_with_a_strict_policy() {
     client.post("/v2/atoll/plan", "{}").await.error(501);
     client.get("/v2/atoll/models/identity").await.error(501);
     assert!(client.get("/v2/atoll/cluster").await.json().is_null());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_trace_that_is_written_does_not_keep_requests_from_being_explained() {
+    let monitor = Arc::new(SlowTraces::default());
+    let echo = Echo { monitor: Some(monitor.clone()), ..Echo::default() };
+    let Fixture { mut client, server, .. } = start_with(echo).await;
+    let mut writer = Client::connect(server.http_addr.unwrap()).await;
+    let trace = tokio::spawn(async move { writer.get("/v2/atoll/trace").await.json() });
+    while monitor.begun.load(Ordering::SeqCst) == 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let why = client.get("/v2/atoll/trace/devices/0/requests/7").await.json();
+    assert_eq!(why["request"], 7);
+    // A second trace has to wait.
+    client.get("/v2/atoll/trace").await.error(429);
+    monitor.open.store(true, Ordering::SeqCst);
+    assert!(trace.await.unwrap().is_object());
+    let position = "7".repeat(5_000);
+    client.get(&format!("/v2/atoll/live?position={position}")).await.error(400);
 }
 
 #[tokio::test]

@@ -3,12 +3,14 @@
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use api::error::ApiResult;
+use api::monitor::{LiveCursor, LiveUpdate, Monitor};
 use api::*;
+use base::Nanos;
 use model::{HostPool, HostPoolBuffer};
 use server::node::classification;
 
@@ -23,6 +25,35 @@ pub struct Echo {
     pub answered: AtomicUsize,
     /// Host pool for bodies.
     pub host_pool: Option<Arc<RecordingHostPool>>,
+    /// What viewers read.
+    pub monitor: Option<Arc<SlowTraces>>,
+}
+
+/// A monitor whose traces take until the test opens its latch.
+#[derive(Default)]
+pub struct SlowTraces {
+    /// Traces that have begun.
+    pub begun: AtomicUsize,
+    /// Lets traces end.
+    pub open: AtomicBool,
+}
+
+impl Monitor for SlowTraces {
+    fn update(&self, _cursor: &mut LiveCursor, _with_spans: bool) -> LiveUpdate {
+        LiveUpdate::default()
+    }
+
+    fn trace(&self, _window: Nanos) -> Option<String> {
+        self.begun.fetch_add(1, Ordering::SeqCst);
+        while !self.open.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Some("{}".to_string())
+    }
+
+    fn explain(&self, _device: usize, request: u64) -> Option<serde_json::Value> {
+        Some(serde_json::json!({ "request": request }))
+    }
 }
 
 /// Closed until the test opens it.
@@ -166,6 +197,10 @@ impl InferenceService for Echo {
 
     fn host_pool(&self) -> Option<Arc<dyn HostPool>> {
         Some(self.host_pool.clone()?)
+    }
+
+    fn monitor(&self) -> Option<Arc<dyn Monitor>> {
+        Some(self.monitor.clone()?)
     }
 
     fn ready(&self) -> bool {
