@@ -82,6 +82,7 @@ impl ModelHarness {
             preprocessing: None,
             class: Some(if flags & 1 == 0 { Class::RealTime } else { Class::BestEffort }),
             slo_ms: None,
+            settings: None,
             canary: None,
         };
         let node = &self.node;
