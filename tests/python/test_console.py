@@ -222,6 +222,26 @@ def test_sliders_plan_again(demo: str, browser: Browser) -> None:
     assert browser.errors() == []
 
 
+def test_a_sweep_plans_at_several_rates(demo: str, browser: Browser) -> None:
+    browser.open(f"{demo}/#plan")
+    assert browser.wait("document.querySelector('.sweep button')")
+    browser.evaluate("document.querySelector('.sweep button').click()")
+    rows = "[...document.querySelectorAll('.sweep tbody tr')]"
+    assert browser.wait(f"{rows}.length === 9")
+    gpus = browser.evaluate(f"{rows}.map((row) => Number(row.cells[1].textContent))")
+    assert gpus == sorted(gpus) and 0 < gpus[0] < gpus[-1], gpus
+    # Rates as they are need as many as the plan above.
+    planned = browser.evaluate("Number(document.querySelector('.figures dd').firstChild.data)")
+    assert gpus[4] == planned
+    bars = browser.evaluate("document.querySelectorAll('.sweep svg rect').length")
+    assert bars == 9
+    # A sweep that cannot be planned says why.
+    browser.evaluate("atoll.pages.plan.services.value = '[[service]]'")
+    browser.evaluate("document.querySelector('.sweep button').click()")
+    assert browser.wait(f"{rows}.length === 9 && {rows}[0].cells[1].textContent === '–'")
+    assert browser.evaluate("document.querySelector('.sweep p')?.textContent.length > 8")
+
+
 def test_a_page_that_stays_open_does_not_grow(demo: str, browser: Browser) -> None:
     browser.open(f"{demo}/#timeline")
     assert browser.wait("atoll.pages.timeline.store.size > 100")

@@ -2,6 +2,7 @@
 
 import { postJson } from "./api.js";
 import { el, number, show, svg } from "./dom.js";
+import { Sweep } from "./sweep.js";
 
 const SERVICES = `[[service]]
 name = "photos"
@@ -133,6 +134,7 @@ export class Plan {
     this.error = el("p", { class: "error", role: "alert" });
     this.summary = el("dl", { class: "figures" });
     this.picture = el("div", { class: "body" });
+    this.sweep = new Sweep(() => this.#request());
     this.commands = el("pre", { tabindex: 0, role: "region", "aria-label": "Commands" });
     const copy = el(
       "button",
@@ -178,6 +180,7 @@ export class Plan {
         el("div", { class: "bar" }, el("h2", {}, "GPUs and their slices")),
         this.picture,
       ),
+      this.sweep.node,
       el(
         "div",
         { class: "grid" },
@@ -219,6 +222,7 @@ export class Plan {
 
   close() {
     clearTimeout(this.#timer);
+    this.sweep.stop();
     this.#inputs = {
       services: this.services.value,
       profiles: this.profiles.value,
@@ -232,20 +236,25 @@ export class Plan {
     this.#timer = setTimeout(() => this.#plan(), PAUSE_MS);
   }
 
+  /** What the fields ask for. */
+  #request() {
+    return {
+      services: this.services.value,
+      profiles: this.profiles.value,
+      gpu: this.gpu.value,
+      rate_scale: 2 ** Number(this.rate.input.value),
+      slo_scale: 2 ** Number(this.slo.input.value),
+      headroom: Number(this.headroom.input.value) / 100,
+      share_time: this.share.checked,
+      foreign_profiles: this.foreign.checked,
+    };
+  }
+
   async #plan() {
     this.#number += 1;
     const current = this.#number;
     try {
-      const plan = await postJson("/v2/atoll/plan", {
-        services: this.services.value,
-        profiles: this.profiles.value,
-        gpu: this.gpu.value,
-        rate_scale: 2 ** Number(this.rate.input.value),
-        slo_scale: 2 ** Number(this.slo.input.value),
-        headroom: Number(this.headroom.input.value) / 100,
-        share_time: this.share.checked,
-        foreign_profiles: this.foreign.checked,
-      });
+      const plan = await postJson("/v2/atoll/plan", this.#request());
       // A later change has its own answer.
       if (current !== this.#number || !this.#node) return;
       this.error.textContent = plan.faults.join("\n");

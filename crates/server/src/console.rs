@@ -49,7 +49,7 @@ macro_rules! files {
     };
 }
 
-static FILES: [ConsoleFile; 19] = files![
+static FILES: [ConsoleFile; 20] = files![
     "index.html",
     "docs.html",
     "style.css",
@@ -66,6 +66,7 @@ static FILES: [ConsoleFile; 19] = files![
     "settings.js",
     "spans.js",
     "steps.js",
+    "sweep.js",
     "timeline.js",
     "try.js",
     "way.js",
