@@ -144,7 +144,8 @@ fn check_ports(args: &ApplyArgs, list: &[Change]) -> Result<(), Failure> {
     match servers <= room {
         true => Ok(()),
         false => Err(Failure::usage(format!(
-            "the plan has {servers} servers, and from --first-port {} on there are ports for {room}",
+            "the plan has {servers} servers, and from --first-port {} on there are ports for \
+             {room}",
             args.first_port
         ))),
     }

@@ -716,8 +716,8 @@ pub(crate) struct PlanArgs {
     #[arg(long, requires = "rates")]
     pub(crate) unfolded: bool,
 
-    /// With --traffic or --prometheus: write the plan of every window into this folder, for --verify
-    /// and atoll apply
+    /// With --traffic or --prometheus: write the plan of every window into this folder, for
+    /// --verify and atoll apply
     #[arg(long, value_name = "FOLDER", requires = "rates")]
     pub(crate) plans: Option<PathBuf>,
 

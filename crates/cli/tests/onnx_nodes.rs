@@ -518,8 +518,8 @@ fn the_book_counts_what_the_list_says() {
         _ => format!("{},{:03}", count / 1000, count % 1000),
     };
     let book = std::fs::read_to_string(here.join("../../docs/book/src/models.md")).unwrap();
-    let told = book.split_whitespace().collect::<Vec<_>>().join(" ");
+    let said = book.split_whitespace().collect::<Vec<_>>().join(" ");
     let (passed, refused) = (grouped(count(" passed")), grouped(count(" unsupported")));
     let want = format!("{passed} of them pass and {refused} are refused as unsupported");
-    assert!(told.contains(&want), "docs/book/src/models.md does not say: {want}");
+    assert!(said.contains(&want), "docs/book/src/models.md does not say: {want}");
 }

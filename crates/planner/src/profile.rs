@@ -200,7 +200,7 @@ mod tests {
         };
         let point = |processes: &str, throughput: &str, latency_ms: &str| {
             format!(
-                "\"gpcs\": 1, \"batch\": 1, \"processes\": {processes}, \
+                "\"gpcs\": 1, \"batch\": 2, \"processes\": {processes}, \
                  \"throughput\": {throughput}, \"latency_ms\": {latency_ms}"
             )
         };

@@ -36,7 +36,8 @@ pub(super) fn run(
     if journal.done().iter().filter(server).any(|done| done.tls != tls) {
         let (now, then) = if tls { ("without", "with") } else { ("with", "without") };
         return Err(Failure::usage(format!(
-            "the servers in effect listen {now} TLS, and these would listen {then}: use --undo first"
+            "the servers in effect listen {now} TLS, and these would listen {then}: use --undo \
+             first"
         )));
     }
     let now: Vec<Change> = journal.done().iter().map(|done| done.change.clone()).collect();

@@ -1,5 +1,5 @@
-//! What `atoll plan` does by its flags. A flag that a mode would ignore is refused: whoever gives
-//! it expects that it counts.
+//! What `atoll plan` does by its flags. A flag that a mode would ignore is refused: who gives it
+//! expects that it counts.
 
 use assembly::Failure;
 use planner::Algorithm;

@@ -12,11 +12,14 @@ fn offer(price: f64, count: Option<usize>) -> Vec<GpuOffer> {
 fn kind(name: &str, factor: f64, price: f64, count: Option<usize>) -> MixKind {
     let gpu = GpuKind::find(name).unwrap();
     let mut text = COLUMNS.to_string();
-    for slice in gpu.slices {
-        let rate = f64::from(slice.gpcs) * 100.0 * factor;
-        text += &format!("small,{},1,1,{rate},10\n", slice.gpcs);
-        if slice.gpcs >= 4 {
-            text += &format!("large,{},1,1,{},10\n", slice.gpcs, rate * factor / 8.0);
+    let mut sizes: Vec<u8> = gpu.slices.iter().map(|slice| slice.gpcs).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    for gpcs in sizes {
+        let rate = f64::from(gpcs) * 100.0 * factor;
+        text += &format!("small,{gpcs},1,1,{rate},10\n");
+        if gpcs >= 4 {
+            text += &format!("large,{gpcs},1,1,{},10\n", rate * factor / 8.0);
         }
     }
     MixKind { gpu, profiles: Profiles::from_csv(&text).unwrap(), offers: offer(price, count) }
@@ -218,7 +221,7 @@ fn energy_needs_the_watts_of_every_offer() {
     assert!(wrong.contains("offer 'o' has no watts"), "{wrong}");
 }
 
-/// A random fleet of which only a part fits.
+/// Random services of which only a part fits.
 fn crowded(random: &mut Random) -> MixProblem {
     let stock = |random: &mut Random| (random.below(3) == 0).then(|| 1 + random.below(3) as usize);
     let mut kinds = vec![kind("a100-80gb", 1.0, 1.0, stock(random))];

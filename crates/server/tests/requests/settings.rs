@@ -255,10 +255,19 @@ async fn a_change_needs_the_scope_of_a_registration_and_its_class() {
     patch(&server, Some(&register), PATH, r#"{"class":"rt"}"#).await.error(403);
     let changed = patch(&server, Some(&register), PATH, r#"{"priority":50}"#).await;
     assert_eq!(changed.status, 200, "{}", changed.text());
-    let audit = std::fs::read_to_string(audit).unwrap();
-    let changes = audit.lines().filter(|line| line.contains("\"change\":\"settings\""));
-    let done = |line: &str| line.contains("\"status\":200") && line.contains(PATH);
-    assert_eq!(changes.filter(|line| done(line)).count(), 1, "{audit}");
+    let done = |line: &&str| {
+        let words = ["\"change\":\"settings\"", "\"status\":200", PATH];
+        words.iter().all(|word| line.contains(word))
+    };
+    let read = || std::fs::read_to_string(&audit).unwrap();
+    // A thread writes the log; only a line that never comes is waited for in vain.
+    for _ in 0..4_000 {
+        if read().lines().any(|line| done(&line)) {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert_eq!(read().lines().filter(done).count(), 1, "{}", read());
     server.shutdown(Duration::from_secs(1)).await;
 }
 
