@@ -78,6 +78,26 @@ def test_run_reports_latency(flags: list[str], kind: str) -> None:
     assert sum(step["share"] for step in report["steps"]) == pytest.approx(1, abs=0.05)
 
 
+def test_run_tells_the_share_of_the_limit() -> None:
+    done = atoll("run", DIGITS, "--bind", "batch=64", "--limits", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    limits = report["limits"]
+    rates = [cache["gb_per_s"] for cache in limits["caches"]] + [limits["memory_gb_per_s"]]
+    assert rates == sorted(rates, reverse=True) and limits["gflops"] > 0
+    convs = [step for step in report["steps"] if step["op"] == "Conv"]
+    # 4 convolutions: each step says what it has to do, and how long the machine needs at least.
+    assert len(convs) == 4
+    for step in convs:
+        least = step["flops"] / limits["gflops"] / 1e3
+        assert step["gflops"] == pytest.approx(step["flops"] / step["us"] / 1e3)
+        assert step["share_of_limit"] >= least / step["us"] * 0.999
+    text = atoll("run", DIGITS, "--limits")
+    assert "GFLOP/s" in text.stdout and "% of its" in text.stdout, text.stdout
+    wrong = atoll("profile", DIGITS)
+    assert wrong.returncode == 2 and "--limits" in wrong.stderr
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_run_saves_outputs(tmp_path: Path, batch: int) -> None:
     image = np.random.default_rng(0).random((batch, 1, 8, 8), np.float32)

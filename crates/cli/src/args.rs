@@ -519,6 +519,12 @@ pub(crate) struct RunArgs {
     #[arg(long, default_value_t = 5)]
     pub(crate) slowest: usize,
 
+    /// Print what each step has to do, and its share of the machine's limit: the shortest time in
+    /// which the machine could compute it and move its operands, over the measured time. On a CPU
+    /// the limits are measured in the same call
+    #[arg(long)]
+    pub(crate) limits: bool,
+
     /// Print as JSON, with every step
     #[arg(long)]
     pub(crate) json: bool,

@@ -102,6 +102,13 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<(), Failure> {
     if args.grid {
         return crate::grid::run(args);
     }
+    if args.device.device == "cpu" {
+        return Err(Failure::usage(format!(
+            "a CPU has no variants to measure; atoll run {} --limits shows the steps, and --grid \
+             measures a table for atoll plan",
+            args.model.display()
+        )));
+    }
     let device = Arc::new(assembly::open_gpu(&args.device)?);
     let bindings = sample_inputs::parse_bindings(&args.bind)?;
     let plan = assembly::compile_file(&args.model)

@@ -8,7 +8,7 @@ use std::time::Instant;
 use assembly::progress::Progress;
 use assembly::{Failure, TaskRunner, sample_inputs};
 use base::{Histogram, Nanos, Random};
-use device::{Device, Outcome, Program};
+use device::{Device, MachineLimits, Outcome, Program, RecordedStep};
 use model::config::Class;
 use model::{LaunchPlan, Tensor};
 use serde::Serialize;
@@ -26,6 +26,8 @@ struct RunReport {
     latency_us: LatencyReport,
     inputs: Vec<TensorReport>,
     outputs: Vec<TensorReport>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    limits: Option<LimitsReport>,
     steps: Vec<StepReport>,
 }
 
@@ -50,6 +52,35 @@ struct StepReport {
     op: String,
     us: f64,
     share: f64,
+    #[serde(flatten)]
+    work: Option<WorkReport>,
+}
+
+/// What bounds steps.
+#[derive(Debug, Serialize)]
+struct LimitsReport {
+    gflops: f64,
+    memory_gb_per_s: f64,
+    caches: Vec<CacheReport>,
+    /// Of all steps whose work is known: their shortest time over the measured time.
+    share_of_limit: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct CacheReport {
+    bytes: u64,
+    gb_per_s: f64,
+}
+
+/// What a step has to do, and how far it is from the limit.
+#[derive(Debug, Serialize)]
+struct WorkReport {
+    flops: u64,
+    bytes: u64,
+    gflops: f64,
+    gb_per_s: f64,
+    bound: &'static str,
+    share_of_limit: f64,
 }
 
 /// Runs the command.
@@ -61,14 +92,13 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let plan = Arc::new(plan);
     sample_inputs::check_known(&plan, &bindings)?;
     let inputs = inputs(&plan, args, &bindings)?;
+    let limits = if args.limits { Some(limits_of(device.as_ref())?) } else { None };
     let runner = ModelRunner::open(device.as_ref(), plan.clone(), inputs, args.best_effort)?;
     let measured = runner.measure(args)?;
     if let Some(folder) = &args.save {
         save(folder, &plan, &measured.outputs)?;
     }
-    // A device may compute some steps when it loads the plan.
-    let plan = runner.program.plan();
-    let report = report(args, &device.info().description, plan, &runner.inputs, measured);
+    let report = report(args, &device.info().description, &runner, measured, limits);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
     } else {
@@ -195,14 +225,19 @@ fn save(folder: &Path, plan: &LaunchPlan, outputs: &[Tensor]) -> Result<(), Fail
     Ok(())
 }
 
+fn us(nanos: Nanos) -> f64 {
+    nanos.0 as f64 / 1e3
+}
+
 fn report(
     args: &RunArgs,
     device: &str,
-    plan: &LaunchPlan,
-    inputs: &[Tensor],
+    runner: &ModelRunner,
     measured: RunMeasurements,
+    limits: Option<MachineLimits>,
 ) -> RunReport {
-    let us = |nanos: Nanos| nanos.0 as f64 / 1e3;
+    // A device may compute some steps when it loads the plan.
+    let plan = runner.program.plan();
     let tensors = |ids: &[model::ValueId], tensors: &[Tensor]| {
         let one = |(id, tensor): (&model::ValueId, &Tensor)| TensorReport {
             name: plan.value(*id).name.clone(),
@@ -211,22 +246,11 @@ fn report(
         };
         ids.iter().zip(tensors).map(one).collect()
     };
-    // A device may run other steps than the plan's; `atoll profile` shows them.
-    let same = measured.step_times.iter().all(|times| times.len() == plan.steps.len());
-    let timed = if same { plan.steps.len() } else { 0 };
-    let medians: Vec<f64> = (0..timed).map(|step| us(median(&measured.step_times, step))).collect();
-    let total: f64 = medians.iter().sum();
-    let mut steps: Vec<StepReport> = plan
-        .steps
-        .iter()
-        .zip(medians)
-        .map(|(step, us)| StepReport {
-            name: step.name.clone(),
-            op: step.op.name(),
-            us,
-            share: if total > 0.0 { us / total } else { 0.0 },
-        })
-        .collect();
+    let shapes: Vec<Vec<usize>> =
+        runner.inputs.iter().map(|input| input.shape().to_vec()).collect();
+    let recorded = runner.program.recorded_steps(&shapes);
+    let mut steps = step_reports(recorded, &measured.step_times, limits);
+    let limits = limits.map(|limits| limits_report(&limits, &steps));
     steps.sort_by(|a, b| b.us.total_cmp(&a.us));
     let latency = &measured.latency;
     RunReport {
@@ -240,9 +264,64 @@ fn report(
             mean: us(latency.mean()),
             max: us(latency.max()),
         },
-        inputs: tensors(&plan.inputs, inputs),
+        inputs: tensors(&plan.inputs, &runner.inputs),
         outputs: tensors(&plan.outputs, &measured.outputs),
+        limits,
         steps,
+    }
+}
+
+/// The steps in the order they run.
+fn step_reports(
+    recorded: Vec<RecordedStep>,
+    times: &[Vec<Nanos>],
+    limits: Option<MachineLimits>,
+) -> Vec<StepReport> {
+    let known = times.iter().all(|times| times.len() == recorded.len());
+    let timed = if known { recorded.len() } else { 0 };
+    let medians: Vec<f64> = (0..timed).map(|step| us(median(times, step))).collect();
+    let total: f64 = medians.iter().sum();
+    let one = |(step, us): (RecordedStep, f64)| StepReport {
+        work: work_report(&step, us, limits),
+        name: step.name,
+        op: step.op,
+        us,
+        share: if total > 0.0 { us / total } else { 0.0 },
+    };
+    recorded.into_iter().zip(medians).map(one).collect()
+}
+
+fn work_report(step: &RecordedStep, us: f64, limits: Option<MachineLimits>) -> Option<WorkReport> {
+    let (work, limits) = step.work.zip(limits).filter(|_| us > 0.0)?;
+    Some(WorkReport {
+        flops: work.flops,
+        bytes: work.bytes,
+        gflops: work.flops as f64 / us / 1e3,
+        gb_per_s: work.bytes as f64 / us / 1e3,
+        bound: if limits.is_compute_bound(work) { "compute" } else { "memory" },
+        share_of_limit: limits.shortest_us(work) / us,
+    })
+}
+
+/// What bounds the steps of `device`.
+fn limits_of(device: &dyn Device) -> Result<MachineLimits, Failure> {
+    let name = &device.info().name;
+    let why = format!("the limits of {name} are not known: leave out --limits");
+    device.limits().ok_or_else(|| Failure::failed(why))
+}
+
+fn limits_report(limits: &MachineLimits, steps: &[StepReport]) -> LimitsReport {
+    let caches = limits.caches.iter().filter(|cache| cache.bytes > 0);
+    let known = || steps.iter().filter_map(|step| Some((step.us, step.work.as_ref()?)));
+    let measured: f64 = known().map(|(us, _)| us).sum();
+    let shortest: f64 = known().map(|(us, work)| us * work.share_of_limit).sum();
+    LimitsReport {
+        gflops: limits.flops_per_us / 1e3,
+        memory_gb_per_s: limits.bytes_per_us / 1e3,
+        caches: caches
+            .map(|cache| CacheReport { bytes: cache.bytes, gb_per_s: cache.bytes_per_us / 1e3 })
+            .collect(),
+        share_of_limit: if measured > 0.0 { shortest / measured } else { 0.0 },
     }
 }
 
@@ -264,16 +343,43 @@ fn print(report: &RunReport, slowest: usize) {
         "latency over {} runs: median {:.1} us, p99 {:.1} us, mean {:.1} us",
         report.runs, latency.p50, latency.p99, latency.mean
     );
+    if let Some(limits) = &report.limits {
+        print_limits(limits);
+    }
     if slowest > 0 && !report.steps.is_empty() {
         println!("slowest of {} steps:", report.steps.len());
     }
     for step in report.steps.iter().take(slowest) {
-        println!(
-            "  {:>5.1} %  {:>9.1} us  {:<14} {}",
-            step.share * 100.0,
-            step.us,
-            step.op,
-            step.name
-        );
+        print!("  {:>5.1} %  {:>9.1} us  ", step.share * 100.0, step.us);
+        match &step.work {
+            Some(work) => print!(
+                "{:>7.1} GFLOP/s {:>6.1} GB/s {:>4.0} % of its {} limit  ",
+                work.gflops,
+                work.gb_per_s,
+                work.share_of_limit * 100.0,
+                work.bound
+            ),
+            None if report.limits.is_some() => print!("{:>54}", "not known  "),
+            None => {}
+        }
+        println!("{:<14} {}", step.op, step.name);
     }
+}
+
+fn print_limits(limits: &LimitsReport) {
+    let caches = limits.caches.iter().map(|cache| {
+        format!("{:.0} GB/s with {:.1} MiB", cache.gb_per_s, cache.bytes as f64 / 1048576.0)
+    });
+    let caches: Vec<String> = caches.collect();
+    println!(
+        "limits: {:.0} GFLOP/s, {:.0} GB/s from memory{}{}",
+        limits.gflops,
+        limits.memory_gb_per_s,
+        if caches.is_empty() { "" } else { ", " },
+        caches.join(", ")
+    );
+    println!(
+        "all steps whose work is known: {:.0} % of their limit",
+        limits.share_of_limit * 100.0
+    );
 }

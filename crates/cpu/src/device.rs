@@ -1,15 +1,17 @@
 //! The CPU as a [`Device`].
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use base::Bytes;
 use device::{
-    CompletionSink, Device, DeviceError, DeviceInfo, PreemptionLevel, Program, Queue, QueueOptions,
+    CompletionSink, Device, DeviceError, DeviceInfo, MachineLimits, PreemptionLevel, Program,
+    Queue, QueueOptions,
 };
 use model::{HostMemory, LaunchPlan};
 
 use crate::buffer;
 use crate::device_state::DeviceState;
+use crate::machine_probe;
 use crate::program::CpuProgram;
 use crate::queue::CpuQueue;
 
@@ -31,6 +33,7 @@ pub struct CpuDevice {
     threads: usize,
     max_threads: usize,
     state: Arc<DeviceState>,
+    limits: OnceLock<Option<MachineLimits>>,
 }
 
 /// How often tasks were preempted.
@@ -64,7 +67,8 @@ impl CpuDevice {
             queues: queues + 1,
             rounding: 0.0,
         };
-        CpuDevice { info, threads, max_threads, state: Arc::new(DeviceState::new(options.memory)) }
+        let state = Arc::new(DeviceState::new(options.memory));
+        CpuDevice { info, threads, max_threads, state, limits: OnceLock::new() }
     }
 
     /// How often tasks were preempted so far.
@@ -98,6 +102,12 @@ impl Device for CpuDevice {
         let memory = self.state.memory();
         let program = buffer::with_memory(memory, || CpuProgram::load(plan, memory))?;
         Ok(Arc::new(program))
+    }
+
+    /// Those of the threads of one queue, measured by the first call.
+    fn limits(&self) -> Option<MachineLimits> {
+        let measure = || machine_probe::measure(self.threads, self.state.memory());
+        *self.limits.get_or_init(measure)
     }
 
     fn open_queue(

@@ -14,6 +14,7 @@ use crate::byte_steps::{ByteSteps, with_byte_steps};
 use crate::channel_blocks::ChannelBlocks;
 use crate::dequantized_weights::{is_empty, weights_as_numbers};
 use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, Outputs, StepFacts};
+use crate::step_work;
 use crate::suspended_task::SuspendedTask;
 use crate::value::Value;
 use crate::wide_numbers::{in_single_precision, is_half};
@@ -31,6 +32,8 @@ struct LoadedPlan {
     plan: LaunchPlan,
     constants: Vec<Option<Value>>,
     kernels: Vec<Kernel>,
+    /// Steps that neither compute bytes instead nor have nothing to do.
+    of_floats: Vec<bool>,
     resident: Bytes,
     memory: &'static HostMemory,
     peak: PeakMemory,
@@ -95,10 +98,12 @@ impl CpuProgram {
         let blocks = find(&plan, &byte_steps);
         let mut constants = constants_of(&plan)?;
         let mut kernels = Vec::with_capacity(plan.steps.len());
+        let mut of_floats = Vec::with_capacity(plan.steps.len());
         for (index, step) in plan.steps.iter().enumerate() {
             let facts = StepFacts { plan: &plan, step, constants: &constants };
             let output = step.outputs.first().copied().flatten();
             let byte_step = output.and_then(|id| byte_steps.get(&id));
+            of_floats.push(byte_step.is_none() && !is_empty(step));
             let kernel = match (blocks.build(index, &facts, byte_step), byte_step) {
                 (Some(kernel), _) => kernel,
                 (None, Some(byte_step)) => byte_step.build(),
@@ -115,7 +120,8 @@ impl CpuProgram {
         let mut plan = Arc::unwrap_or_clone(plan);
         // Values and kernels hold them.
         plan.constants = Vec::new();
-        let loaded = LoadedPlan { source, plan, constants, kernels, resident, memory, peak };
+        let loaded =
+            LoadedPlan { source, plan, constants, kernels, of_floats, resident, memory, peak };
         Ok(CpuProgram { loaded: Arc::new(loaded) })
     }
 }
@@ -129,9 +135,14 @@ impl Program for CpuProgram {
         self.loaded.resident
     }
 
-    fn recorded_steps(&self, _: &[Vec<usize>]) -> Vec<RecordedStep> {
-        let steps = self.loaded.plan.steps.iter();
-        steps.map(|step| RecordedStep::named(&step.name, step.op.name())).collect()
+    fn recorded_steps(&self, shapes: &[Vec<usize>]) -> Vec<RecordedStep> {
+        let plan = &self.loaded.plan;
+        let bound = plan.bound_symbols(shapes.iter().map(Vec::as_slice));
+        let recorded = |(step, of_floats): (&Step, &bool)| RecordedStep {
+            work: of_floats.then(|| step_work::of(plan, step, &bound)).flatten(),
+            ..RecordedStep::named(&step.name, step.op.name())
+        };
+        plan.steps.iter().zip(&self.loaded.of_floats).map(recorded).collect()
     }
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {

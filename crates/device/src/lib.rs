@@ -59,7 +59,9 @@ pub use batch::StagedInputs;
 use model::config::CopyTime;
 use model::gpu::{GpuPlan, GpuTarget};
 use model::{DataType, LaunchPlan, MemoryError, Tensor};
-pub use recorded_step::{MachineLimits, RecordedStep, StepWork, TuningProgress};
+pub use recorded_step::{
+    CACHES, CacheLimit, MachineLimits, RecordedStep, StepWork, TuningProgress,
+};
 use thiserror::Error;
 
 /// How finely a device preempts running work.
@@ -282,7 +284,8 @@ pub trait Device: Send + Sync {
         None
     }
 
-    /// What bounds its steps from below, if that was measured.
+    /// What bounds its steps from below, if that is known. A device may measure it when it is first
+    /// asked, in a fraction of a second.
     fn limits(&self) -> Option<MachineLimits> {
         None
     }

@@ -35,16 +35,7 @@ impl LaunchPlan {
     /// Bytes of all values that exist at one time between two steps, constants aside, when the
     /// plan runs on `inputs`: no run needs less. Values whose size depends on data count nothing.
     pub fn peak_bytes(&self, inputs: &[Tensor]) -> usize {
-        let mut bound: Vec<(&str, usize)> = Vec::new();
-        for (id, tensor) in self.inputs.iter().zip(inputs) {
-            for (dim, &size) in self.value(*id).shape.iter().flatten().zip(tensor.shape()) {
-                if let Dim::Symbol(symbol) = dim
-                    && !bound.iter().any(|(known, _)| known == symbol)
-                {
-                    bound.push((symbol, size));
-                }
-            }
-        }
+        let bound = self.bound_symbols(inputs.iter().map(Tensor::shape));
         let size = |id: ValueId| self.size_of(id, &bound);
         let mut live: usize = inputs.iter().map(Tensor::size_bytes).sum();
         let mut peak = live;
@@ -63,10 +54,27 @@ impl LaunchPlan {
         peak
     }
 
-    /// Bytes of a value where `bound` gives the sizes of symbols; 0 when they are not known.
-    fn size_of(&self, id: ValueId, bound: &[(&str, usize)]) -> usize {
-        let info = self.value(id);
-        let element = info.dtype.size_bytes().unwrap_or(STRING_BYTES);
+    /// The sizes of the symbols in the inputs' dimensions, for inputs of these shapes.
+    pub fn bound_symbols<'p, 's>(
+        &'p self,
+        shapes: impl Iterator<Item = &'s [usize]>,
+    ) -> Vec<(&'p str, usize)> {
+        let mut bound: Vec<(&str, usize)> = Vec::new();
+        for (id, shape) in self.inputs.iter().zip(shapes) {
+            for (dim, &size) in self.value(*id).shape.iter().flatten().zip(shape) {
+                if let Dim::Symbol(symbol) = dim
+                    && !bound.iter().any(|(known, _)| known == symbol)
+                {
+                    bound.push((symbol, size));
+                }
+            }
+        }
+        bound
+    }
+
+    /// The dimensions of a value where `bound` gives the sizes of symbols; `None` when one is not
+    /// known.
+    pub fn dims_of(&self, id: ValueId, bound: &[(&str, usize)]) -> Option<Vec<usize>> {
         let lookup = |name: &str| {
             let found = bound.iter().find(|(symbol, _)| *symbol == name);
             found.and_then(|(_, size)| i64::try_from(*size).ok())
@@ -77,15 +85,14 @@ impl LaunchPlan {
             Dim::Expr(_) => SymDim::from(dim).substitute(&lookup).size(),
             Dim::Unknown => None,
         };
-        let Some(dims) = &info.shape else { return 0 };
-        let mut bytes = element;
-        for dim in dims {
-            match dim_size(dim) {
-                Some(size) => bytes = bytes.saturating_mul(size),
-                None => return 0,
-            }
-        }
-        bytes
+        self.value(id).shape.as_ref()?.iter().map(dim_size).collect()
+    }
+
+    /// Bytes of a value where `bound` gives the sizes of symbols; 0 when they are not known.
+    fn size_of(&self, id: ValueId, bound: &[(&str, usize)]) -> usize {
+        let element = self.value(id).dtype.size_bytes().unwrap_or(STRING_BYTES);
+        let dims = self.dims_of(id, bound);
+        dims.map_or(0, |dims| dims.into_iter().fold(element, usize::saturating_mul))
     }
 }
 
