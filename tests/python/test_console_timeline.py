@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from browser import Browser
@@ -152,15 +153,23 @@ def test_wheel_and_fingers_scroll_the_page(registry: Server, browser: Browser) -
     # A finger that moves up scrolls the page, too; one that moves sideways moves the view.
     browser.call("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=2)
     start = "atoll.pages.timeline.view.from"
-    x, y = box(browser, ".timeline canvas")
-    browser.call("Input.synthesizeScrollGesture", x=x, y=y, yDistance=-120,
-                 gestureSourceType="touch", speed=600)
+
+    def swipe(across: int, up: int) -> tuple[float, float]:
+        x, y = box(browser, ".timeline canvas")
+        for step in range(13):
+            point = {"x": x - across * step / 12, "y": y - up * step / 12}
+            kind = "touchMove" if step else "touchStart"
+            browser.call("Input.dispatchTouchEvent", type=kind, touchPoints=[point])
+        # A finger that rests before it leaves gives the page no momentum.
+        time.sleep(0.3)
+        browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        return x, y
+
+    swipe(0, 120)
     assert browser.wait("scrollY > 50")
     browser.evaluate("scrollTo(0, 0)")
     before = browser.evaluate(start)
-    x, y = box(browser, ".timeline canvas")
-    browser.call("Input.synthesizeScrollGesture", x=x, y=y, xDistance=-80, yDistance=0,
-                 gestureSourceType="touch", speed=600)
+    x, y = swipe(80, 0)
     assert browser.wait(f"{start} > {before}") and browser.evaluate("scrollY") == 0
     # Two fingers zoom.
     before = browser.evaluate(width)
