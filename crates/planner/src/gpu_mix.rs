@@ -10,9 +10,10 @@ mod chosen;
 mod layout;
 mod spare;
 mod stock;
+mod together;
 
 use std::cell::Cell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -206,7 +207,9 @@ impl<'a> Mixer<'a> {
             }
         }
         let work = Cell::new(0);
-        Ok(Mixer { problem, needs, spare_needs, prices, terms, work })
+        let mixer = Mixer { problem, needs, spare_needs, prices, terms, work };
+        mixer.check_kinds_of_groups()?;
+        Ok(mixer)
     }
 
     /// Services in the order in which they are served when not all can be.
@@ -306,7 +309,51 @@ impl<'a> Mixer<'a> {
             used[kind] += self.spare_needs[service][kind].unwrap_or(0.0);
             chosen.push((service, kind));
         }
-        Some(chosen)
+        self.on_one_kind(&mut chosen).then_some(chosen)
+    }
+
+    /// Puts the services of each group that is kept together onto the kind that is cheapest for all
+    /// of them. Returns whether there is one.
+    fn on_one_kind(&self, chosen: &mut [(usize, usize)]) -> bool {
+        let mut groups: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+        for (at, (service, _)) in chosen.iter().enumerate() {
+            groups.entry(&self.terms[*service].together).or_default().push(at);
+        }
+        groups.remove("");
+        for places in groups.into_values() {
+            let cost = |kind: usize| -> Option<f64> {
+                let needs = places.iter().map(|at| self.spare_needs[chosen[*at].0][kind]);
+                Some(needs.sum::<Option<f64>>()? * self.problem.weight(kind, 0.0))
+            };
+            let kinds = (0..self.problem.kinds.len()).filter_map(|kind| Some((kind, cost(kind)?)));
+            let Some((kind, _)) = kinds.min_by(|a, b| a.1.total_cmp(&b.1)) else { return false };
+            places.into_iter().for_each(|at| chosen[at].1 = kind);
+        }
+        true
+    }
+
+    /// That every group which is kept together has a kind that runs all its services.
+    fn check_kinds_of_groups(&self) -> Result<(), PlanError> {
+        let mut able: BTreeMap<&str, Vec<bool>> = BTreeMap::new();
+        for (needs, terms) in self.needs.iter().zip(&self.terms) {
+            let all = able.entry(&terms.together).or_insert_with(|| vec![true; needs.len()]);
+            all.iter_mut().zip(needs).for_each(|(all, need)| *all &= need.is_some());
+        }
+        able.remove("");
+        match able.iter().find(|(_, kinds)| !kinds.contains(&true)) {
+            None => Ok(()),
+            Some((group, _)) => Err(PlanError::Unsupported {
+                algorithm: "certified",
+                what: format!("group '{group}' is together, and no kind runs all its services"),
+            }),
+        }
+    }
+
+    /// Whether the group of `service`, as far as it is chosen, runs on `kind`.
+    fn joins_group(&self, chosen: &[(usize, usize)], service: usize, kind: usize) -> bool {
+        let group = &self.terms[service].together;
+        group.is_empty()
+            || chosen.iter().all(|(other, on)| *on == kind || self.terms[*other].together != *group)
     }
 
     /// Plans every kind, or only those that changed from another assignment; `None` if the stock or
@@ -350,8 +397,17 @@ impl<'a> Mixer<'a> {
         self.count_work(services.len());
         let layout = self.problem.layout;
         let terms: Vec<&ServiceTerms> = services.iter().map(|&s| &self.terms[s]).collect();
-        let mut plan = certified::plan(&problem, control)?.plan;
+        let mut plan = match together::has_groups(&terms) {
+            true => together::plan(&problem, &terms, layout, control)?,
+            false => certified::plan(&problem, control)?.plan,
+        };
         apart::keep_apart(&problem, &terms, &mut plan)?;
+        if let Some(group) = together::scattered(&terms, layout, &plan).first() {
+            return Err(PlanError::Unsupported {
+                algorithm: "certified",
+                what: format!("keeping others apart would scatter group '{group}'"),
+            });
+        }
         apart::arrange(&terms, layout, &mut plan);
         if let Some(domain_gpus) = self.problem.domain_gpus() {
             spare::add(&problem, &terms, layout, domain_gpus, &mut plan, control)?;
@@ -384,7 +440,12 @@ impl<'a> Mixer<'a> {
         let gpus = planned.plan.gpus.iter().filter(|gpu| !gpu.slices.is_empty());
         let emptiest = gpus.min_by_key(|gpu| load(gpu))?;
         let shares = emptiest.slices.iter().flat_map(|slice| &slice.shares);
-        let moving: BTreeSet<usize> = shares.map(|share| planned.services[share.service]).collect();
+        let mut moving: BTreeSet<usize> =
+            shares.map(|share| planned.services[share.service]).collect();
+        // A group moves as a whole.
+        let group = |service: &usize| self.terms[*service].together.as_str();
+        let groups: BTreeSet<&str> = moving.iter().map(group).filter(|g| !g.is_empty()).collect();
+        moving.extend(planned.services.iter().filter(|one| groups.contains(group(one))));
         let able = moving.iter().all(|&service| self.needs[service][to].is_some());
         let place = |&(service, kind): &(usize, usize)| match moving.contains(&service) {
             true => (service, to),
@@ -501,13 +562,41 @@ impl MixProblem {
         if let Some(domain) = self.survive {
             self.layout.require(domain, "spare capacity is")?;
         }
-        let terms = apart::widened(&self.terms);
+        let mut terms = apart::widened(&self.terms);
+        together::narrowed(&mut terms);
         for (service, terms) in self.services.iter().zip(&terms) {
             if !terms.apart.is_empty() {
                 self.layout.require(terms.apart_by, &format!("'{}' is apart", service.name))?;
             }
+            if !terms.together.is_empty() {
+                let who = format!("'{}' is together", service.name);
+                self.layout.require(terms.together_by, &who)?;
+            }
         }
+        self.check_groups(&terms)?;
         Ok(terms)
+    }
+
+    /// That groups which are kept together have no rules beside theirs that would move them.
+    fn check_groups(&self, terms: &[ServiceTerms]) -> Result<(), PlanError> {
+        let grouped = |one: &&ServiceTerms| !one.together.is_empty();
+        let Some(first) = terms.iter().find(grouped) else { return Ok(()) };
+        let unsupported = |what: &str| {
+            let what = format!("group '{}' is together, {what}", first.together);
+            Err(PlanError::Unsupported { algorithm: "certified", what })
+        };
+        if self.survive.is_some() {
+            return unsupported("and spare slices would be elsewhere: leave out --survive or it");
+        }
+        if terms.iter().filter(grouped).any(|one| !one.apart.is_empty()) {
+            return unsupported("and a service of it is apart, too: leave out one of them");
+        }
+        let beyond =
+            |one: &ServiceTerms| !one.apart.is_empty() && one.apart_by > FailureDomain::Gpu;
+        match terms.iter().any(beyond) {
+            true => unsupported("and others are apart by machine or rack: plan them separately"),
+            false => Ok(()),
+        }
     }
 
     /// GPUs that may fail together.
@@ -598,7 +687,9 @@ pub fn check_mix(problem: &MixProblem, solution: &MixSolution) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut seen = vec![0usize; problem.services.len()];
     let mut total = 0.0;
-    let terms = apart::widened(&problem.terms);
+    let mut terms = apart::widened(&problem.terms);
+    together::narrowed(&mut terms);
+    let mut kind_of_group: BTreeMap<&str, usize> = BTreeMap::new();
     for (index, kind) in solution.kinds.iter().enumerate() {
         let name = problem.kinds[index].gpu.name;
         let violations = crate::check(&kind.problem, &kind.plan);
@@ -622,6 +713,14 @@ pub fn check_mix(problem: &MixProblem, solution: &MixSolution) -> Vec<String> {
             wrong.extend(check_spare(&kind.problem, domain_gpus, &kind.plan));
         }
         let terms: Vec<&ServiceTerms> = kind.services.iter().map(|&s| &terms[s]).collect();
+        for group in together::scattered(&terms, problem.layout, &kind.plan) {
+            wrong.push(format!("{name}: group '{group}' is not together"));
+        }
+        for group in terms.iter().map(|one| one.together.as_str()).filter(|g| !g.is_empty()) {
+            if *kind_of_group.entry(group).or_insert(index) != index {
+                wrong.push(format!("{name}: a part of group '{group}' is on another kind"));
+            }
+        }
         for (domain, number, group) in apart::together(&terms, problem.layout, &kind.plan) {
             let domain = domain.name();
             wrong.push(format!("{name}: {domain} {number} has two services of group '{group}'"));

@@ -33,6 +33,12 @@ pub struct ServiceTerms {
     /// What they do not share: a GPU, a machine or a rack. The widest of a group counts.
     #[serde(default)]
     pub apart_by: FailureDomain,
+    /// All services of this group are on one GPU, in one machine or in one rack; empty for no group.
+    #[serde(default)]
+    pub together: String,
+    /// What they share. The narrowest of a group counts.
+    #[serde(default)]
+    pub together_by: FailureDomain,
 }
 
 impl Default for ServiceTerms {
@@ -43,6 +49,8 @@ impl Default for ServiceTerms {
             gpus: Vec::new(),
             apart: String::new(),
             apart_by: FailureDomain::Gpu,
+            together: String::new(),
+            together_by: FailureDomain::Gpu,
         }
     }
 }
@@ -103,12 +111,15 @@ struct ServiceEntry {
     gpus: Vec<Spanned<String>>,
     apart: Option<Spanned<String>>,
     apart_by: Option<Spanned<String>>,
+    together: Option<Spanned<String>>,
+    together_by: Option<Spanned<String>>,
 }
 
 impl ServiceList {
     /// Reads `[[service]]` tables with `name`, `model`, `rate`, `slo_ms` and, where wanted,
-    /// `headroom`, `priority`, `revenue`, `gpus`, `apart` and `apart_by`. Returns the services
-    /// whose values are in range, and for each of the others an error with its line.
+    /// `headroom`, `priority`, `revenue`, `gpus`, `apart`, `apart_by`, `together` and
+    /// `together_by`. Returns the services whose values are in range, and for each of the others
+    /// an error with its line.
     pub fn from_toml(text: &str) -> Result<(ServiceList, Vec<PlanError>), PlanError> {
         let file: ServicesFile = read(text)?;
         let (mut list, mut faults) = (ServiceList::default(), Vec::new());
@@ -178,24 +189,26 @@ fn checked(
         }
     };
     let gpus = entry.gpus.iter().map(|gpu| name(text, &field("gpus"), gpu));
+    let group = |key: &str, value: &Option<Spanned<String>>| match value {
+        Some(value) => name(text, &field(key), value),
+        None => Ok(String::new()),
+    };
+    let domain = |key: &str, group: &Option<Spanned<String>>, value: &Option<Spanned<String>>| {
+        let Some(value) = value else { return Ok(FailureDomain::Gpu) };
+        let bad = |what: String| wrong(text, value, field(&format!("{key}_by {what}")));
+        match group {
+            None => Err(bad(format!("needs {key}, the group's name"))),
+            Some(_) => value.get_ref().parse().map_err(bad),
+        }
+    };
     let terms = ServiceTerms {
         priority,
         revenue: ranged(&entry.revenue, "revenue", REVENUES)?.unwrap_or(0.0),
         gpus: gpus.collect::<Result<_, _>>()?,
-        apart: match &entry.apart {
-            Some(group) => name(text, &field("apart"), group)?,
-            None => String::new(),
-        },
-        apart_by: match &entry.apart_by {
-            None => FailureDomain::Gpu,
-            Some(value) if entry.apart.is_none() => {
-                return Err(wrong(text, value, field("apart_by needs apart, the group's name")));
-            }
-            Some(value) => value
-                .get_ref()
-                .parse()
-                .map_err(|what| wrong(text, value, format!("{} {what}", field("apart_by"))))?,
-        },
+        apart: group("apart", &entry.apart)?,
+        apart_by: domain("apart", &entry.apart, &entry.apart_by)?,
+        together: group("together", &entry.together)?,
+        together_by: domain("together", &entry.together, &entry.together_by)?,
     };
     Ok((service, terms, ranged(&entry.headroom, "headroom", HEADROOMS)?))
 }
@@ -210,13 +223,15 @@ mod tests {
     fn optional_values_have_defaults() {
         let more = "[[service]]\nname = 'b'\nmodel = 'm'\nrate = 1.5\nslo_ms = 50\n\
                     headroom = 0.25\npriority = 1\nrevenue = 2\ngpus = ['l4-24gb']\napart = 'x'\n\
-                    apart_by = 'rack'\n";
+                    apart_by = 'rack'\ntogether = 'y'\ntogether_by = 'machine'\n";
         let (list, faults) = ServiceList::from_toml(&format!("{GOOD}{more}")).unwrap();
         assert!(faults.is_empty());
         assert_eq!(list.terms[0], ServiceTerms::default());
         assert_eq!((list.terms[1].priority, list.terms[1].revenue), (1, 2.0));
         assert_eq!(list.terms[1].gpus, ["l4-24gb"]);
         assert_eq!(list.terms[1].apart_by, FailureDomain::Rack);
+        assert_eq!(list.terms[1].together, "y");
+        assert_eq!(list.terms[1].together_by, FailureDomain::Machine);
         assert_eq!(list.own_headroom.get("b"), Some(&0.25));
         let service = "b".to_string();
         let infeasible = PlanError::Infeasible { service, slo_ms: 1.0, nearest_ms: 2.0 };
@@ -238,6 +253,8 @@ mod tests {
             (6, format!("{GOOD}gpus = ['']\n"), "gpus"),
             (6, format!("{GOOD}apart_by = 'rack'\n"), "apart_by needs apart"),
             (7, format!("{GOOD}apart = 'g'\napart_by = 'row'\n"), "apart_by 'row' is not gpu"),
+            (6, format!("{GOOD}together_by = 'gpu'\n"), "together_by needs together"),
+            (7, format!("{GOOD}together = 'g'\ntogether_by = '1'\n"), "together_by '1' is not"),
         ] {
             // The other service of the file can still be planned.
             let text = format!("{bad}{}", GOOD.replace("'a'", "'other'"));

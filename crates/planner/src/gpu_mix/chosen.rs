@@ -128,6 +128,8 @@ impl Mixer<'_> {
                 && mine.gpus == theirs.gpus
                 && mine.apart.is_empty()
                 && theirs.apart.is_empty()
+                && mine.together.is_empty()
+                && theirs.together.is_empty()
                 && rules.headroom_of(&another.name) <= rules.headroom_of(&one.name)
         })
     }
@@ -141,7 +143,9 @@ impl Mixer<'_> {
     ) -> Result<Option<Assignment>, PlanError> {
         if let (Some(plan), [service]) = (&served.plan, more) {
             for kind in 0..self.problem.kinds.len() {
-                if self.needs[*service][kind].is_none() {
+                if self.needs[*service][kind].is_none()
+                    || !self.joins_group(&plan.chosen, *service, kind)
+                {
                     continue;
                 }
                 let mut chosen = plan.chosen.clone();

@@ -154,6 +154,69 @@ fn groups_stay_apart_by_machine_and_by_rack() {
 }
 
 #[test]
+fn groups_are_together_on_a_gpu_in_a_machine_and_in_a_rack() {
+    let layout = Layout { machine_gpus: Some(2), rack_gpus: Some(4) };
+    for seed in 0..6 {
+        let mut random = Random::new(seed);
+        let mut problem =
+            mix(40, vec![kind("a100-80gb", 1.0, 1.0, None), kind("h100-80gb", 1.3, 1.4, Some(30))]);
+        problem.layout = layout;
+        let plain = solve(&problem).unwrap();
+        let domains = [FailureDomain::Gpu, FailureDomain::Machine, FailureDomain::Rack];
+        for (at, domain) in domains.into_iter().enumerate() {
+            for _ in 0..2 + at {
+                let one = &mut problem.terms[random.below(40) as usize];
+                (one.together, one.together_by) = (domain.name().to_string(), domain);
+            }
+        }
+        // Small enough for one GPU.
+        for (service, terms) in problem.services.iter_mut().zip(&problem.terms) {
+            if !terms.together.is_empty() {
+                service.model = "small".to_string();
+                service.rate = 20.0 + 30.0 * random.unit_f64();
+            }
+        }
+        let solution = solve(&problem).unwrap();
+        assert_eq!(check_mix(&problem, &solution), [""; 0]);
+        assert!(solution.unserved.is_empty());
+        assert!(solution.gpus() <= plain.gpus() + 3, "{} of {}", solution.gpus(), plain.gpus());
+        // The checker sees groups that are not.
+        let mut scattered = problem.clone();
+        scattered.terms.iter_mut().for_each(|one| one.together = "all".to_string());
+        let wrong = check_mix(&scattered, &solution).join(" ");
+        assert!(wrong.contains("group 'all' is"), "{wrong}");
+    }
+}
+
+#[test]
+fn groups_that_cannot_be_together_say_why() {
+    let together = |problem: &mut MixProblem, domain| {
+        for terms in &mut problem.terms[..3] {
+            (terms.together, terms.together_by) = ("g".to_string(), domain);
+        }
+    };
+    let refused = |problem: &MixProblem| solve(problem).unwrap_err().to_string();
+    let mut problem = mix(9, vec![kind("a100-80gb", 1.0, 1.0, None)]);
+    together(&mut problem, FailureDomain::Machine);
+    assert!(refused(&problem).contains("--machine-gpus"), "{}", refused(&problem));
+    problem.layout.machine_gpus = Some(2);
+    problem.services[1].rate = 5_000.0;
+    assert!(refused(&problem).contains("is together in one machine of 2"), "{}", refused(&problem));
+    problem.services[1].rate = 5.0;
+    solve(&problem).unwrap();
+    let spare = MixProblem { survive: Some(FailureDomain::Gpu), ..problem.clone() };
+    assert!(refused(&spare).contains("--survive"), "{}", refused(&spare));
+    let mut apart = problem.clone();
+    apart.terms[0].apart = "h".to_string();
+    assert!(refused(&apart).contains("apart, too"), "{}", refused(&apart));
+    let mut kinds = problem.clone();
+    kinds.kinds.push(kind("h100-80gb", 1.0, 1.0, None));
+    kinds.terms[0].gpus = vec!["h100-80gb".to_string()];
+    kinds.terms[1].gpus = vec!["a100-80gb".to_string()];
+    assert!(refused(&kinds).contains("no kind runs all"), "{}", refused(&kinds));
+}
+
+#[test]
 fn services_stay_on_their_kinds_and_apart() {
     let mut problem =
         mix(24, vec![kind("a100-80gb", 1.0, 1.0, None), kind("h100-80gb", 1.5, 9.0, None)]);

@@ -200,7 +200,9 @@ impl MixFile {
         }
         self.layout().check().map_err(|error| error.to_string())?;
         let apart = self.terms.iter().filter(|terms| !terms.apart.is_empty());
+        let together = self.terms.iter().filter(|terms| !terms.together.is_empty());
         let named = apart.map(|terms| terms.apart_by).chain(self.survives);
+        let named = named.chain(together.map(|terms| terms.together_by));
         if let Some(domain) = named.into_iter().find(|one| self.layout().gpus(*one).is_none()) {
             return Err(format!("it does not say how many gpus a {} has", domain.name()));
         }
@@ -227,6 +229,7 @@ impl MixFile {
                 wrong.push(format!("'{name}' is left out, and is not there or left out twice"));
             }
         }
+        let mut homes_of_groups: BTreeMap<&str, &str> = BTreeMap::new();
         for (service, terms) in self.services.iter().zip(&self.terms) {
             let name = service.name.as_str();
             let homes =
@@ -240,6 +243,12 @@ impl MixFile {
                 && !terms.gpus.is_empty()
             {
                 wrong.push(format!("'{name}' may not run on {home}"));
+            }
+            if let (false, Some(home)) = (terms.together.is_empty(), homes.first())
+                && *homes_of_groups.entry(&terms.together).or_insert(home) != *home
+            {
+                let group = &terms.together;
+                wrong.push(format!("group '{group}' is not together: it is on several kinds"));
             }
         }
         wrong
@@ -365,7 +374,7 @@ fn group_faults(file: &MixFile, problem: &Problem, plan: &Plan) -> Vec<String> {
             *domain = terms.apart_by.max(*domain);
         }
     }
-    let mut wrong = Vec::new();
+    let mut wrong = scattered_groups(file, problem, plan);
     let mut owners: BTreeMap<(&str, usize), usize> = BTreeMap::new();
     for (gpu, slice) in
         plan.gpus.iter().enumerate().flat_map(|(gpu, one)| one.slices.iter().map(move |s| (gpu, s)))
@@ -382,6 +391,31 @@ fn group_faults(file: &MixFile, problem: &Problem, plan: &Plan) -> Vec<String> {
         }
     }
     wrong
+}
+
+/// Groups that are kept together and are in two domains of a kind, as far as the narrowest domain
+/// that one of the group names.
+fn scattered_groups(file: &MixFile, problem: &Problem, plan: &Plan) -> Vec<String> {
+    let mut terms: BTreeMap<&str, &str> = BTreeMap::new();
+    let mut narrowest: BTreeMap<&str, FailureDomain> = BTreeMap::new();
+    for (service, one) in file.services.iter().zip(&file.terms) {
+        if !one.together.is_empty() {
+            terms.insert(&service.name, &one.together);
+            let domain = narrowest.entry(&one.together).or_insert(one.together_by);
+            *domain = one.together_by.min(*domain);
+        }
+    }
+    let mut at: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
+    for (gpu, one) in plan.gpus.iter().enumerate() {
+        for share in one.slices.iter().flat_map(|slice| &slice.shares) {
+            let name = problem.services[share.service].name.as_str();
+            let Some(group) = terms.get(name) else { continue };
+            let gpus = narrowest.get(group).and_then(|domain| file.layout().gpus(*domain));
+            at.entry(group).or_default().insert(gpu / gpus.unwrap_or(1));
+        }
+    }
+    let scattered = at.into_iter().filter(|(_, domains)| domains.len() > 1);
+    scattered.map(|(group, _)| format!("group '{group}' is not together")).collect()
 }
 
 /// What a GPU of an offer counts.
