@@ -7,8 +7,9 @@ viewer, one and five, in turns.
 The server runs on the CPU with a model of one FP32 input; clients keep one request each in flight
 over REST. Each round measures every number of viewers once, in an order that rotates. Viewers ask
 for spans, as the page Timeline does, and read at once. The table has medians over the rounds, and
-the median of each round's change against no viewer. A second table has the share of a core that the
-server takes, without requests and with some at a steady pace.
+the median of each round's change against no viewer. The processor time that the server takes for a
+request differs less from round to round than rates do; viewers are part of it. A second table has
+the share of a core that the server takes, without requests and with some at a steady pace.
 """
 
 from __future__ import annotations
@@ -79,8 +80,10 @@ class Viewer:
         self.socket.close()
 
 
-def load(port: int, model: str, clients: int, seconds: float) -> tuple[float, float]:
-    """Requests a second, and their p99 in milliseconds."""
+def load(
+    process: int, port: int, model: str, clients: int, seconds: float
+) -> tuple[float, float, float]:
+    """Requests a second, their p99 in milliseconds, and the server's microseconds for one."""
     request = (
         f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
@@ -94,6 +97,7 @@ def load(port: int, model: str, clients: int, seconds: float) -> tuple[float, fl
         selector.register(connection, selectors.EVENT_READ)
         sent[connection] = time.perf_counter()
         connection.sendall(request)
+    taken = processor_seconds(process)
     began = time.perf_counter()
     now = began
     while now - began < seconds:
@@ -106,10 +110,12 @@ def load(port: int, model: str, clients: int, seconds: float) -> tuple[float, fl
             times.append(now - sent[connection])
             sent[connection] = now
             connection.sendall(request)
+    taken = processor_seconds(process) - taken
     for connection in sent:
         connection.close()
     times.sort()
-    return len(times) / (now - began), times[int(len(times) * 0.99)] * 1e3
+    p99 = times[int(len(times) * 0.99)] * 1e3
+    return len(times) / (now - began), p99, taken / len(times) * 1e6
 
 
 def processor_seconds(process: int) -> float:
@@ -176,15 +182,16 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         process, port = start(args.binary, args.model, folder)
-        results: dict[int, list[tuple[float, float]]] = {count: [] for count in VIEWERS}
+        results: dict[int, list[tuple[float, float, float]]] = {count: [] for count in VIEWERS}
         try:
-            load(port, args.model.stem, args.clients, 3)
+            server = (process.pid, port, args.model.stem, args.clients)
+            load(*server, 3)
             for number in range(args.rounds):
                 shift = number % len(VIEWERS)
                 for count in VIEWERS[shift:] + VIEWERS[:shift]:
                     viewers = [Viewer(port) for _ in range(count)]
                     time.sleep(0.3)
-                    results[count].append(load(port, args.model.stem, args.clients, args.seconds))
+                    results[count].append(load(*server, args.seconds))
                     for viewer in viewers:
                         viewer.close()
                         assert viewer.bytes > 0
@@ -193,14 +200,14 @@ def main() -> None:
             process.terminate()
             process.wait()
     rows = []
-    print("viewers  requests/s  change     p99 ms  change")
+    print("viewers  requests/s  change     p99 ms  change     us/request  change")
     for count, measured in results.items():
-        rates, p99s = zip(*measured, strict=True)
+        rates, p99s, costs = zip(*measured, strict=True)
         changes = [
             statistics.median(
                 one[i] / none[i] - 1 for one, none in zip(measured, results[0], strict=True)
             )
-            for i in (0, 1)
+            for i in (0, 1, 2)
         ]
         row = {
             "viewers": count,
@@ -208,11 +215,14 @@ def main() -> None:
             "rate_change": round(changes[0], 5),
             "p99_ms": round(statistics.median(p99s), 3),
             "p99_change": round(changes[1], 5),
-            "rounds": [[round(rate), round(p99, 3)] for rate, p99 in measured],
+            "us_per_request": round(statistics.median(costs), 2),
+            "us_change": round(changes[2], 5),
+            "rounds": [[round(rate), round(p99, 3), round(us, 2)] for rate, p99, us in measured],
         }
         rows.append(row)
         print(f"{count:7}  {row['requests_per_second']:10}  {changes[0]:+7.2%}  "
-              f"{row['p99_ms']:9.3f}  {changes[1]:+7.2%}")
+              f"{row['p99_ms']:9.3f}  {changes[1]:+7.2%}  "
+              f"{row['us_per_request']:10.2f}  {changes[2]:+7.2%}")
     print("\nshare of a core that the server takes, by viewers")
     for pace, by_viewers in taken.items():
         words = ", ".join(f"{count}: {share:.2%}" for count, share in by_viewers.items())
