@@ -23,7 +23,7 @@ use crate::load_reports::LoadReporter;
 use crate::membership::Membership;
 use crate::model_store::{ModelRecords, ModelStore};
 use crate::record::canary::split_served;
-use crate::record::{FrontendRecord, Keys, LoadReport, RecordKind, encode};
+use crate::record::{AVOIDED_MAX, FrontendRecord, Keys, LoadReport, RecordKind, encode};
 use crate::retention::Retention;
 use crate::snapshot::ClusterSnapshot;
 use crate::state_file::StateFile;
@@ -334,13 +334,14 @@ impl Inner {
         report
     }
 
-    /// Addresses of the backends that are ejected.
+    /// Addresses of the backends that are ejected, as far as a report has space for them.
     fn ejected(&self, now: Nanos) -> Vec<String> {
         let is_ejected = |link: &Arc<BackendLink>| link.service(now).0 != Availability::Serving;
         let links = self.links.all();
         let mut ejected: Vec<String> =
             links.iter().filter(|link| is_ejected(link)).map(|link| link.address.clone()).collect();
         ejected.sort_unstable();
+        ejected.truncate(AVOIDED_MAX);
         ejected
     }
 

@@ -361,6 +361,9 @@ pub struct SplitRecord {
     pub even_because: Option<String>,
 }
 
+/// Backends that a report or a plan names as avoided, which bounds what is written of them.
+pub const AVOIDED_MAX: usize = 1024;
+
 /// Versions that a model's record keeps beside the one in force.
 const OTHER_VERSIONS_MAX: usize = 4;
 
@@ -599,4 +602,7 @@ pub struct PlanRecord {
     pub failed_versions: BTreeMap<String, u64>,
     /// Milliseconds that planning took.
     pub plan_ms: f64,
+    /// Backends that the plan does without because frontends avoid them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub avoided: Vec<String>,
 }

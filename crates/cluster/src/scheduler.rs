@@ -12,8 +12,8 @@ use model::config::Class;
 use crate::query::spec::QuerySpec;
 use crate::record::canary::{served_name, split_served};
 use crate::record::{
-    AssignedModel, Assignment, AssignmentRole, LoadState, PlanRecord, RouteRecord, SplitRecord,
-    TargetRecord,
+    AVOIDED_MAX, AssignedModel, Assignment, AssignmentRole, LoadState, PlanRecord, RouteRecord,
+    SplitRecord, TargetRecord,
 };
 use crate::scaling::replica_estimate::{BackendUsage, ScalingInput};
 use crate::snapshot::ClusterSnapshot;
@@ -663,6 +663,7 @@ impl Core {
         self.plan.unattainable.clone_from(&self.placement.unattainable);
         self.plan.failed = failed;
         self.plan.failed_versions = failed_versions;
+        self.plan.avoided = self.avoided.iter().take(AVOIDED_MAX).cloned().collect();
         self.plan.clone()
     }
 }

@@ -7,6 +7,10 @@ use std::fmt::Write;
 use api::canary::CanaryState;
 use serde::Serialize;
 
+mod avoided;
+
+use avoided::AvoidedBackends;
+
 use crate::query::spec::{QuerySpec, StageSpec};
 use crate::record::canary::split_served;
 use crate::record::{
@@ -29,6 +33,10 @@ pub struct BackendRow {
     pub cycle_ms: f64,
     /// Share of the duty cycle that the plan uses.
     pub occupancy: f64,
+    /// Frontends that avoid it because of its replies.
+    pub ejected_by: Vec<String>,
+    /// Whether the plan does without it because frontends avoided it.
+    pub avoided: bool,
     /// Its assigned models.
     pub models: Vec<AssignedModelRow>,
 }
@@ -180,6 +188,7 @@ impl Status {
     /// The status that `snapshot` describes.
     pub fn of(snapshot: &ClusterSnapshot) -> Status {
         let frontends = snapshot.frontends.iter();
+        let (names, avoided) = (snapshot.backends.keys(), AvoidedBackends::of(snapshot));
         Status {
             leader: snapshot.leader.clone(),
             plan: snapshot.plan.clone(),
@@ -193,7 +202,7 @@ impl Status {
             frontends: frontends
                 .map(|(name, record)| (name.clone(), record.http.clone()))
                 .collect(),
-            backends: snapshot.backends.keys().map(|name| backend_row(snapshot, name)).collect(),
+            backends: names.map(|name| backend_row(snapshot, &avoided, name)).collect(),
             models: snapshot.models.keys().map(|name| model_row(snapshot, name)).collect(),
             queries: snapshot
                 .queries
@@ -307,10 +316,11 @@ fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
         let what = format!("the plan has {:.0} % of the capacity for the load", 100.0 * plan.scale);
         add(what, "add backends: requests beyond the plan are refused");
     }
+    problems.extend(AvoidedBackends::of(snapshot).problems(snapshot));
     problems
 }
 
-fn backend_row(snapshot: &ClusterSnapshot, name: &str) -> BackendRow {
+fn backend_row(snapshot: &ClusterSnapshot, avoided: &AvoidedBackends, name: &str) -> BackendRow {
     let record = snapshot.backends.get(name).cloned().unwrap_or_default();
     let assignment = snapshot.assignments.get(name).cloned().unwrap_or_default();
     let state = snapshot.states.get(name).cloned().unwrap_or_default();
@@ -339,6 +349,8 @@ fn backend_row(snapshot: &ClusterSnapshot, name: &str) -> BackendRow {
     });
     BackendRow {
         name: name.to_string(),
+        ejected_by: avoided.ejected_by(&record.grpc),
+        avoided: avoided.is_planned_without(name),
         device: record.device,
         grpc: record.grpc,
         cycle_ms: assignment.cycle_ms,
@@ -499,6 +511,9 @@ pub fn render(status: &Status, all: bool) -> String {
             "{:<14} {:<8} [{bar}] {:7.1} ms ",
             backend.name, backend.device, backend.cycle_ms
         );
+        if backend.avoided || !backend.ejected_by.is_empty() {
+            text.push_str(" AVOIDED");
+        }
         let held_max = if all { usize::MAX } else { SHORT_HELD };
         for held in backend.models.iter().take(held_max) {
             let mark = match (held.role, held.state) {

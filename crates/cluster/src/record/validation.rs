@@ -18,9 +18,9 @@ use super::canary::{
     BUCKET_MAX, CanaryLoad, CanaryProgress, CanaryRecord, VersionCounts, is_served_name,
 };
 use super::{
-    Assignment, BackendRecord, BackendState, ColdStartLoad, FrontendRecord, LoadReport, LoadState,
-    ModelLoad, ModelRecord, OTHER_VERSIONS_MAX, PlanRecord, ProfileRecord, QueryLoad, RouteRecord,
-    SplitRecord, is_tombstone,
+    AVOIDED_MAX, Assignment, BackendRecord, BackendState, ColdStartLoad, FrontendRecord,
+    LoadReport, LoadState, ModelLoad, ModelRecord, OTHER_VERSIONS_MAX, PlanRecord, ProfileRecord,
+    QueryLoad, RouteRecord, SplitRecord, is_tombstone,
 };
 use crate::candidate::CandidateRecord;
 use crate::query::spec::{QuerySpec, STAGES_MAX};
@@ -158,6 +158,12 @@ pub(super) fn truncate(reason: &mut String) {
     if reason.len() > REASON_MAX {
         *reason = reason.chars().take(REASON_MAX / 4).collect();
     }
+}
+
+/// Addresses or names of backends: no more than are ever written, and only plausible ones.
+fn limit_avoided(backends: &mut Vec<String>) {
+    backends.truncate(AVOIDED_MAX);
+    backends.retain(|backend| check_text("the backend", backend).is_ok());
 }
 
 fn limit_config(config: &mut ModelConfig) {
@@ -316,6 +322,7 @@ impl StoredRecord for LoadReport {
         self.waiting.values_mut().for_each(|count| *count = (*count).min(COUNT_MAX));
         self.cold_starts.iter_mut().for_each(ColdStartLoad::limit);
         self.canaries.values_mut().for_each(CanaryLoad::limit);
+        limit_avoided(&mut self.ejected);
         Ok(())
     }
 }
@@ -479,6 +486,7 @@ impl StoredRecord for PlanRecord {
         clamp(&mut self.plan_ms, 0.0, TIME_MAX_MS);
         self.unattainable.truncate(RECORDS_MAX);
         self.failed.values_mut().for_each(truncate);
+        limit_avoided(&mut self.avoided);
         Ok(())
     }
 }
@@ -486,7 +494,7 @@ impl StoredRecord for PlanRecord {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::{ScalingRecord, decode};
+    use crate::record::{ScalingRecord, decode, encode};
 
     fn load(text: &str) -> Result<Option<LoadReport>, String> {
         read(text.as_bytes())
@@ -512,6 +520,21 @@ mod tests {
         let odd = "{\"models\":{\"../m\":null}}";
         for text in ["", "{", "\u{0}", &deep, &large, odd] {
             assert!(load(text).is_err(), "{}", shortened(text));
+        }
+    }
+
+    #[test]
+    fn reports_and_plans_name_no_more_avoided_backends_than_are_written() {
+        let odd = ["a:1".to_string(), "x".repeat(TEXT_MAX + 1), "line\nbreak".to_string()];
+        let many = (0..2 * AVOIDED_MAX).map(|index| format!("h:{index}"));
+        let report =
+            LoadReport { ejected: odd.into_iter().chain(many).collect(), ..LoadReport::default() };
+        let plan = PlanRecord { avoided: report.ejected.clone(), ..PlanRecord::default() };
+        let report: LoadReport = decode("loads/f", &encode(&report)).expect("a report");
+        let plan: PlanRecord = decode("plan", &encode(&plan)).expect("a plan");
+        for avoided in [report.ejected, plan.avoided] {
+            assert_eq!(avoided.len(), AVOIDED_MAX - 2);
+            assert_eq!(avoided[..2], ["a:1", "h:0"]);
         }
     }
 

@@ -161,7 +161,7 @@ impl SchedulerAgent {
                 match leader.write(writes).await {
                     Ok(true) => {
                         published.log(now, &decision.plan);
-                        self.state.written(now, decision.plan.epoch);
+                        self.state.written(now, &decision.plan);
                         self.decide(&leader, &planned.canaries.decisions).await?;
                     }
                     Ok(false) => return Ok(false),

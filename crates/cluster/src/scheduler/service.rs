@@ -15,7 +15,7 @@ use base::{Clock, Nanos};
 
 use super::maintenance::SpaceGauges;
 use crate::record::canary::CanaryOutcome;
-use crate::record::{ReplicaPoolRecord, ScalingRecord, validation};
+use crate::record::{PlanRecord, ReplicaPoolRecord, ScalingRecord, validation};
 use crate::store::{Store, health};
 
 /// What a scheduler is doing, shared by its agent and its admin port.
@@ -25,6 +25,8 @@ pub struct SchedulerState {
     pub leading: AtomicBool,
     /// Number of the last plan that it published.
     pub epoch: AtomicU64,
+    /// Backends that this plan does without because frontends avoid them.
+    avoided: AtomicU64,
     /// When it last wrote the plan, in nanoseconds of the process's clock; 0 for never.
     written_at: AtomicU64,
     /// The store's space; only the leader looks at it.
@@ -37,8 +39,9 @@ pub struct SchedulerState {
 
 impl SchedulerState {
     /// Notes that the plan is in the store at `now`.
-    pub fn written(&self, now: Nanos, epoch: u64) {
-        self.epoch.store(epoch, Relaxed);
+    pub fn written(&self, now: Nanos, plan: &PlanRecord) {
+        self.epoch.store(plan.epoch, Relaxed);
+        self.avoided.store(plan.avoided.len() as u64, Relaxed);
         self.written_at.store(now.0.max(1), Relaxed);
     }
 
@@ -158,6 +161,12 @@ impl InferenceService for SchedulerService {
             "Number of the last plan of this leader",
             state.epoch.load(Relaxed) as f64,
         );
+        let avoided = if leading { state.avoided.load(Relaxed) } else { 0 };
+        gauge(
+            "backends_avoided",
+            "Backends that the leader's plan does without because frontends avoid them",
+            avoided as f64,
+        );
         let space = &state.space;
         let bytes = space.bytes.load(Relaxed) as f64;
         gauge("store_bytes", "Bytes of the store's files, as the leader sees them", bytes);
@@ -221,10 +230,10 @@ mod tests {
     const RULES: &str = include_str!("../../../../deploy/prometheus/atoll-cluster-rules.yml");
     const RUNBOOK: &str = include_str!("../../../../docs/book/src/runbook.md");
 
-    fn page() -> String {
+    fn page(state: Arc<SchedulerState>) -> String {
         let store = MemoryStore::start(Arc::new(MonotonicClock::new()));
         let service = SchedulerService {
-            state: Arc::default(),
+            state,
             store,
             quota_bytes: 1 << 30,
             metadata: ServerMetadata {
@@ -240,8 +249,19 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn backends_that_the_plan_does_without_are_counted_while_it_leads() {
+        let state = Arc::new(SchedulerState::default());
+        let avoided = vec!["b1".to_string(), "b2".to_string()];
+        state.lead(Nanos::from_millis(1));
+        state.written(Nanos::from_millis(2), &PlanRecord { avoided, ..PlanRecord::default() });
+        assert!(page(state.clone()).contains("\natoll_cluster_backends_avoided 2\n"));
+        state.leading.store(false, Relaxed);
+        assert!(page(state).contains("\natoll_cluster_backends_avoided 0\n"));
+    }
+
+    #[tokio::test]
     async fn the_rules_read_metrics_that_exist_and_have_a_runbook() {
-        let page = page();
+        let page = page(Arc::default());
         let is_part = |c: char| c.is_ascii_lowercase() || c == '_';
         let words = RULES.split(|c| !is_part(c)).filter(|word| word.starts_with("atoll_cluster_"));
         let mut found = 0;

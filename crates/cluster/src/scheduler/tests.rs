@@ -328,6 +328,7 @@ fn plans_without_a_backend_that_frontends_avoid() {
     settle(&mut core, seconds(10), &mut snapshot);
     let decision = settle(&mut core, seconds(14), &mut snapshot);
     assert_eq!(decision.plan.reason, "backend avoided");
+    assert_eq!(decision.plan.avoided, ["b1"]);
     for (model, route) in &decision.routes {
         assert!(route.targets.iter().all(|target| target.backend != "b1"), "{model}: {route:?}");
         assert!(route.targets.len() >= 2, "{model}: {route:?}");
@@ -335,6 +336,7 @@ fn plans_without_a_backend_that_frontends_avoid() {
     snapshot.loads.get_mut("f").unwrap().ejected.clear();
     let decision = settle(&mut core, seconds(60), &mut snapshot);
     assert_eq!(decision.plan.reason, "backend joined");
+    assert!(decision.plan.avoided.is_empty());
 }
 
 /// The store is lost: a new leader knows nothing, backends join again one after the other, and the
