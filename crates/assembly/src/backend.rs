@@ -14,9 +14,9 @@ use cluster::backend::{BackendAgent, Host, HostFuture, ModelCatalog, PoolBatch};
 use cluster::candidate::CandidateRecord;
 use cluster::model_store::{ModelRecords, ModelStore, ModelStoreError, digest};
 use cluster::record::canary::split_served;
-use cluster::record::{BackendRecord, Keys, VersionRecord};
+use cluster::record::{BackendRecord, Keys, VersionRecord, validation};
 use cluster::state_file::StateFile;
-use cluster::store::{Store, StoreError};
+use cluster::store::{Store, StoreError, health};
 use model::repository::Repository;
 use model::store::{LoadMarkers, LoadStage, MarkedModel};
 use runtime::DeviceGroup;
@@ -77,6 +77,7 @@ pub fn server_metadata() -> ServerMetadata {
 struct ClusterLoader {
     device_group: Arc<DeviceGroup>,
     catalog: ModelCatalog,
+    store: Arc<dyn Store>,
     files: Option<ModelStore>,
     /// Files of the repositories, by digest.
     repositories: HashMap<String, PathBuf>,
@@ -163,6 +164,11 @@ impl ModelLoader for ClusterLoader {
         drop(content);
         let placed = load_file(&self.device_group, &path, cancelled)?;
         Ok(LoadedModel { placed, config: record.config, version: record.version })
+    }
+
+    fn write_metrics(&self, text: &mut String) {
+        health::write_metrics(text, &*self.store);
+        validation::write_metrics(text);
     }
 
     fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError> {
@@ -396,6 +402,7 @@ impl RunningBackend {
         let loader = Arc::new(ClusterLoader {
             device_group: parts.device_group.clone(),
             catalog: catalog.clone(),
+            store: parts.store.clone(),
             files: parts.files.clone(),
             repositories: models.files.clone(),
             threads: tokio::runtime::Handle::current(),

@@ -13,6 +13,9 @@ use bytes::Bytes;
 use thiserror::Error;
 use tokio::sync::mpsc;
 
+use calls::{CountedStore, StoreCalls};
+
+pub mod calls;
 pub mod conformance;
 pub mod etcd;
 pub mod health;
@@ -218,6 +221,11 @@ pub trait Store: Send + Sync + 'static {
 
     /// What this process last saw of it.
     fn health(&self) -> StoreHealth;
+
+    /// Counts of this process's calls, where they are kept.
+    fn calls(&self) -> Option<&StoreCalls> {
+        None
+    }
 }
 
 impl dyn Store {
@@ -254,19 +262,21 @@ impl dyn Store {
     }
 }
 
-/// Opens the store of this name: `memory`, or `etcd://HOST:PORT[,HOST:PORT...]`.
+/// Opens the store of this name: `memory`, or `etcd://HOST:PORT[,HOST:PORT...]`. Its calls are
+/// counted.
 pub fn open(
     name: &str,
     access: etcd::EtcdAccess,
     clock: Arc<dyn Clock>,
 ) -> Result<Arc<dyn Store>, StoreError> {
-    if name == "memory" {
-        return Ok(memory::MemoryStore::start(clock));
-    }
-    match name.strip_prefix("etcd://") {
-        Some(endpoints) => Ok(Arc::new(etcd::EtcdStore::new(endpoints, access)?)),
-        None => Err(StoreError::Refused(format!(
-            "'{name}' is not a store; use memory or etcd://HOST:PORT[,HOST:PORT...]"
-        ))),
-    }
+    let store: Arc<dyn Store> = match name.strip_prefix("etcd://") {
+        Some(endpoints) => Arc::new(etcd::EtcdStore::new(endpoints, access)?),
+        None if name == "memory" => memory::MemoryStore::start(clock.clone()),
+        None => {
+            return Err(StoreError::Refused(format!(
+                "'{name}' is not a store; use memory or etcd://HOST:PORT[,HOST:PORT...]"
+            )));
+        }
+    };
+    Ok(Arc::new(CountedStore::new(store, clock)))
 }

@@ -776,6 +776,7 @@ impl InferenceService for LocalNode {
             &self.inner.prefix_batching.prefixes(),
             &self.inner.device_group,
         );
+        self.inner.loader.write_metrics(text);
     }
 
     fn drain(&self, limit: Duration) -> Pin<Box<dyn Future<Output = bool> + Send + '_>> {

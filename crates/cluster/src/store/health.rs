@@ -41,7 +41,7 @@ impl HealthRecord {
     }
 }
 
-/// Writes the store's state for Prometheus.
+/// Writes the store's state and the calls to it for Prometheus.
 pub fn write_metrics(text: &mut String, store: &dyn Store) {
     let StoreHealth { unreachable, full } = store.health();
     let values = [
@@ -52,6 +52,9 @@ pub fn write_metrics(text: &mut String, store: &dyn Store) {
         let name = format!("atoll_cluster_{name}");
         let value = u8::from(value);
         let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}");
+    }
+    if let Some(calls) = store.calls() {
+        calls.write_metrics(text);
     }
 }
 

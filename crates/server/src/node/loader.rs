@@ -99,6 +99,9 @@ pub trait ModelLoader: Send + Sync + 'static {
         cancelled: &AtomicBool,
     ) -> Result<LoadedModel, LoadError>;
 
+    /// Writes metrics of where the models come from.
+    fn write_metrics(&self, _text: &mut String) {}
+
     /// All models and versions.
     fn index(&self) -> Result<Vec<RepositoryEntry>, LoadError>;
 
