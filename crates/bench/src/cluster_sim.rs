@@ -3,6 +3,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::iter::Sum;
 
 use base::{Nanos, Random};
 use cluster::balance::batch_progress::BatchPlan;
@@ -14,6 +15,8 @@ use runtime::batching::{
 
 use crate::outcome::{OutcomeCounts, RequestOutcome};
 
+pub mod judgement;
+pub mod report;
 pub mod scenario;
 pub mod study;
 
@@ -118,14 +121,26 @@ pub struct QuerySource {
 /// Rate below which a source is silent, in queries per second.
 const RATE_MIN: f64 = 1e-6;
 
-/// Counts of one second.
+/// Counts of a short time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SecondCounts {
+pub struct PeriodCounts {
     /// Queries sent.
     pub sent_queries: u64,
     /// Queries without reply in time.
     pub bad: u64,
 }
+
+impl Sum for PeriodCounts {
+    fn sum<I: Iterator<Item = PeriodCounts>>(all: I) -> PeriodCounts {
+        all.fold(PeriodCounts::default(), |sum, counts| PeriodCounts {
+            sent_queries: sum.sent_queries + counts.sent_queries,
+            bad: sum.bad + counts.bad,
+        })
+    }
+}
+
+/// The time that counts are kept for.
+const TENTH: Nanos = Nanos::from_millis(100);
 
 /// A cluster in virtual time.
 pub struct ClusterSim {
@@ -143,8 +158,8 @@ pub struct ClusterSim {
     /// Frontends that get the queries in turn; each knows only its own requests.
     frontends: usize,
     sent_queries: usize,
-    /// By second.
-    seconds: Vec<SecondCounts>,
+    /// By tenth of a second.
+    tenths: Vec<PeriodCounts>,
     outcomes: OutcomeCounts,
     /// Requests that ended more often than they were sent.
     ended_twice: u64,
@@ -177,7 +192,7 @@ impl ClusterSim {
             lazy,
             frontends: 1,
             sent_queries: 0,
-            seconds: Vec::new(),
+            tenths: Vec::new(),
             outcomes: OutcomeCounts::default(),
             ended_twice: 0,
             silent: vec![true; sources.len()],
@@ -242,8 +257,13 @@ impl ClusterSim {
     }
 
     /// Counts of queries, by the second they were sent in.
-    pub fn seconds(&self) -> &[SecondCounts] {
-        &self.seconds
+    pub fn seconds(&self) -> Vec<PeriodCounts> {
+        self.tenths.chunks(10).map(|tenths| tenths.iter().copied().sum()).collect()
+    }
+
+    /// The same by tenth of a second.
+    pub fn tenths(&self) -> &[PeriodCounts] {
+        &self.tenths
     }
 
     /// Changes the rate of a source.
@@ -427,11 +447,11 @@ impl ClusterSim {
     }
 
     fn open_query(&mut self, open: u32) -> u32 {
-        let second = (self.now.0 / 1_000_000_000) as usize;
-        if self.seconds.len() <= second {
-            self.seconds.resize(second + 1, SecondCounts::default());
+        let tenth = (self.now.0 / TENTH.0) as usize;
+        if self.tenths.len() <= tenth {
+            self.tenths.resize(tenth + 1, PeriodCounts::default());
         }
-        self.seconds[second].sent_queries += 1;
+        self.tenths[tenth].sent_queries += 1;
         self.outcomes.arrivals += 1;
         let query = ClientQuery { at: self.now, open, bad: None };
         match self.free.pop() {
@@ -456,7 +476,7 @@ impl ClusterSim {
         query.open = open;
         if outcome != RequestOutcome::Good && query.bad.is_none() {
             query.bad = Some(outcome);
-            self.seconds[(query.at.0 / 1_000_000_000) as usize].bad += 1;
+            self.tenths[(query.at.0 / TENTH.0) as usize].bad += 1;
         }
         if query.open == 0 {
             self.outcomes.count(query.bad.unwrap_or(RequestOutcome::Good));

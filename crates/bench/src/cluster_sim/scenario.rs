@@ -18,10 +18,10 @@ use cluster::scheduler::{Core, Decision, SchedulerSettings};
 use cluster::snapshot::ClusterSnapshot;
 use cluster::store::mirror::KeyValues;
 use runtime::batching::BatchProfile;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
-use super::{ClusterSession, ClusterSim, QuerySource, RouteTarget};
-use crate::outcome::OutcomeCounts;
+pub use super::report::{ClusterReport, LoadRise, text};
+use super::{ClusterSession, ClusterSim, QuerySource, RouteTarget, judgement};
 use crate::scenario::ScenarioError;
 use crate::scenario_check::{BadValue, ValueChecks};
 
@@ -159,41 +159,6 @@ impl Default for ClusterScenario {
     }
 }
 
-/// The report of a scenario.
-#[derive(Clone, Debug, Default, Serialize)]
-pub struct ClusterReport {
-    /// The scenario.
-    pub name: String,
-    /// Requests.
-    pub requests: u64,
-    /// Requests without reply in time.
-    pub bad: u64,
-    /// What became of them.
-    pub outcomes: OutcomeCounts,
-    /// The same in percent.
-    pub bad_percent: f64,
-    /// GPUs that served, by second.
-    pub used: Vec<usize>,
-    /// Requests in thousands and bad ones in percent, by second.
-    pub seconds: Vec<(f64, f64)>,
-    /// Seconds from the first increase of load until a plan with more GPUs was in effect.
-    pub reaction_s: Option<f64>,
-    /// Number of plans.
-    pub plans: u64,
-    /// Number of model loads.
-    pub moves: u64,
-    /// Max milliseconds of a decision with a new plan on this machine.
-    pub plan_ms_max: f64,
-    /// Max milliseconds of applying routes.
-    pub table_ms_max: f64,
-    /// Bytes of all routes and assignments.
-    pub record_bytes: usize,
-    /// GPUs of the last plan, and its bound.
-    pub gpus_last: (usize, f64),
-    /// Violations; empty if there are none.
-    pub violations: Vec<String>,
-}
-
 impl ClusterScenario {
     /// Reads a TOML file.
     pub fn read(path: &Path) -> Result<ClusterScenario, ScenarioError> {
@@ -306,6 +271,8 @@ struct ScenarioRun<'a> {
     /// The latest value of each key.
     written: BTreeMap<String, Vec<u8>>,
     report: ClusterReport,
+    /// GPUs that the load of the seconds so far needed at least, added up.
+    needed_gpus: f64,
     random: Random,
     names: Vec<String>,
 }
@@ -409,6 +376,7 @@ impl ScenarioRun<'_> {
             loading: BTreeMap::new(),
             written: BTreeMap::new(),
             report: ClusterReport { name: scenario.name.clone(), ..ClusterReport::default() },
+            needed_gpus: 0.0,
             random: Random::new(scenario.seed + 1),
             names: (0..base.len()).map(session_name).collect(),
             base,
@@ -423,13 +391,32 @@ impl ScenarioRun<'_> {
         run
     }
 
-    fn factor(&self, group: usize, second: u64) -> f64 {
+    /// The factor that steps put on the rates of a group.
+    fn step_factor(&self, group: usize, second: u64) -> f64 {
         let name = &self.scenario.sessions[group].name;
         let mine =
             |step: &&LoadStep| step.at_s <= second && (step.name.is_empty() || step.name == *name);
-        let step = self.scenario.steps.iter().rfind(mine).map_or(1.0, |step| step.factor);
+        self.scenario.steps.iter().rfind(mine).map_or(1.0, |step| step.factor)
+    }
+
+    fn factor(&self, group: usize, second: u64) -> f64 {
         let turn = second as f64 / self.scenario.wave_s * std::f64::consts::TAU;
-        step * (1.0 + self.scenario.wave * turn.sin())
+        self.step_factor(group, second) * (1.0 + self.scenario.wave * turn.sin())
+    }
+
+    /// GPUs that the load of a second needs at least.
+    fn needed(&self, second: u64) -> f64 {
+        let rates =
+            self.base.iter().map(|(group, rate)| (*group, rate * self.factor(*group, second)));
+        judgement::gpus_needed(&self.scenario.sessions, rates)
+    }
+
+    /// The same for the rates that the plan in effect is for.
+    fn needed_by_plan(&self) -> f64 {
+        let planned = self.core.placement().rates();
+        let group = |name: &str| Some(self.base.get(index_of(name)?)?.0);
+        let rates = planned.iter().filter_map(|(name, rate)| Some((group(name)?, *rate)));
+        judgement::gpus_needed(&self.scenario.sessions, rates)
     }
 
     fn second(&mut self, second: u64) {
@@ -452,6 +439,7 @@ impl ScenarioRun<'_> {
             self.react(now);
         }
         self.report.used.push(self.core.placement().used());
+        self.needed_gpus += self.needed(second);
     }
 
     fn react(&mut self, now: Nanos) {
@@ -465,7 +453,7 @@ impl ScenarioRun<'_> {
             && used > *before
             && self.loading.is_empty()
         {
-            self.report.reaction_s.get_or_insert(since as f64 / 1e9);
+            self.report.larger_plan_s.get_or_insert(since as f64 / 1e9);
         }
     }
 
@@ -555,9 +543,9 @@ impl ScenarioRun<'_> {
         if decision.plan.epoch > epoch {
             self.report.plans = decision.plan.epoch;
             self.report.plan_ms_max = self.report.plan_ms_max.max(took_ms);
+            self.report.packing.push((self.core.placement().used(), self.needed_by_plan()));
         }
         self.report.moves = decision.plan.moves;
-        self.report.gpus_last = (decision.plan.used, decision.plan.bound);
         self.apply(now, decision);
     }
 
@@ -652,7 +640,20 @@ impl ScenarioRun<'_> {
         let slo_ms = self.scenario.sessions.iter().map(|group| group.slo_ms).max().unwrap_or(0);
         self.cluster.run_until(end + Nanos::from_millis(slo_ms + 2000));
         let percent = |bad: u64, sent_queries: u64| bad as f64 * 100.0 / sent_queries.max(1) as f64;
+        let offered = |second: u64| -> f64 {
+            let rates = self.base.iter();
+            rates.map(|(group, rate)| rate * self.step_factor(*group, second)).sum()
+        };
+        let target = self.scenario.bad_percent_max;
+        let rise = |(at_s, to): (u64, u64)| LoadRise {
+            at_s,
+            reaction_s: judgement::reaction(self.cluster.tenths(), at_s, to, target),
+        };
+        let rises = judgement::rises(self.scenario, offered).into_iter().map(rise).collect();
         let report = &mut self.report;
+        report.rises = rises;
+        let used: usize = report.used.iter().sum();
+        report.needed_percent = 100.0 * self.needed_gpus / used.max(1) as f64;
         for counts in self.cluster.seconds() {
             report
                 .seconds
@@ -676,38 +677,6 @@ impl ScenarioRun<'_> {
 
 fn index_of(name: &str) -> Option<usize> {
     name.get(1..)?.parse().ok()
-}
-
-/// The report as text.
-pub fn text(report: &ClusterReport) -> String {
-    let used = |f: fn(usize, usize) -> usize| report.used.iter().copied().reduce(f).unwrap_or(0);
-    let worst = report.seconds.iter().map(|(_, bad)| *bad).fold(0.0, f64::max);
-    format!(
-        "{}: {} requests, {:.4} % bad (worst second {:.2} %), {} to {} GPUs, reaction {}\n\
-         {} good, {} late, {} refused, {} cancelled, {} failed, {} pending\n\
-         {} plans, {} loads; longest plan {:.1} ms, table update {:.1} ms, records {:.1} MB; last \
-         plan {} GPUs, bound {:.2}\n",
-        report.name,
-        report.requests,
-        report.bad_percent,
-        worst,
-        used(usize::min),
-        used(usize::max),
-        report.reaction_s.map_or("-".to_string(), |s| format!("{s:.2} s")),
-        report.outcomes.good,
-        report.outcomes.late,
-        report.outcomes.refused,
-        report.outcomes.cancelled,
-        report.outcomes.failed,
-        report.outcomes.pending,
-        report.plans,
-        report.moves,
-        report.plan_ms_max,
-        report.table_ms_max,
-        report.record_bytes as f64 / 1e6,
-        report.gpus_last.0,
-        report.gpus_last.1,
-    )
 }
 
 #[cfg(test)]
@@ -744,7 +713,13 @@ mod tests {
     fn load_steps_and_losses_are_handled_and_runs_repeat() {
         let report = run(&scenario()).unwrap();
         assert!(report.violations.is_empty(), "{}", text(&report));
-        assert!(report.reaction_s.is_some_and(|s| s <= 13.0), "{}", text(&report));
+        assert_eq!(report.rises.len(), 1, "{}", text(&report));
+        assert!(report.rises[0].reaction_s.is_some_and(|s| s <= 13.0), "{}", text(&report));
+        assert_eq!(report.packing.len() as u64, report.plans, "{}", text(&report));
+        for (gpus, needed) in &report.packing {
+            assert!(*needed > 0.0 && *needed <= *gpus as f64, "{}", text(&report));
+        }
+        assert!(report.needed_percent > 20.0 && report.needed_percent < 100.0);
         let again = run(&scenario()).unwrap();
         assert_eq!(
             (report.requests, report.bad, report.used),
