@@ -581,6 +581,39 @@ def test_versions_are_rolled_back_and_deleted_in_a_cluster(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_the_command_rolls_a_model_of_a_cluster_back(tmp_path: Path) -> None:
+    with two_backends(tmp_path) as (_, frontend):
+
+        def rollback(*words: str) -> subprocess.CompletedProcess[str]:
+            given = [str(BINARY), "cluster", "rollback", *words, "--url", frontend.url]
+            return subprocess.run(given, capture_output=True, text=True, check=False, timeout=300)
+
+        for factor in (1.5, 2.5, 3.5):
+            assert register(frontend, "m", scaled(factor)).status_code == 200
+        for words, version, factor in (
+            (("m",), 2, 2.5),
+            (("m",), 1, 1.5),
+            (("m", "--to", "3"), 3, 3.5),
+            (("m", "--to", "1"), 1, 1.5),
+        ):
+            done = rollback(*words)
+            assert done.returncode == 0, done
+            assert done.stdout == f"m version {version} is in force\n", done
+            # Every backend follows.
+            assert wait_for(lambda: seen(frontend) == {factor})  # noqa: B023
+        # What cannot be done says why, and changes nothing.
+        for words, code, why in (
+            (("m",), 1, "no version of 'm' before 1"),
+            (("m", "--to", "9"), 1, "9"),
+            (("absent",), 1, "absent"),
+            (("../m",), 2, "not the name of a model"),
+        ):
+            done = rollback(*words)
+            assert done.returncode == code and why in done.stderr, done
+        assert seen(frontend) == {1.5}
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
 def test_a_model_that_ends_a_backend_is_quarantined_there(
     tmp_path: Path, slow_repository: Path
 ) -> None:
