@@ -137,7 +137,7 @@ fn tensor_hash(tensor: &Tensor) -> Hash {
     match tensor.data() {
         TensorData::Raw(raw) => hasher.update(raw),
         TensorData::Strings(strings) => {
-            for text in strings {
+            for text in strings.iter() {
                 hasher.update((text.len() as u64).to_le_bytes());
                 hasher.update(text);
             }

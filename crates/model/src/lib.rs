@@ -5,6 +5,7 @@ pub mod config;
 pub mod dim;
 pub mod dtype;
 pub mod durable;
+pub mod excerpt;
 pub mod gpu;
 pub mod host_pool;
 pub mod length_padding;
@@ -16,6 +17,7 @@ pub mod repository;
 pub mod row_independence;
 pub mod sample;
 pub mod store;
+mod strings;
 pub mod tensor;
 
 pub use config::ModelConfig;

@@ -4,6 +4,7 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use thiserror::Error;
 
+pub use crate::strings::Strings;
 use crate::{DataType, Reservation};
 
 /// The maximum number of elements; larger shapes are refused before anything is allocated.
@@ -15,7 +16,7 @@ pub enum TensorData {
     /// Fixed-size elements, packed little-endian in row-major order. Not necessarily aligned.
     Raw(Bytes),
     /// Strings, in row-major order.
-    Strings(Vec<Bytes>),
+    Strings(Strings),
 }
 
 /// A dense tensor in host memory. Cloning shares the elements.
@@ -105,6 +106,11 @@ impl Tensor {
 
     /// A tensor of strings.
     pub fn from_strings(shape: Vec<usize>, strings: Vec<Bytes>) -> Result<Tensor, TensorError> {
+        Tensor::from_shared_strings(shape, strings.into())
+    }
+
+    /// A tensor of strings that others may hold, too.
+    pub fn from_shared_strings(shape: Vec<usize>, strings: Strings) -> Result<Tensor, TensorError> {
         let expected = element_count(&shape)?;
         if strings.len() != expected {
             return Err(TensorError::WrongElementCount { shape, expected, actual: strings.len() });
@@ -215,7 +221,7 @@ impl Tensor {
                 TensorData::Raw(raw.slice(rows.start * bytes..rows.end * bytes))
             }
             TensorData::Strings(strings) => {
-                TensorData::Strings(strings[rows.start * each..rows.end * each].to_vec())
+                TensorData::Strings(strings.part(rows.start * each..rows.end * each)?)
             }
         };
         Some(Tensor { dtype: self.dtype, shape, data })
@@ -242,10 +248,11 @@ impl Tensor {
             }
             TensorData::Strings(_) => {
                 let strings = |part: &&Tensor| match &part.data {
-                    TensorData::Strings(strings) => strings.clone(),
+                    TensorData::Strings(strings) => strings.to_vec(),
                     TensorData::Raw(_) => Vec::new(),
                 };
-                TensorData::Strings(parts.iter().flat_map(strings).collect())
+                let all: Vec<Bytes> = parts.iter().flat_map(strings).collect();
+                TensorData::Strings(all.into())
             }
         };
         Some(Tensor { dtype: first.dtype, shape, data })

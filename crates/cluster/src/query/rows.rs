@@ -31,7 +31,7 @@ pub fn join(name: &str, tensors: &[&Tensor]) -> ApiResult<Tensor> {
     Ok(match first.data() {
         TensorData::Strings(_) => {
             let strings = tensors.iter().flat_map(|tensor| match tensor.data() {
-                TensorData::Strings(strings) => strings.clone(),
+                TensorData::Strings(strings) => strings.to_vec(),
                 TensorData::Raw(_) => Vec::new(),
             });
             Tensor::from_strings(shape, strings.collect())?
@@ -65,8 +65,9 @@ pub fn part(name: &str, tensor: &Tensor, pieces: &[usize]) -> ApiResult<Vec<Tens
         parts.push(match tensor.data() {
             TensorData::Strings(strings) => {
                 let size = strings.len() / rows.max(1);
-                let own: Vec<Bytes> = strings[at * size..(at + piece) * size].to_vec();
-                Tensor::from_strings(shape, own)?
+                let own = strings.part(at * size..(at + piece) * size);
+                let own = own.ok_or_else(|| ApiError::internal("a row is missing"))?;
+                Tensor::from_shared_strings(shape, own)?
             }
             TensorData::Raw(raw) => {
                 let size = raw.len() / rows.max(1);
