@@ -66,6 +66,13 @@ impl<T> Buffer<T> {
         Ok(Buffer { data, reservation: Some(reservation) })
     }
 
+    /// Like [`with_capacity`](Buffer::with_capacity), counted however small it is: for what a step
+    /// may have any number of.
+    pub(crate) fn counted(count: usize) -> Result<Buffer<T>, MemoryError> {
+        let (data, reservation) = try_vec(memory(), count)?;
+        Ok(Buffer { data, reservation: Some(reservation) })
+    }
+
     /// A buffer of the elements of `iter`.
     pub(crate) fn collect<I>(iter: I) -> Result<Buffer<T>, MemoryError>
     where
@@ -121,9 +128,14 @@ impl<T> Buffer<T> {
         self.map_vec(bytemuck::cast_vec)
     }
 
-    /// The elements without the reservation, for strings: these keep their own memory.
+    /// The elements without the reservation, for pieces of a kernel's own work.
     pub(crate) fn into_vec(self) -> Vec<T> {
         self.data
+    }
+
+    /// The elements and the reservation of their memory.
+    pub(crate) fn into_parts(self) -> (Vec<T>, Reservation) {
+        (self.data, self.reservation.unwrap_or_else(|| memory().empty()))
     }
 
     /// A tensor of the host in this memory.
@@ -131,8 +143,8 @@ impl<T> Buffer<T> {
     where
         T: bytemuck::NoUninit + Send,
     {
-        let reservation = self.reservation.unwrap_or_else(|| memory().empty());
-        Tensor::from_reserved(dtype, shape.to_vec(), self.data, reservation)
+        let (data, reservation) = self.into_parts();
+        Tensor::from_reserved(dtype, shape.to_vec(), data, reservation)
             .map_err(|err| err.to_string())
     }
 }
@@ -152,6 +164,18 @@ impl<T: Clone> Buffer<T> {
         Ok(buffer)
     }
 
+    /// Appends all of `data`; makes room for as many elements again when there is none.
+    pub(crate) fn append(&mut self, data: &[T]) -> Result<(), MemoryError> {
+        let needed = self.data.len().saturating_add(data.len());
+        if needed > self.data.capacity() {
+            let mut longer = Buffer::counted(needed.max(self.data.len().saturating_mul(2)))?;
+            longer.data.append(&mut self.data);
+            *self = longer;
+        }
+        self.data.extend_from_slice(data);
+        Ok(())
+    }
+
     /// Appends as many elements of `data` as there is room for.
     pub(crate) fn extend_from_slice(&mut self, data: &[T]) {
         let room = self.data.capacity() - self.data.len();
@@ -162,6 +186,12 @@ impl<T: Clone> Buffer<T> {
     pub(crate) fn resize(&mut self, count: usize, value: T) {
         let count = count.min(self.capacity());
         yield_point::resize(&mut self.data, count, value);
+    }
+}
+
+impl AsRef<[u8]> for Buffer<u8> {
+    fn as_ref(&self) -> &[u8] {
+        &self.data
     }
 }
 

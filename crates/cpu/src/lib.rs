@@ -18,6 +18,7 @@ mod queue;
 mod run_queue;
 mod spare_buffers;
 mod step_work;
+mod string_contents;
 mod suspended_task;
 mod value;
 mod wide_numbers;

@@ -2,7 +2,8 @@
 
 use bytes::Bytes;
 use half::{bf16, f16};
-use model::{DataType, Tensor as HostTensor, TensorData};
+use model::tensor::Strings;
+use model::{DataType, MemoryError, Tensor as HostTensor, TensorData};
 use smallvec::SmallVec;
 
 use crate::buffer::Buffer;
@@ -42,6 +43,32 @@ impl<T> TypedTensor<T> {
     /// The number of elements.
     pub(crate) fn len(&self) -> usize {
         self.data.len()
+    }
+
+    /// Appends `row`, one more along the first dimension. `false` if its shape is another.
+    pub(crate) fn push_row(&mut self, row: &TypedTensor<T>) -> Result<bool, MemoryError>
+    where
+        T: Clone,
+    {
+        if self.shape.get(1..) != Some(&row.shape[..]) {
+            return Ok(false);
+        }
+        self.data.append(&row.data)?;
+        self.shape[0] += 1;
+        Ok(true)
+    }
+
+    /// Turns the first dimension around.
+    pub(crate) fn reverse_rows(&mut self) {
+        let rows = self.shape.first().copied().unwrap_or(0);
+        let size = self.data.len().checked_div(rows).unwrap_or(0);
+        if size == 0 {
+            return;
+        }
+        for row in 0..rows / 2 {
+            let (front, back) = self.data.split_at_mut((rows - 1 - row) * size);
+            front[row * size..][..size].swap_with_slice(&mut back[..size]);
+        }
     }
 
     /// A copy in memory of its own.
@@ -166,8 +193,9 @@ impl Value {
         match self {
             Value::String(tensor) => {
                 let shape = tensor.shape().to_vec();
-                let strings = into_elements(tensor).into_vec();
-                HostTensor::from_strings(shape, strings).map_err(|err| err.to_string())
+                let (strings, reservation) = into_elements(tensor).into_parts();
+                let strings = Strings::reserved(strings, reservation);
+                HostTensor::from_shared_strings(shape, strings).map_err(|err| err.to_string())
             }
             other => with_copy!(other, tensor => {
                 let TypedTensor { shape, data } = tensor;
@@ -238,6 +266,13 @@ macro_rules! conversions {
                     }
                 }
 
+                fn get_mut(value: &mut Value) -> Option<&mut TypedTensor<$rust>> {
+                    match value {
+                        Value::$variant(tensor) => Some(tensor),
+                        _ => None,
+                    }
+                }
+
                 fn take(value: Value) -> Result<TypedTensor<$rust>, Value> {
                     match value {
                         Value::$variant(tensor) => Ok(tensor),
@@ -263,6 +298,8 @@ pub(crate) fn into_elements<T>(tensor: TypedTensor<T>) -> Buffer<T> {
 pub(crate) trait Typed: Sized {
     /// The tensor, if it is of this type.
     fn get(value: &Value) -> Option<&TypedTensor<Self>>;
+    /// The same, to change it.
+    fn get_mut(value: &mut Value) -> Option<&mut TypedTensor<Self>>;
     /// The tensor itself, or the value back.
     fn take(value: Value) -> Result<TypedTensor<Self>, Value>;
 }

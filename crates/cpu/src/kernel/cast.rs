@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use half::{bf16, f16};
 use model::DataType;
+use model::excerpt::excerpt;
 use num_traits::AsPrimitive;
 
 use super::elementwise;
@@ -11,6 +12,7 @@ use super::parallel::in_pieces;
 use super::{Kernel, StepFacts};
 use crate::buffer::Buffer;
 use crate::kernel::{KernelError, invalid};
+use crate::string_contents::StringContents;
 use crate::value::{TypedTensor, Value, with_number};
 
 pub(crate) fn build(facts: &StepFacts, to: DataType) -> Result<Kernel, KernelError> {
@@ -165,8 +167,12 @@ fn truth<T: Element>(tensor: &TypedTensor<T>) -> Result<Value, KernelError> {
 }
 
 fn texts<T>(tensor: &TypedTensor<T>, f: impl Fn(&T) -> String) -> Result<Value, KernelError> {
-    let data = Buffer::collect(elements(tensor).iter().map(|x| Bytes::from(f(x))))?;
-    Ok(Bytes::wrap(tensor.shape(), data))
+    let mut texts = StringContents::with_capacity(tensor.len(), 0)?;
+    for x in elements(tensor) {
+        texts.write(f(x).as_bytes())?;
+        texts.end()?;
+    }
+    Ok(Bytes::wrap(tensor.shape(), texts.finish()?))
 }
 
 fn format(value: &Value) -> Result<Value, KernelError> {
@@ -216,7 +222,7 @@ fn parse(tensor: &TypedTensor<Bytes>, to: DataType) -> Result<Value, KernelError
             for bytes in elements(tensor) {
                 let text = std::str::from_utf8(bytes).unwrap_or_default().trim();
                 let parsed: Option<$rust> = $parse(text);
-                data.push(parsed.ok_or_else(|| invalid!("'{text}' is not a {to}"))?)?;
+                data.push(parsed.ok_or_else(|| invalid!("'{}' is not a {to}", excerpt(text)))?)?;
             }
             Ok(<$rust>::wrap(tensor.shape(), data))
         }};
@@ -284,6 +290,10 @@ mod tests {
         let huge = cast(&integers(&[1], &[i64::MIN]), DataType::String);
         assert_eq!(huge, strings(&[1], &["-9223372036854775808"]));
         let op = Op::Cast(Cast { to: DataType::I32 });
-        assert!(error(op, &[strings(&[1], &["x"])]).contains("'x'"));
+        assert!(error(op.clone(), &[strings(&[1], &["x"])]).contains("'x'"));
+        // What a client sends is part of a message, and neither long nor more than one line.
+        let long: &'static str = "a\nb".repeat(100_000).leak();
+        let message = error(op, &[strings(&[1], &[long])]);
+        assert!(message.len() < 1000 && message.contains("'a\\nba") && !message.contains('\n'));
     }
 }

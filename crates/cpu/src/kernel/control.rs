@@ -11,7 +11,7 @@ use model::DataType;
 use model::op::{Control, ControlKind, Scan};
 
 use super::layout::{reshaped, transposed};
-use super::operand::{Element, elements, integer_scalar, output_len, resolve_axis};
+use super::operand::{Element, elements, integer_scalar, resolve_axis};
 use super::{Context, Inputs, Kernel, KernelResult, Outputs, StepFacts};
 use crate::buffer::Buffer;
 use crate::kernel::{KernelError, invalid};
@@ -104,16 +104,38 @@ fn scalar<T: Element + Clone>(x: T) -> Result<Value, KernelError> {
     Ok(T::wrap(&[], Buffer::filled(1, x)?))
 }
 
-/// What rounds collect.
-struct Collected(Vec<Vec<Value>>);
+/// What rounds collect: for each output the values of all, along a new first dimension. They are
+/// in one buffer, which is counted; a million small values would not be.
+struct Collected(Vec<Option<Value>>);
 
 impl Collected {
     fn new(count: usize) -> Collected {
-        Collected((0..count).map(|_| Vec::new()).collect())
+        Collected((0..count).map(|_| None).collect())
     }
 
-    fn add(&mut self, values: impl Iterator<Item = Value>) {
-        self.0.iter_mut().zip(values).for_each(|(list, value)| list.push(value));
+    fn add(
+        &mut self,
+        context: &Context,
+        values: impl Iterator<Item = Value>,
+    ) -> Result<(), KernelError> {
+        for (rows, value) in self.0.iter_mut().zip(values) {
+            let shape = [&[1], value.shape()].concat();
+            match rows {
+                None => *rows = Some(reshaped(value, &shape)?),
+                Some(rows) => {
+                    with_value!(&value, row => push_row(rows, row))?;
+                    value.recycle(context.pool);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn push_row<T: Element + Clone>(rows: &mut Value, row: &TypedTensor<T>) -> Result<(), KernelError> {
+    match T::get_mut(rows).map(|rows| rows.push_row(row)).transpose()? {
+        Some(true) => Ok(()),
+        _ => Err("rounds collect values of different shapes".into()),
     }
 }
 
@@ -137,12 +159,12 @@ fn rounds(context: &Context, inputs: &Inputs, body: &BodyKernels, carried: usize
         let mut outputs = body.run(context, arguments, inputs)?.into_iter();
         goes_on = truth(&outputs.next().ok_or("a body without a condition")?)?;
         state.extend(outputs.by_ref().take(carried));
-        collected.add(outputs);
+        collected.add(context, outputs)?;
         round += 1;
     }
     let mut results: Outputs = state.into_iter().collect();
-    for (index, values) in collected.0.into_iter().enumerate() {
-        results.push(stacked(values, body.output_info(1 + carried + index))?);
+    for (index, rows) in collected.0.into_iter().enumerate() {
+        results.push(rows.map_or_else(|| nothing(body.output_info(1 + carried + index)), Ok)?);
     }
     Ok(results)
 }
@@ -171,15 +193,15 @@ fn slices(context: &Context, inputs: &Inputs, body: &BodyKernels, scan: &Scan) -
         }
         let mut outputs = body.run(context, arguments, inputs)?.into_iter();
         state.extend(outputs.by_ref().take(scan.carried));
-        collected.add(outputs);
+        collected.add(context, outputs)?;
     }
     let mut results: Outputs = state.into_iter().collect();
-    for (index, mut values) in collected.0.into_iter().enumerate() {
+    for (index, rows) in collected.0.into_iter().enumerate() {
         let (axis, backwards) = scan.outputs[index];
+        let mut rows = rows.map_or_else(|| nothing(body.output_info(scan.carried + index)), Ok)?;
         if backwards {
-            values.reverse();
+            with_value!(&mut rows, tensor => tensor.reverse_rows());
         }
-        let rows = stacked(values, body.output_info(scan.carried + index))?;
         results.push(axis_from_first(context, rows, axis)?);
     }
     Ok(results)
@@ -216,31 +238,6 @@ fn row(value: &Value, index: usize) -> Result<Value, KernelError> {
         Ok(T::wrap(rest, Buffer::copy_of(&elements(tensor)[at * size..][..size])?))
     }
     with_value!(value, tensor => part(tensor, index))
-}
-
-/// Values along a new first dimension. Without any, `info` tells what they would be.
-fn stacked(values: Vec<Value>, info: &model::ValueInfo) -> Result<Value, KernelError> {
-    let Some(first) = values.first() else { return nothing(info) };
-    let shape = [&[values.len()], first.shape()].concat();
-    output_len(&shape)?;
-    with_value!(first, tensor => joined(tensor, &values, &shape))
-}
-
-fn joined<T: Element + Clone>(
-    first: &TypedTensor<T>,
-    values: &[Value],
-    shape: &[usize],
-) -> Result<Value, KernelError> {
-    let mut out = Buffer::with_capacity(first.len() * values.len())?;
-    for value in values {
-        match T::get(value) {
-            Some(tensor) if tensor.shape() == first.shape() => {
-                out.extend_from_slice(elements(tensor));
-            }
-            _ => return Err("rounds collect values of different shapes".into()),
-        }
-    }
-    Ok(T::wrap(shape, out))
 }
 
 /// What no round collected.

@@ -15,6 +15,45 @@ fn sizes(values: &[i64]) -> Tensor {
     integers(&[values.len()], values)
 }
 
+fn texts(count: usize, bytes: usize) -> Tensor {
+    Tensor::from_strings(vec![count], vec!["A b".repeat(bytes / 3).into(); count]).unwrap()
+}
+
+/// Operators that make strings; there are few of them, so that only their contents are large.
+fn string_bombs() -> Vec<(Op, Vec<Option<Tensor>>)> {
+    let large = || Some(texts(64, 30_000));
+    let normalize = |case| {
+        Op::Text(Text::Normalize { case: Some(case), case_sensitive: true, stopwords: vec![] })
+    };
+    vec![
+        (Op::Text(Text::Join), vec![large(), large()]),
+        (normalize(LetterCase::Lower), vec![large()]),
+        (normalize(LetterCase::Upper), vec![large()]),
+    ]
+}
+
+#[test]
+fn contents_of_strings_are_counted() {
+    for (op, inputs) in string_bombs() {
+        let memory = HostMemory::leaked(1 << 20);
+        let name = op.name();
+        let error = buffer::with_memory(memory, || try_run(op, &inputs, 2)).unwrap_err();
+        assert!(error.contains("bytes of memory are needed"), "{name}: {error}");
+        assert_eq!(memory.used(), 0, "{name}");
+    }
+    // Strings stay counted while somebody holds them.
+    let memory = HostMemory::leaked(1 << 20);
+    let inputs = [texts(4, 30_000), texts(4, 30_000)].map(Some);
+    let joined = buffer::with_memory(memory, || try_run(Op::Text(Text::Join), &inputs, 1));
+    let joined = joined.unwrap().remove(0);
+    assert!(memory.used() >= 240_000, "{}", memory.used());
+    let row = joined.rows(3..4).unwrap();
+    drop(joined);
+    assert!(memory.used() >= 240_000, "{}", memory.used());
+    drop(row);
+    assert_eq!(memory.used(), 0);
+}
+
 /// Operators on small operands whose results are larger than any memory here.
 fn bombs() -> Vec<(Op, Vec<Option<Tensor>>)> {
     let huge: i64 = 1 << 36;
@@ -154,6 +193,8 @@ fn cases() -> Vec<(Op, Vec<Option<Tensor>>)> {
         (Op::LayerNorm { axis: -1, epsilon: 1e-5 }, of(&[x.clone(), random(&[50])])),
         (Op::Gather { axis: 0 }, of(&[x.clone(), integers(&[300], &[3; 300])])),
         (Op::NonZero, of(std::slice::from_ref(&x))),
+        (Op::Cast(Cast { to: DataType::String }), of(std::slice::from_ref(&x))),
+        (Op::Text(Text::Join), of(&[texts(40, 300), texts(40, 60)])),
         (Op::Cast(Cast { to: DataType::F64 }), of(std::slice::from_ref(&x))),
         (Op::Pad { mode: PadMode::Reflect }, of(&[x, sizes(&[5, 5, 5, 5])])),
     ]

@@ -10,8 +10,9 @@ use regex::Regex;
 
 use super::operand::{Element, dtype_of, elements, one, output_len};
 use super::{Inputs, Kernel, KernelResult, Outputs, StepFacts, dense, no_kernel};
-use crate::buffer::Buffer;
+use crate::buffer::{self, Buffer};
 use crate::kernel::{KernelError, invalid};
+use crate::string_contents::StringContents;
 use crate::value::{Value, with_value};
 use crate::yield_point;
 
@@ -64,12 +65,15 @@ fn join(inputs: &Inputs) -> KernelResult {
     let (a, b) = (inputs.typed::<Bytes>(0)?, inputs.typed::<Bytes>(1)?);
     let shape = broadcast_shape(a.shape(), b.shape())?;
     let (a, b) = (dense::broadcast(a, &shape)?, dense::broadcast(b, &shape)?);
-    let mut out = Buffer::with_capacity(a.len())?;
+    let length = |strings: &[Bytes]| strings.iter().map(Bytes::len).fold(0, usize::saturating_add);
+    let mut out = StringContents::with_capacity(a.len(), length(&a).saturating_add(length(&b)))?;
     for (a, b) in a.iter().zip(b.iter()) {
         yield_point::did_work(50 + a.len() + b.len());
-        out.extend([Bytes::from([&a[..], &b[..]].concat())]);
+        out.write(a)?;
+        out.write(b)?;
+        out.end()?;
     }
-    one(Bytes::wrap(&shape, out))
+    one(Bytes::wrap(&shape, out.finish()?))
 }
 
 fn broadcast_shape(a: &[usize], b: &[usize]) -> Result<Vec<usize>, KernelError> {
@@ -97,7 +101,7 @@ fn split(inputs: &Inputs, delimiter: &str, max_splits: Option<usize>) -> KernelR
         let (text, before) = (text(bytes)?, parts.len());
         match delimiter {
             "" => {
-                for part in words(text, most) {
+                for part in &words(text, most)? {
                     parts.push(bytes.slice_ref(part.as_bytes()))?;
                 }
             }
@@ -122,19 +126,19 @@ fn split(inputs: &Inputs, delimiter: &str, max_splits: Option<usize>) -> KernelR
 }
 
 /// Words between white space; the last of `most` takes what is left.
-fn words(text: &str, most: usize) -> Vec<&str> {
+fn words(text: &str, most: usize) -> Result<Buffer<&str>, KernelError> {
     let mut rest = text.trim();
-    let mut words = Vec::new();
+    let mut words = Buffer::default();
     while !rest.is_empty() {
         let end = rest.find(char::is_whitespace).filter(|_| words.len() + 1 < most);
         let Some(end) = end else {
-            words.push(rest);
+            words.push(rest)?;
             break;
         };
-        words.push(&rest[..end]);
+        words.push(&rest[..end])?;
         rest = rest[end..].trim_start();
     }
-    words
+    Ok(words)
 }
 
 fn matches(inputs: &Inputs, regex: &Regex) -> KernelResult {
@@ -164,23 +168,33 @@ impl Normalization {
             ref other => return Err(invalid!("strings of shape {other:?}")),
         };
         let folded: Vec<String> = self.stopwords.iter().map(|word| word.to_lowercase()).collect();
-        let mut out: Buffer<Bytes> = Buffer::with_capacity(data.len())?;
+        let mut same: Buffer<Bytes> = Buffer::with_capacity(data.len())?;
+        let mut changed = StringContents::with_capacity(0, 0)?;
+        let mut other = Buffer::default();
         for bytes in data {
             yield_point::did_work(100 + bytes.len() * 4);
             let text = text(bytes)?;
             let stopped = match self.case_sensitive {
                 true => self.stopwords.iter().any(|word| word == text),
-                false => folded.contains(&text.to_lowercase()),
+                false if folded.is_empty() => false,
+                false => {
+                    in_case(text, LetterCase::Lower, &mut other)?;
+                    folded.iter().any(|word| word.as_bytes() == &other[..])
+                }
             };
             if stopped {
                 continue;
             }
-            out.extend([match self.case {
-                None => bytes.clone(),
-                Some(LetterCase::Lower) => Bytes::from(text.to_lowercase()),
-                Some(LetterCase::Upper) => Bytes::from(text.to_uppercase()),
-            }]);
+            match self.case {
+                None => same.extend([bytes.clone()]),
+                Some(case) => {
+                    in_case(text, case, &mut other)?;
+                    changed.write(&other)?;
+                    changed.end()?;
+                }
+            }
         }
+        let mut out = if self.case.is_some() { changed.finish()? } else { same };
         if out.is_empty() && !data.is_empty() {
             out = Buffer::filled(1, Bytes::new())?;
         }
@@ -194,13 +208,40 @@ impl Normalization {
     }
 }
 
+/// Makes `out` the text in another case.
+fn in_case(text: &str, case: LetterCase, out: &mut Buffer<u8>) -> Result<(), KernelError> {
+    out.clear();
+    // The small letter of this one depends on those around it, up to the next white space.
+    const SIGMA: char = '\u{3a3}';
+    if case == LetterCase::Lower && text.contains(SIGMA) {
+        for word in text.split_inclusive(char::is_whitespace) {
+            // A letter has at most three small ones.
+            let _memory = buffer::memory().reserve(word.len().saturating_mul(3))?;
+            out.append(word.to_lowercase().as_bytes())?;
+        }
+        return Ok(());
+    }
+    let mut write = |letter: char| out.append(letter.encode_utf8(&mut [0; 4]).as_bytes());
+    for letter in text.chars() {
+        match case {
+            LetterCase::Lower => letter.to_lowercase().try_for_each(&mut write)?,
+            LetterCase::Upper => letter.to_uppercase().try_for_each(&mut write)?,
+        }
+    }
+    Ok(())
+}
+
 /// The elements of a value as keys of text, whatever their type.
-fn keys(value: &Value) -> Result<Vec<Bytes>, KernelError> {
+fn keys(value: &Value) -> Result<Buffer<Bytes>, KernelError> {
     match value {
-        Value::String(tensor) => Ok(elements(tensor).to_vec()),
+        Value::String(tensor) => Ok(Buffer::copy_of(elements(tensor))?),
         Value::I64(tensor) => {
-            let key = |x: &i64| Bytes::copy_from_slice(&x.to_le_bytes());
-            Ok(elements(tensor).iter().map(key).collect())
+            let mut keys = StringContents::with_capacity(tensor.len(), 8 * tensor.len())?;
+            for x in elements(tensor) {
+                keys.write(&x.to_le_bytes())?;
+                keys.end()?;
+            }
+            Ok(keys.finish()?)
         }
         other => with_value!(other, _tensor => Err(invalid!("{} are not counted", other.dtype()))),
     }
@@ -214,13 +255,26 @@ mod tests {
 
     #[test]
     fn words_are_split_as_python_does() {
-        assert_eq!(words("  a  b c ", usize::MAX), ["a", "b", "c"]);
-        assert_eq!(words(" a  b  c ", 2), ["a", "b  c"]);
-        assert!(words("   ", usize::MAX).is_empty());
+        assert_eq!(words("  a  b c ", usize::MAX).unwrap()[..], ["a", "b", "c"]);
+        assert_eq!(words(" a  b  c ", 2).unwrap()[..], ["a", "b  c"]);
+        assert!(words("   ", usize::MAX).unwrap().is_empty());
         let op = Op::Text(Text::Split { delimiter: ",".to_string(), max_splits: Some(1) });
         let got = try_run(op, &[Some(strings(&[2], &["a,b,c", ""]))], 2).unwrap();
         assert_eq!(got[0], strings(&[2, 2], &["a", "b,c", "", ""]));
         assert_eq!(values::<i64>(&got[1]), [2, 1]);
+    }
+
+    #[test]
+    fn cases_are_those_of_the_standard_library() {
+        let mut out = Buffer::default();
+        for text in
+            ["", "abC", "\u{130}x\u{df}", "\u{3a3}\u{391}\u{3a3} \u{3a3}", "\u{3a3}", "\u{1c5}"]
+        {
+            in_case(text, LetterCase::Lower, &mut out).unwrap();
+            assert_eq!(out[..], *text.to_lowercase().as_bytes(), "{text}");
+            in_case(text, LetterCase::Upper, &mut out).unwrap();
+            assert_eq!(out[..], *text.to_uppercase().as_bytes(), "{text}");
+        }
     }
 
     #[test]

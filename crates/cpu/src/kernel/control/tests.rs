@@ -1,10 +1,10 @@
 use std::sync::Arc;
 
 use model::op::{Binary, Body, Compare, Control, ControlKind, Op, Scan};
-use model::{DataType, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
+use model::{DataType, HostMemory, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
 use super::super::testing::*;
-use crate::yield_point;
+use crate::{buffer, yield_point};
 
 fn step(op: Op, inputs: &[u32], output: u32) -> Step {
     let id = |at: &u32| Some(ValueId(*at));
@@ -76,6 +76,18 @@ fn loops_without_an_end_are_stopped() {
     }
 }
 
+#[test]
+fn what_rounds_collect_is_counted_before_the_last_round() {
+    let memory = HostMemory::leaked(100_000);
+    let before = yield_point::checks();
+    let run = || counted(Some(500_000), true, i64::MAX);
+    let error = buffer::with_memory(memory, run).unwrap_err();
+    assert!(error.contains("bytes of memory are needed"), "{error}");
+    let steps = yield_point::checks() - before;
+    assert!(steps < 300_000, "the loop ends where memory does, not after {steps} steps");
+    assert_eq!(memory.used(), 0);
+}
+
 /// Each step of a body is short, so a task is preempted within one of them.
 #[test]
 fn every_step_of_a_body_begins_with_a_yield_point() {
@@ -137,5 +149,18 @@ fn slices_are_read_and_written_along_their_dimensions() {
         };
         assert_eq!(values::<i64>(&got[1]), want);
         assert_eq!(got[1].shape(), [2, 3]);
+    }
+}
+
+#[test]
+fn outputs_are_collected_from_the_last_round_on() {
+    let copies = plan(&[I], &[0], &[0], vec![]);
+    for (rows, want) in [(2, vec![3, 4, 1, 2]), (3, vec![5, 6, 3, 4, 1, 2]), (1, vec![1, 2])] {
+        let scan = Scan { carried: 0, inputs: vec![(0, false)], outputs: vec![(0, true)] };
+        let bodies = vec![Body { plan: copies.clone(), operands: vec![] }];
+        let op = Op::Control(Control { kind: ControlKind::Scan(scan), id: 0, bodies });
+        let x = integers(&[rows, 2], &[1, 2, 3, 4, 5, 6][..2 * rows]);
+        let got = try_run(op, &[Some(x)], 1).unwrap();
+        assert_eq!((values::<i64>(&got[0]), got[0].shape()), (want, &[rows, 2][..]));
     }
 }

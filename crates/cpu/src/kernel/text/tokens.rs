@@ -38,17 +38,31 @@ pub(super) fn build(op: Tokenize) -> Result<Kernel, KernelError> {
     Ok(Kernel::new(move |_, inputs| run(&inputs, &op, &cut)))
 }
 
-fn cut_text<'a>(text: &'a str, cut: &Cut) -> Vec<&'a str> {
+fn cut_text<'a>(text: &'a str, cut: &Cut) -> Result<Buffer<&'a str>, KernelError> {
+    let mut parts = Buffer::default();
     match cut {
         Cut::Characters => {
-            let bounds = text.char_indices().map(|(at, letter)| at..at + letter.len_utf8());
-            bounds.map(|range| &text[range]).collect()
+            for (at, letter) in text.char_indices() {
+                parts.push(&text[at..at + letter.len_utf8()])?;
+            }
         }
-        Cut::Matches(regex) => regex.find_iter(text).map(|found| found.as_str()).collect(),
-        Cut::At(separators) => separators.iter().fold(vec![text], |parts, separator| {
-            parts.into_iter().flat_map(|part| separator.split(part)).collect()
-        }),
+        Cut::Matches(regex) => {
+            for found in regex.find_iter(text) {
+                parts.push(found.as_str())?;
+            }
+        }
+        Cut::At(separators) => {
+            parts.push(text)?;
+            for separator in separators {
+                let mut smaller = Buffer::default();
+                for part in parts.iter().copied().flat_map(|part| separator.split(part)) {
+                    smaller.push(part)?;
+                }
+                parts = smaller;
+            }
+        }
     }
+    Ok(parts)
 }
 
 fn run(inputs: &Inputs, op: &Tokenize, cut: &Cut) -> KernelResult {
@@ -64,7 +78,7 @@ fn run(inputs: &Inputs, op: &Tokenize, cut: &Cut) -> KernelResult {
         if op.mark {
             tokens.push(START)?;
         }
-        for part in cut_text(text(bytes)?, cut) {
+        for part in &cut_text(text(bytes)?, cut)? {
             if !part.is_empty() && part.chars().count() >= op.min_chars {
                 tokens.push(bytes.slice_ref(part.as_bytes()))?;
             }
