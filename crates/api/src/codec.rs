@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use model::excerpt::{excerpt, one_line};
 use model::{DataType, Tensor, tensor};
 use serde::Deserialize;
 
@@ -32,6 +33,9 @@ pub const MAX_NAME: usize = 1024;
 pub const MAX_RANK: usize = 32;
 /// Maximum length of a request's id.
 pub const MAX_ID: usize = 1024;
+
+/// Maximum length of what is said about invalid JSON.
+const MAX_JSON_ERROR: usize = 500;
 
 /// Which outputs are encoded as binary.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -124,7 +128,11 @@ fn json_error(error: serde_json::Error) -> ApiError {
     let text = error.to_string();
     match text.starts_with(OUT_OF_MEMORY) {
         true => ApiError::unavailable(OUT_OF_MEMORY).retry_after(1),
-        false => ApiError::invalid(format!("the request is not valid JSON: {text}")),
+        // The text may quote a value of any length.
+        false => {
+            let text = one_line(&text, MAX_JSON_ERROR);
+            ApiError::invalid(format!("the request is not valid JSON: {text}"))
+        }
     }
 }
 
@@ -228,7 +236,7 @@ pub(crate) fn check_name(name: &str) -> ApiResult<()> {
 pub(crate) fn parse_dtype(name: &str, datatype: &str) -> ApiResult<DataType> {
     DataType::from_wire_name(datatype).ok_or_else(|| {
         let known = DataType::ALL.map(DataType::wire_name).join(", ");
-        let datatype: String = datatype.chars().take(32).collect();
+        let datatype = excerpt(datatype);
         ApiError::invalid(format!(
             "input '{name}' has the unknown datatype '{datatype}'; known are {known}"
         ))

@@ -68,6 +68,12 @@ pub fn is_wide(message: &[u8]) -> bool {
 
 /// The most memory that decoding the JSON of an inference request takes.
 fn of_json(json: &[u8]) -> usize {
+    // A string with escapes is first put together in a buffer that grows.
+    let scratch = if json.contains(&b'\\') { json.len().saturating_mul(GROWTH) } else { 0 };
+    of_elements(json).saturating_add(scratch)
+}
+
+fn of_elements(json: &[u8]) -> usize {
     let count = |wanted: u8| json.iter().filter(|&&byte| byte == wanted).count();
     let rough = json_bytes(json.len(), count(b'{'), count(b'"') / 2, count(b',') + count(b'['));
     if rough < CLOSE_LOOK {
@@ -404,7 +410,7 @@ mod tests {
         // Text that looks like JSON is one string.
         let text = format!("[\"{}\"]", "{\\\"a\\\":[1,2]},".repeat(1 << 17));
         let bound = of_json(text.as_bytes());
-        assert!(bound < 2 * text.len(), "{bound} for {}", text.len());
+        assert!(bound < 5 * text.len(), "{bound} for {}", text.len());
         for odd in ["", "\"", "\"\\", "\"\\\"", "{\"", "\\"] {
             let long = odd.repeat(1 << 20);
             assert!(of_json(long.as_bytes()) >= long.len());

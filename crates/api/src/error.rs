@@ -2,7 +2,11 @@
 
 use std::borrow::Cow;
 
+use model::excerpt::one_line;
 use thiserror::Error;
+
+/// Length of a message in bytes. Clients of gRPC take 8 KiB of metadata, with escapes.
+const MAX_MESSAGE: usize = 2048;
 
 /// Kind of an error, by what a client can do about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -27,6 +31,8 @@ pub enum ErrorKind {
     Unsupported,
     /// Temporarily unavailable: overloaded, draining, or the model is not ready.
     Unavailable,
+    /// Another server's reply cannot be used.
+    BadGateway,
     /// The deadline passed before the reply.
     DeadlineExceeded,
     /// The client cancelled the request.
@@ -50,6 +56,7 @@ impl ErrorKind {
             ErrorKind::Cancelled => 499,
             ErrorKind::Internal => 500,
             ErrorKind::Unsupported => 501,
+            ErrorKind::BadGateway => 502,
             ErrorKind::Unavailable => 503,
             ErrorKind::DeadlineExceeded => 504,
         }
@@ -66,7 +73,7 @@ impl ErrorKind {
             ErrorKind::TooLarge => tonic::Code::OutOfRange,
             ErrorKind::TooManyRequests => tonic::Code::ResourceExhausted,
             ErrorKind::RequestTimeout | ErrorKind::Cancelled => tonic::Code::Cancelled,
-            ErrorKind::Internal => tonic::Code::Internal,
+            ErrorKind::Internal | ErrorKind::BadGateway => tonic::Code::Internal,
             ErrorKind::Unavailable => tonic::Code::Unavailable,
             ErrorKind::DeadlineExceeded => tonic::Code::DeadlineExceeded,
         }
@@ -129,10 +136,15 @@ impl ApiError {
         ApiError { retry_after: Some(seconds), ..self }
     }
 
+    /// The message as clients get it: names in it may be a client's or a model's.
+    pub fn line(&self) -> Cow<'_, str> {
+        one_line(&self.message, MAX_MESSAGE)
+    }
+
     /// The body of an HTTP response.
     pub fn to_json(&self) -> Vec<u8> {
         let mut body = b"{\"error\":".to_vec();
-        crate::codec::response::write_json_string(&mut body, &self.message);
+        crate::codec::response::write_json_string(&mut body, &self.line());
         body.push(b'}');
         body
     }
@@ -159,7 +171,7 @@ impl From<model::MemoryError> for ApiError {
 
 impl From<ApiError> for tonic::Status {
     fn from(error: ApiError) -> tonic::Status {
-        let mut status = tonic::Status::new(error.kind.grpc_code(), error.message.into_owned());
+        let mut status = tonic::Status::new(error.kind.grpc_code(), error.line());
         if let Some(seconds) = error.retry_after {
             status.metadata_mut().insert(crate::client::RETRY_AFTER, seconds.into());
         }
@@ -175,6 +187,18 @@ mod tests {
     fn bodies_are_json_whatever_the_message() {
         let error = ApiError::invalid("a \"quoted\"\nname \u{1}");
         let value: serde_json::Value = serde_json::from_slice(&error.to_json()).unwrap();
-        assert_eq!(value["error"], "a \"quoted\"\nname \u{1}");
+        assert_eq!(value["error"], "a \"quoted\"\\nname \\u{1}");
+    }
+
+    #[test]
+    fn messages_are_lines_of_limited_length() {
+        let name = "\n\u{1b}[2J".repeat(1 << 20);
+        let error = ApiError::invalid(format!("there is no '{name}'; known are a, b"));
+        assert!(error.to_json().len() < 6 * MAX_MESSAGE);
+        let status = tonic::Status::from(error.clone());
+        for text in [error.line().into_owned(), status.message().to_string()] {
+            assert!(text.starts_with("there is no '\\n") && text.ends_with("known are a, b"));
+            assert!(!text.contains(char::is_control) && text.len() < 6 * MAX_MESSAGE);
+        }
     }
 }

@@ -3,6 +3,8 @@
 
 use std::collections::TryReserveError;
 
+use bytes::Bytes;
+
 use crate::error::{ApiError, ApiResult};
 
 /// The text of the error, by which decoders recognise it.
@@ -34,6 +36,17 @@ pub fn push<T>(values: &mut Vec<T>, value: T) -> Result<(), TryReserveError> {
     }
     values.push(value);
     Ok(())
+}
+
+/// A copy of `bytes`.
+///
+/// # Errors
+/// When there is not enough memory.
+pub fn copied(bytes: &[u8]) -> Result<Bytes, TryReserveError> {
+    let mut copy = Vec::new();
+    copy.try_reserve_exact(bytes.len())?;
+    copy.extend_from_slice(bytes);
+    Ok(copy.into())
 }
 
 /// The values as `convert` makes them.

@@ -2,6 +2,7 @@
 
 use base::Nanos;
 use model::config::Class;
+use model::excerpt::excerpt;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
@@ -169,7 +170,8 @@ fn own_parameter(options: &mut InferOptions, name: &str, value: &ParameterValue)
         }
         _ => {
             return Err(ApiError::invalid(format!(
-                "unknown parameter '{name}'; known are atoll_class and atoll_deadline_ms"
+                "unknown parameter '{}'; known are atoll_class and atoll_deadline_ms",
+                excerpt(name)
             )));
         }
     }

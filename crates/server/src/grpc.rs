@@ -5,12 +5,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use api::codec::response::copied_bytes;
 use api::grpc::{decode_infer, encode_infer};
 use api::proto::grpc_inference_service_server::{GrpcInferenceService, GrpcInferenceServiceServer};
 use api::trace::TRACEPARENT;
 use api::{ApiError, ErrorKind, ModelRef, RequestContext, TraceContext, proto};
 use futures_util::{FutureExt, Stream};
 use http::HeaderMap;
+use model::Reservation;
 use tonic::codec::CompressionEncoding;
 use tonic::server::NamedService;
 use tonic::service::Routes;
@@ -147,13 +149,16 @@ pub(crate) struct Handler {
     app: Arc<AppState>,
 }
 
+/// A reply, and the reservation of what was copied for it.
+type Reply = (proto::ModelInferResponse, Reservation);
+
 /// Handles one inference. A panic becomes an error response, not a broken stream.
 async fn infer(
     app: &AppState,
     caller: &Caller,
     message: proto::ModelInferRequest,
     context: RequestContext,
-) -> Result<proto::ModelInferResponse, ApiError> {
+) -> Result<Reply, ApiError> {
     let reply = AssertUnwindSafe(try_infer(app, caller, message, context)).catch_unwind().await;
     reply.unwrap_or_else(|_| Err(ApiError::internal("the server failed on this request")))
 }
@@ -163,7 +168,7 @@ async fn try_infer(
     caller: &Caller,
     message: proto::ModelInferRequest,
     context: RequestContext,
-) -> Result<proto::ModelInferResponse, ApiError> {
+) -> Result<Reply, ApiError> {
     let _guard = app.requests.admit()?;
     let mut message = message;
     let name = std::mem::take(&mut message.model_name);
@@ -178,7 +183,11 @@ async fn try_infer(
         let work = app.limited(app.service.infer(model, request, passed));
         let response = work.instrument(span).await?;
         let timing = response.timing;
-        Ok((encode_infer(response)?, timing))
+        let strings = response.outputs.iter().map(|output| copied_bytes(&output.tensor));
+        // Of the message that is made here; its frame is another copy, which is counted where it is
+        // made.
+        let memory = app.bodies.memory.reserve(strings.fold(0, usize::saturating_add))?;
+        Ok(((encode_infer(response)?, memory), timing))
     };
     traced(app.telemetry.as_ref(), context, request_name, work).await
 }
@@ -217,7 +226,7 @@ fn stream_response(
         }
         // Errors carry the id too, so that a client can match them to requests.
         Err(error) => proto::ModelStreamInferResponse {
-            error_message: error.message.into_owned(),
+            error_message: error.line().into_owned(),
             infer_response: Some(proto::ModelInferResponse { id, ..Default::default() }),
         },
     }

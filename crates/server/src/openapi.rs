@@ -209,6 +209,7 @@ fn error_text(status: u16) -> &'static str {
         429 => "More requests than allowed; `Retry-After` says when to try again",
         499 => "The client gave the request up",
         501 => "Understood, but not supported by this server",
+        502 => "The reply of a backend exceeds the memory of the frontend",
         503 => "Not now: queue full, model not ready, or draining",
         504 => "The deadline passed before the reply",
         _ => "An error",

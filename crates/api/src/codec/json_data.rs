@@ -13,7 +13,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error, SeqAccess, Visitor};
 
 use super::MAX_RANK;
 use crate::error::{ApiError, ApiResult};
-use crate::fallible::{OUT_OF_MEMORY, converted, push};
+use crate::fallible::{OUT_OF_MEMORY, converted, copied, push};
 
 /// The values of one `data` field, flattened in row-major order.
 #[derive(Clone, Debug, PartialEq)]
@@ -144,7 +144,7 @@ impl<'de> Visitor<'de> for Collector<'_> {
     }
 
     fn visit_str<E: Error>(self, value: &str) -> Result<(), E> {
-        let value = Bytes::copy_from_slice(value.as_bytes());
+        let value = copied(value.as_bytes()).map_err(|_| E::custom(OUT_OF_MEMORY))?;
         match self.data {
             JsonData::Strings(values) => append(values, value)?,
             JsonData::Empty => *self.data = JsonData::Strings(vec![value]),

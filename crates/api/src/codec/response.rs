@@ -102,6 +102,14 @@ pub fn tensor_bytes(tensor: &Tensor) -> ApiResult<Bytes> {
     }
 }
 
+/// Bytes that [`tensor_bytes`] copies.
+pub fn copied_bytes(tensor: &Tensor) -> usize {
+    match tensor.data() {
+        TensorData::Raw(_) => 0,
+        TensorData::Strings(elements) => strings::encoded_len(elements),
+    }
+}
+
 /// The most bytes that the JSON of a tensor takes.
 pub fn text_bytes(tensor: &Tensor) -> usize {
     let each = match tensor.dtype() {

@@ -244,3 +244,12 @@ proptest! {
         let _ = strings::decode(bytes.into(), count);
     }
 }
+
+#[test]
+fn copies_of_strings_are_known_before_they_are_made() {
+    let words = Tensor::from_strings(vec![2], vec![Bytes::from("ab"), Bytes::new()]).unwrap();
+    assert_eq!(response::copied_bytes(&words), response::tensor_bytes(&words).unwrap().len());
+    assert_eq!(response::copied_bytes(&words), 10);
+    let numbers = Tensor::from_vec(vec![2], vec![1f32, 2.0]).unwrap();
+    assert_eq!(response::copied_bytes(&numbers), 0);
+}

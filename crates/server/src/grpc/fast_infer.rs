@@ -90,7 +90,7 @@ async fn respond(app: &AppState, request: Request<Body>) -> Result<Response<Body
     let (message, _memory) = reader.only(&app.bodies).await?;
     let context = context_of(&head.headers);
     let caller = caller_of(&head.extensions)?;
-    let message = infer(app, &caller, message, context).await?;
+    let (message, _copies) = infer(app, &caller, message, context).await?;
     let (framed, memory) = frame(app, &message)?;
     let body = Body::new(UnaryBody { message: Some(framed), ended: false, _memory: memory });
     Ok(response(body, context))
@@ -154,7 +154,11 @@ async fn next_reply(
     };
     let Some((message, memory)) = next else { return Ok(None) };
     let id = message.id.clone();
-    let reply = stream_response(id, infer(app, caller, message, context).await);
+    let (result, _copies) = match infer(app, caller, message, context).await {
+        Ok((reply, copies)) => (Ok(reply), Some(copies)),
+        Err(error) => (Err(error), None),
+    };
+    let reply = stream_response(id, result);
     drop(memory);
     // Counted while it is made; afterwards flow control allows only a few of them.
     let (framed, _memory) = frame(app, &reply)?;

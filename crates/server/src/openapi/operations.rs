@@ -62,7 +62,7 @@ impl Operation {
     }
 
     fn infers(self) -> Operation {
-        let errors = &[400, 404, 429, 501, 503, 504];
+        let errors = &[400, 404, 429, 501, 502, 503, 504];
         let parameters = &["header_length", "traceparent", "canary", "canary_key"];
         Operation { success: Success::Inference, errors, parameters, ..self }
     }

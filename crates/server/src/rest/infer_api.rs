@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use api::canary::{CANARY, CANARY_KEY};
-use api::codec::response::text_bytes;
+use api::codec::response::{copied_bytes, text_bytes};
 use api::codec::{self, Decoded, EncodedResponse, HEADER_LENGTH};
 use api::error::ApiResult;
 use api::trace::TRACEPARENT;
@@ -161,10 +161,13 @@ pub(super) async fn encode(
 ) -> ApiResult<Response<SegmentedBody>> {
     let coding = body::response_coding(headers);
     let size: usize = response.outputs.iter().map(|output| output.tensor.size_bytes()).sum();
-    let text = |output: &&NamedTensor| !encoding.is_binary(&output.name);
-    let text = response.outputs.iter().filter(text).map(|output| text_bytes(&output.tensor));
-    // What is encoded as text or compressed is a copy; other outputs are sent as they are.
-    let copied = text.fold(if coding.is_some() { size } else { 0 }, usize::saturating_add);
+    let own = |output: &NamedTensor| match encoding.is_binary(&output.name) {
+        true => copied_bytes(&output.tensor),
+        false => text_bytes(&output.tensor),
+    };
+    // Strings and what is encoded as text or compressed are copies; others are sent as they are.
+    let packed = if coding.is_some() { size } else { 0 };
+    let copied = response.outputs.iter().map(own).fold(packed, usize::saturating_add);
     let memory = app.bodies.memory.reserve(copied)?;
     let work = move || -> ApiResult<(EncodedResponse, Option<Coding>)> {
         let mut encoded = codec::encode(&response, &encoding)?;
