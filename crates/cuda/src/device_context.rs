@@ -50,7 +50,7 @@ impl DeviceContext {
     /// `err` as an error of this device.
     pub(crate) fn error(&self, err: CudaError) -> DeviceError {
         let free = || self.context.free_memory().unwrap_or(Bytes(0)).0;
-        err.into_device_error(&self.info.name, free)
+        err.into_device_error(&self.info.name, self.info.memory, free)
     }
 
     /// `err` as the failure of a step, where the driver refused a call. Errors that fault the

@@ -120,10 +120,20 @@ impl CudaError {
         }
     }
 
-    /// The error as one of `device`. `free` is called only when memory ran out.
-    pub(crate) fn into_device_error(self, device: &str, free: impl FnOnce() -> u64) -> DeviceError {
+    /// The error as one of `device`, which has at most `memory`. `free` is called only when memory
+    /// ran out.
+    pub(crate) fn into_device_error(
+        self,
+        device: &str,
+        memory: Bytes,
+        free: impl FnOnce() -> u64,
+    ) -> DeviceError {
         let device = device.to_string();
         match self {
+            // What it uses itself makes the limit lower, but not by a known amount.
+            CudaError::OutOfMemory { bytes: needed, .. } if needed > memory && memory.0 > 0 => {
+                DeviceError::TooLarge { device, needed, memory }
+            }
             CudaError::OutOfMemory { bytes, .. } => {
                 DeviceError::OutOfMemory { device, needed: bytes, available: Bytes(free()) }
             }
@@ -175,7 +185,16 @@ mod tests {
     #[test]
     fn out_of_memory_reports_needed_and_available_bytes() {
         let err = CudaError::OutOfMemory { call: "cuMemAlloc", bytes: Bytes(2048) };
-        let text = err.into_device_error("cuda:0", || 1024).to_string();
+        let text = err.into_device_error("cuda:0", Bytes(4096), || 1024).to_string();
         assert_eq!(text, "2.0 KiB needed, 1.0 KiB available on cuda:0");
+    }
+
+    #[test]
+    fn what_exceeds_the_whole_memory_never_fits() {
+        for (memory, never) in [(2047, true), (2048, false), (0, false)] {
+            let err = CudaError::OutOfMemory { call: "cuMemAlloc", bytes: Bytes(2048) };
+            let err = err.into_device_error("cuda:0", Bytes(memory), || 0);
+            assert_eq!(matches!(err, DeviceError::TooLarge { .. }), never, "{err}");
+        }
     }
 }

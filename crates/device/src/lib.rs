@@ -167,6 +167,16 @@ pub enum DeviceError {
         /// Bytes that are free.
         available: Bytes,
     },
+    /// The device had less memory when it was opened: it never has enough for this.
+    #[error("{needed} needed, {device} has at most {memory}")]
+    TooLarge {
+        /// The device.
+        device: String,
+        /// Bytes that the load or the task needs.
+        needed: Bytes,
+        /// Bytes that there were.
+        memory: Bytes,
+    },
     /// The device is faulted; nothing works until it is reset.
     #[error("{device} is faulted: {reason}")]
     Faulted {

@@ -271,6 +271,9 @@ fn rejection(model: &ServedModel, rejection: Rejection) -> ApiError {
         Rejection::Device(DeviceError::HostMemory(error)) => {
             ApiError { message: message().into(), ..ApiError::from(*error) }
         }
+        Rejection::Device(DeviceError::TooLarge { .. }) => {
+            ApiError::new(ErrorKind::TooLarge, message())
+        }
         Rejection::Device(DeviceError::Unsupported { .. }) => ApiError::unsupported(message()),
         Rejection::Device(DeviceError::OutOfMemory { .. } | DeviceError::Faulted { .. }) => {
             ApiError::unavailable(message()).retry_after(1)

@@ -160,6 +160,15 @@ impl Program for FakeProgram {
 
     fn prepare(&self, inputs: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
         check_inputs(&self.plan, &inputs)?;
+        let (device, needed, memory) = ("fake".to_string(), Bytes(2 << 30), Bytes(1 << 30));
+        match self.plan.steps[0].name.as_str() {
+            "too_large" => return Err(DeviceError::TooLarge { device, needed, memory }),
+            "no_room" => {
+                let available = Bytes(1);
+                return Err(DeviceError::OutOfMemory { device, needed, available });
+            }
+            _ => {}
+        }
         Ok(Box::new(FakeTask { inputs, next: 0 }))
     }
 }
@@ -216,7 +225,8 @@ fn plan(dims: &[Dim]) -> LaunchPlan {
 }
 
 /// A repository in memory. `broken` never loads, `slow_to_load` only when allowed, `image` takes
-/// images, `wide` long rows.
+/// images, `wide` long rows. Requests of `too_large` never fit the device, those of `no_room` not
+/// now.
 pub struct FakeLoader {
     models: Mutex<BTreeMap<(String, u64), ModelConfig>>,
     /// Number of programs in memory.
@@ -264,7 +274,9 @@ impl ModelLoader for FakeLoader {
             _ => vec![Dim::Symbol("N".into()), Dim::Fixed(1)],
         };
         self.programs_alive.fetch_add(1, Ordering::SeqCst);
-        let program = FakeProgram { plan: plan(&dims).into(), alive: self.programs_alive.clone() };
+        let mut plan = plan(&dims);
+        plan.steps[0].name = name.to_string();
+        let program = FakeProgram { plan: plan.into(), alive: self.programs_alive.clone() };
         let config = models[key].clone();
         let placed = PlacedProgram { device: 0, program: Arc::new(program), faults: 0 };
         Ok(LoadedModel { placed, config, version: key.1 })

@@ -11,6 +11,7 @@ mod support;
 
 mod access;
 mod connections;
+mod device_memory;
 mod grpc;
 mod local_node;
 mod rest;
