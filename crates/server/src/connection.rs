@@ -12,12 +12,14 @@ mod read_ahead;
 mod request_body;
 mod response_body;
 mod table;
+mod windows;
 
 pub(crate) use io::{GuardedIo, OverSocket};
 pub(crate) use read_ahead::ReadAhead;
 pub(crate) use request_body::{BodyError, BodyRules, DrainDeadline, RequestBody};
 pub(crate) use response_body::TrackedBody;
 pub(crate) use table::{CloseReason, Connection, ConnectionTable};
+pub(crate) use windows::Windows;
 
 /// Limits on the connections of one listener.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -50,11 +50,6 @@ const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// How often such failures are logged.
 const WARN_INTERVAL: Duration = Duration::from_secs(10);
-/// Flow-control window of an HTTP/2 connection, large enough for many requests at once.
-const CONNECTION_WINDOW: u32 = 16 << 20;
-const STREAM_WINDOW: u32 = 1 << 20;
-/// Maximum frame size: an image in one frame is not copied after it is read from the socket.
-const FRAME_BYTES: u32 = 1 << 20;
 /// Maximum size of the headers of a request over HTTP/2.
 const HEADERS_MAX: u32 = 64 << 10;
 
@@ -285,15 +280,17 @@ async fn serve_connection<R, S>(
     S: AsyncRead + AsyncWrite + OverSocket + Send + Unpin + 'static,
 {
     let limits = connection.limits();
+    let app = shared.responder.app();
+    let mut window = app.windows.take(app.bodies.memory.limit());
     let mut builder = Builder::new(TokioExecutor::new());
     // The head's timeout of hyper would also end idle connections; those are checked below.
     builder.http1().timer(TokioTimer::new()).header_read_timeout(None);
     builder
         .http2()
         .timer(TokioTimer::new())
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .max_frame_size(FRAME_BYTES)
+        .initial_stream_window_size(window.stream)
+        .initial_connection_window_size(window.connection)
+        .max_frame_size(window.frame)
         .max_header_list_size(HEADERS_MAX)
         .max_concurrent_streams(limits.max_streams)
         .keep_alive_interval(limits.ping_interval)
@@ -334,6 +331,9 @@ async fn serve_connection<R, S>(
                 checks = tokio::time::interval(CLOSE_INTERVAL);
             }
             _ = checks.tick() => {
+                if connection.is_http1() {
+                    window.release();
+                }
                 if end.is_some_and(|end| end <= Instant::now()) {
                     return;
                 }

@@ -18,7 +18,7 @@ use tokio::time::Instant;
 use crate::admin::{AdminHandler, AdminRuntime};
 use crate::auth::{Access, AccessOptions};
 use crate::body_buffers::BodyBuffers;
-use crate::connection::{ConnectionLimits, ConnectionTable, DrainDeadline};
+use crate::connection::{ConnectionLimits, ConnectionTable, DrainDeadline, Windows};
 use crate::listener::{Listener, Respond, Stop};
 use crate::request_tracker::RequestTracker;
 use crate::rest::Viewers;
@@ -169,6 +169,7 @@ pub(crate) struct AppState {
     pub(crate) requests: RequestTracker,
     pub(crate) max_model_bytes: usize,
     pub(crate) bodies: BodyLimits,
+    pub(crate) windows: Arc<Windows>,
     pub(crate) access: Arc<Access>,
     pub(crate) drain: DrainDeadline,
     pub(crate) tables: Vec<Arc<ConnectionTable>>,
@@ -322,6 +323,7 @@ impl BoundServer {
                 buffers: Arc::new(BodyBuffers::new(service.host_pool())),
                 memory: self.options.memory,
             },
+            windows: Arc::default(),
             service,
             requests: RequestTracker::default(),
             max_model_bytes: self.options.max_model_bytes,

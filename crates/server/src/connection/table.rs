@@ -269,6 +269,11 @@ impl Connection {
         usize::from(self.preface.load(Relaxed)) == PREFACE.len()
     }
 
+    /// Whether it is known not to be HTTP/2.
+    pub(crate) fn is_http1(&self) -> bool {
+        self.preface.load(Relaxed) == NOT_HTTP2
+    }
+
     /// Records that a request's head is complete.
     pub(crate) fn begin(self: &Arc<Self>) -> RequestInFlight {
         self.in_flight.fetch_add(1, Relaxed);
