@@ -156,6 +156,8 @@ impl LocalCluster {
             files: None,
             saved: None,
             cold_start: Default::default(),
+            limits: Default::default(),
+            memory: Default::default(),
         };
         let frontend = frontend_threads.block_on(async {
             let service = Frontend::start(store.clone(), keys.clone(), clock(), settings).await;

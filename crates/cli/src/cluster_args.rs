@@ -11,6 +11,7 @@ use cluster::store::etcd::EtcdAccess;
 use cluster::tls::Secret;
 
 use crate::args::ListenArgs;
+use crate::registry_args::RegistryQuotaArgs;
 use crate::security_args::{BackendTlsArgs, Ports, SecurityArgs, client_tls};
 use crate::server_client::ServerClientArgs;
 
@@ -427,6 +428,9 @@ pub(crate) struct FrontendArgs {
 
     #[command(flatten)]
     pub(crate) models: ModelStoreArgs,
+
+    #[command(flatten)]
+    pub(crate) quotas: RegistryQuotaArgs,
 
     /// Folder in which the frontend keeps its last routes, in frontends/NAME: a frontend of the
     /// same --name serves by them until the store can be reached [default: atoll in the user's data

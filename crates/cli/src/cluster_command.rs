@@ -34,6 +34,8 @@ use cluster::state_file::StateFile;
 use cluster::status::{Status, render};
 use cluster::store::etcd::EtcdAccess;
 use cluster::store::{self, Store};
+use model::HostMemory;
+use model::store::RegistryLimits;
 use runtime::{DeviceGroup, NodeOptions};
 use server::{InheritedSockets, RunningServer, Server, ServerOptions};
 use tokio::sync::watch;
@@ -246,6 +248,8 @@ async fn frontend(args: &FrontendArgs) -> Result<(), Failure> {
             model_max: args.cold_start_queue as usize,
             total_max: args.cold_start_queue_total as usize,
         },
+        limits: args.quotas.limits(),
+        memory: HostMemory::process(),
     };
     let name = settings.name.clone();
     let exit_timeout = Duration::from_secs(args.exit_timeout_secs);
@@ -459,6 +463,8 @@ async fn all_roles(args: &ServeArgs, device_group: Arc<DeviceGroup>) -> Result<(
         backend_tls: None,
         saved: None,
         cold_start: ColdStartSettings::default(),
+        limits: RegistryLimits::default(),
+        memory: HostMemory::process(),
     };
     let service = Frontend::start(store.clone(), keys.clone(), clock(), settings).await;
     let service = service.map_err(Failure::failed)?;

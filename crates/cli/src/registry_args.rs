@@ -22,6 +22,13 @@ pub(crate) struct RegistryArgs {
     )]
     pub(crate) registry_keep: u32,
 
+    #[command(flatten)]
+    pub(crate) quotas: RegistryQuotaArgs,
+}
+
+/// How much may be registered, also in a cluster.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct RegistryQuotaArgs {
     /// Max registered models
     #[arg(long, env = "ATOLL_REGISTRY_MAX_MODELS", default_value_t = 10_000)]
     pub(crate) registry_max_models: u32,
@@ -50,11 +57,18 @@ pub(crate) struct RegistryArgs {
 impl RegistryArgs {
     /// As limits.
     pub(crate) fn limits(&self) -> RegistryLimits {
+        RegistryLimits { keep_versions: self.registry_keep as usize, ..self.quotas.limits() }
+    }
+}
+
+impl RegistryQuotaArgs {
+    /// As limits.
+    pub(crate) fn limits(&self) -> RegistryLimits {
         RegistryLimits {
-            keep_versions: self.registry_keep as usize,
             max_names: self.registry_max_models as usize,
             max_bytes: self.registry_max_size.0,
             max_name_bytes: self.registry_max_model_size.0,
+            ..RegistryLimits::default()
         }
     }
 }

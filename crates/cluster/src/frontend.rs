@@ -16,11 +16,14 @@ use api::{
     ModelRef, RequestContext, ServerMetadata, proto,
 };
 use base::{Clock, Nanos, Random};
+use model::HostMemory;
+use model::store::RegistryLimits;
 use tokio::sync::watch;
 
 use crate::balance::backend_health::{Availability, EjectionReason};
 use crate::load_reports::LoadReporter;
 use crate::membership::Membership;
+use crate::model_store::ownership::Owner;
 use crate::model_store::{ModelRecords, ModelStore};
 use crate::record::canary::split_served;
 use crate::record::{AVOIDED_MAX, FrontendRecord, Keys, LoadReport, RecordKind, encode};
@@ -44,6 +47,7 @@ mod monitor;
 mod queries;
 mod query_executor;
 mod raw_body;
+mod registration;
 pub mod routing_table;
 mod service;
 mod status;
@@ -85,6 +89,10 @@ pub struct FrontendSettings {
     pub saved: Option<StateFile>,
     /// Limits of requests that wait until a backend has their model.
     pub cold_start: ColdStartSettings,
+    /// How much may be registered.
+    pub limits: RegistryLimits,
+    /// The budget of replies of backends, and of the pictures of queries.
+    pub memory: &'static HostMemory,
 }
 
 /// A frontend, as a service. Cloning shares it.
@@ -98,6 +106,8 @@ struct Inner {
     clock: Arc<dyn Clock>,
     started_at: Nanos,
     records: ModelRecords,
+    /// This cluster, as the owner of files in the model store.
+    owner: Owner,
     /// Keeps what the store has lost.
     retention: Mutex<Retention>,
     table: RwLock<Arc<RoutingTable>>,
@@ -151,11 +161,12 @@ impl Frontend {
         settings: FrontendSettings,
     ) -> Frontend {
         let inner = Arc::new(Inner {
+            owner: Owner::of(&keys),
             records: ModelRecords::new(store, keys),
             retention: Mutex::default(),
             table: RwLock::default(),
             table_changed: watch::Sender::new(0),
-            links: BackendLinks::new(settings.backend_tls.clone()),
+            links: BackendLinks::new(settings.backend_tls.clone(), settings.memory),
             random: Mutex::new(Random::new(clock.now().0 ^ u64::from(std::process::id()))),
             budgets: Mutex::default(),
             in_flight: AtomicUsize::new(0),
@@ -564,7 +575,8 @@ type GrpcClient =
     api::proto::grpc_inference_service_client::GrpcInferenceServiceClient<http2::Http2Connection>;
 
 fn is_refusal(kind: ErrorKind) -> bool {
-    matches!(kind, ErrorKind::Unavailable | ErrorKind::DeadlineExceeded | ErrorKind::Internal)
+    use ErrorKind::{BadGateway, DeadlineExceeded, Internal, Unavailable};
+    matches!(kind, Unavailable | DeadlineExceeded | Internal | BadGateway)
 }
 
 fn no_backend(model: &str) -> ApiError {

@@ -1,24 +1,29 @@
 //! The model store of a cluster: records in the store; files in a shared folder or a bucket, named
 //! by the digest of their content.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use bytes::Bytes;
+use model::store::RegistryLimits;
 use model::{ModelConfig, durable};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 
 use bucket::BucketStore;
 
-use crate::candidate::{self, BACKENDS_WANTED, CandidateError};
+use crate::candidate::{self, BACKENDS_WANTED, CandidateError, CandidateRecord};
 use crate::query::spec::QuerySpec;
-use crate::record::{Keys, ModelRecord, RecordKind, Tombstone, VersionRecord, decode, encode};
+use crate::record::{
+    Keys, ModelRecord, RecordKind, Tombstone, VersionRecord, decode, encode, is_tombstone,
+};
 use crate::store::{Condition, Store, StoreError, Write};
 
 pub mod bucket;
+pub mod ownership;
 
 /// Age of a half-written file whose writer is gone for sure.
 const ABANDONED: Duration = Duration::from_secs(24 * 3600);
@@ -100,6 +105,8 @@ impl ModelStore {
 /// A folder of files named by their digest.
 #[derive(Clone, Debug)]
 pub struct FileStore {
+    /// With folders beside it: of marks who has written which file, and of files that are being
+    /// removed.
     folder: PathBuf,
 }
 
@@ -211,6 +218,53 @@ impl ModelRecords {
         };
         self.change(name, change).await?;
         Ok(is_newer.into_inner())
+    }
+
+    /// Whether a record needs the file with this digest. One that cannot be read may.
+    pub async fn refer_to(&self, digest: &str) -> Result<bool, StoreError> {
+        let needs = |found: Option<bool>| found.unwrap_or(true);
+        let models = self.store.list(&self.keys.of(RecordKind::Model)).await?;
+        let mut models = models.entries.iter().filter(|entry| !is_tombstone(&entry.value));
+        let by_model = models.any(|entry| {
+            let record: Option<ModelRecord> = decode(&entry.key, &entry.value);
+            needs(record.map(|record| record.files().any(|(own, _)| own == digest)))
+        });
+        let candidates = self.store.list(&self.keys.of(RecordKind::Candidate)).await?;
+        Ok(by_model
+            || candidates.entries.iter().any(|entry| {
+                let record: Option<CandidateRecord> = decode(&entry.key, &entry.value);
+                needs(record.map(|record| record.digest == digest))
+            }))
+    }
+
+    /// Checks that a new version of `name` exceeds no limit: its digest and size.
+    ///
+    /// # Errors
+    /// The inner one says which limit it exceeds.
+    pub async fn check_limits(
+        &self,
+        limits: &RegistryLimits,
+        name: &str,
+        (digest, bytes): (&str, u64),
+    ) -> Result<Result<(), String>, StoreError> {
+        let prefix = self.keys.of(RecordKind::Model);
+        let mut records: BTreeMap<String, ModelRecord> = BTreeMap::new();
+        for entry in self.store.list(&prefix).await?.entries {
+            let of = entry.key.strip_prefix(&prefix).unwrap_or(&entry.key).to_string();
+            if let Some(record) = decode(&entry.key, &entry.value) {
+                records.insert(of, record);
+            }
+        }
+        let version = records.get(name).map_or(0, ModelRecord::highest_version) + 1;
+        let (digest, config) = (digest.to_string(), ModelConfig::default());
+        let fresh = VersionRecord { version, digest, bytes, config };
+        // Older versions go with it.
+        let after = first_or_next(records.get(name), 0, fresh);
+        records.insert(name.to_string(), after);
+        let files = records.iter().flat_map(|(name, record)| {
+            record.files().map(move |(digest, bytes)| (name.as_str(), digest, bytes))
+        });
+        Ok(limits.check_files(files, name))
     }
 
     /// The record of a model.

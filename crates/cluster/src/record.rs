@@ -420,6 +420,12 @@ impl ModelRecord {
         }
     }
 
+    /// Digest and size of the files of all versions.
+    pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
+        let others = self.others.iter().map(|other| (other.digest.as_str(), other.bytes));
+        others.chain([(self.digest.as_str(), self.bytes)])
+    }
+
     /// Adds a version to the others, of which the oldest go.
     fn add_other(&mut self, version: VersionRecord) {
         self.others.retain(|other| other.version != version.version);

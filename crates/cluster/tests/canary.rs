@@ -61,6 +61,8 @@ impl Fixture {
             backend_tls: None,
             saved: None,
             cold_start: Default::default(),
+            limits: Default::default(),
+            memory: Default::default(),
         };
         let frontend = Frontend::start(store.clone(), keys.clone(), clock, settings).await.unwrap();
         let fixture = Fixture { store, keys, frontend, backends, record };

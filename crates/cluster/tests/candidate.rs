@@ -1,5 +1,6 @@
 //! A registration replaces nothing before a backend has compiled and loaded it.
 
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use cluster::record::{
 };
 use cluster::store::{self, Store, Write};
 use model::ModelConfig;
+use model::store::RegistryLimits;
 use tokio::sync::watch;
 
 /// A backend that judges candidates by their digest.
@@ -200,7 +202,11 @@ async fn without_backends_a_candidate_is_given_up_and_removed() {
     assert_eq!(cluster.candidates().await, 0);
 }
 
-async fn frontend(cluster: &Cluster, folder: &std::path::Path) -> Frontend {
+async fn frontend(cluster: &Cluster, folder: &Path) -> Frontend {
+    frontend_with(cluster, folder, RegistryLimits::default()).await
+}
+
+async fn frontend_with(cluster: &Cluster, folder: &Path, limits: RegistryLimits) -> Frontend {
     let settings = FrontendSettings {
         name: "frontend".to_string(),
         lease: Duration::from_secs(5),
@@ -215,6 +221,8 @@ async fn frontend(cluster: &Cluster, folder: &std::path::Path) -> Frontend {
         backend_tls: None,
         saved: None,
         cold_start: Default::default(),
+        limits,
+        memory: Default::default(),
     };
     let clock = Arc::new(MonotonicClock::new());
     Frontend::start(cluster.store.clone(), cluster.keys.clone(), clock, settings).await.unwrap()
@@ -320,4 +328,71 @@ async fn a_registration_replaces_nothing_before_it_is_ready() {
     assert_eq!(delete(Some(2)).await, Ok(1));
     assert_eq!(cluster.record().await, None);
     assert_eq!(delete(None).await.unwrap_err().kind, ErrorKind::NotFound);
+}
+
+fn files(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder.join("sha256")).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+#[tokio::test]
+async fn files_go_with_the_last_record_that_needs_them() {
+    fn judge(name: &str) -> ApiResult<()> {
+        match name == digest(b"garbage") {
+            true => Err(ApiError::invalid("no model")),
+            false => Ok(()),
+        }
+    }
+    let cluster = Cluster::start();
+    let folder = tempfile::tempdir().unwrap();
+    let frontend = frontend(&cluster, folder.path()).await;
+    cluster.backend("a", judge, false).await;
+    // What is refused leaves nothing.
+    assert!(frontend.register(registration(b"garbage")).await.is_err());
+    assert_eq!(files(folder.path()), [""; 0]);
+    cluster.route(1).await;
+    frontend.register(registration(b"one")).await.unwrap();
+    assert_eq!(files(folder.path()), [digest(b"one")]);
+    // Another model has the same content.
+    let records = ModelRecords::new(cluster.store.clone(), cluster.keys.clone());
+    records.register("n", &digest(b"one"), 3, &ModelConfig::default()).await.unwrap();
+    let m = ModelRef { name: "m", version: None };
+    assert_eq!(frontend.delete_model(m).await, Ok(1));
+    assert_eq!(files(folder.path()), [digest(b"one")]);
+    records.delete("n", None).await.unwrap();
+    cluster.route(2).await;
+    frontend.register(registration(b"one")).await.unwrap();
+    assert_eq!(frontend.delete_model(m).await, Ok(1));
+    assert_eq!(files(folder.path()), [""; 0]);
+    // A file that an operator has put there stays.
+    FileStore::open(folder.path()).unwrap().put(b"mine").unwrap();
+    cluster.route(3).await;
+    frontend.register(registration(b"mine")).await.unwrap();
+    assert_eq!(frontend.delete_model(m).await, Ok(1));
+    assert_eq!(files(folder.path()), [digest(b"mine")]);
+}
+
+#[tokio::test]
+async fn quotas_hold_for_what_frontends_register() {
+    let cluster = Cluster::start();
+    let folder = tempfile::tempdir().unwrap();
+    let limits =
+        RegistryLimits { max_names: 1, max_bytes: 100, max_name_bytes: 10, ..Default::default() };
+    let frontend = frontend_with(&cluster, folder.path(), limits).await;
+    cluster.backend("a", |_| Ok(()), false).await;
+    cluster.route(1).await;
+    frontend.register(registration(b"12345678")).await.unwrap();
+    let before = cluster.record().await;
+    let other = RegisterRequest { name: "n".to_string(), ..registration(b"1") };
+    for (request, flag) in [
+        (other, "--registry-max-models"),
+        (registration(b"123"), "--registry-max-model-size"),
+        (registration(&[7; 101]), "--registry-max-model-size"),
+    ] {
+        let error = frontend.register(request).await.unwrap_err();
+        assert_eq!(error.kind, ErrorKind::TooLarge, "{error}");
+        assert!(error.message.contains(flag), "{error}");
+    }
+    assert_eq!(cluster.record().await, before);
+    assert_eq!(files(folder.path()), [digest(b"12345678")]);
 }

@@ -64,6 +64,8 @@ async fn frontend(addresses: &[&str]) -> Frontend {
         backend_tls: None,
         saved: None,
         cold_start: Default::default(),
+        limits: Default::default(),
+        memory: Default::default(),
     };
     Frontend::start(store, keys, clock, settings).await.unwrap()
 }

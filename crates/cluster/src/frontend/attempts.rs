@@ -14,8 +14,10 @@ use api::error::ApiResult;
 use api::trace::TRACEPARENT;
 use api::{ApiError, ErrorKind, TraceContext, proto};
 use base::{Clock, Nanos};
+use model::MemoryError;
 use model::config::Class;
 
+use super::http2::ReplyMemory;
 use super::routing_table::{ModelEntry, RouteTarget};
 use super::{InFlightGuard, Inner, deadline_exceeded, is_overload, no_backend, overloaded};
 use crate::balance::backend_health::{Availability, is_outlier, limit_ejections};
@@ -443,7 +445,7 @@ impl Inner {
         let status = match reply {
             Ok(Ok(reply)) => {
                 self.judge_reply(entry, target, now, sent);
-                return Attempt::Done(Box::new(reply.into_inner()));
+                return Attempt::Done(Box::new(with_memory(reply)));
             }
             Ok(Err(status)) => status,
             Err(_) => {
@@ -453,6 +455,10 @@ impl Inner {
                 return Attempt::Final(deadline_exceeded(&name));
             }
         };
+        if let Some(refused) = refused_memory(&status) {
+            target.link.judge(now, |health| health.replied(now, sent));
+            return Attempt::Final(unfit_reply(&name, refused));
+        }
         // A status with a source was created on this side: the backend did not reply.
         if std::error::Error::source(&status).is_some() {
             target.link.judge(now, |health| health.failed(now, sent, true));
@@ -498,6 +504,39 @@ impl Inner {
                 health.slow(now);
             }
         });
+    }
+}
+
+/// A reply whose outputs hold the reservation of its memory.
+fn with_memory(mut reply: tonic::Response<proto::ModelInferResponse>) -> proto::ModelInferResponse {
+    let memory = reply.extensions_mut().remove::<ReplyMemory>();
+    let mut reply = reply.into_inner();
+    for raw in &mut reply.raw_output_contents {
+        if let Some(memory) = &memory {
+            *raw = memory.hold(std::mem::take(raw));
+        }
+    }
+    reply
+}
+
+/// Why there was no memory for a reply, if that is what the status is about.
+fn refused_memory(status: &tonic::Status) -> Option<MemoryError> {
+    let mut cause = std::error::Error::source(status);
+    while let Some(error) = cause {
+        if let Some(refused) = error.downcast_ref::<MemoryError>() {
+            return Some(*refused);
+        }
+        cause = error.source();
+    }
+    None
+}
+
+/// The error of a reply that this frontend has no memory for. Another backend would send the same.
+fn unfit_reply(model: &str, refused: MemoryError) -> ApiError {
+    let message = format!("model '{model}': the reply of its backend does not fit: {refused}");
+    match refused {
+        MemoryError::TooLarge { .. } => ApiError::new(ErrorKind::BadGateway, message),
+        MemoryError::Busy { .. } => ApiError::unavailable(message).retry_after(1),
     }
 }
 

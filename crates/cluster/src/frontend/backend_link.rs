@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use api::proto::grpc_inference_service_client::GrpcInferenceServiceClient;
 use base::Nanos;
 use http::Uri;
+use model::HostMemory;
 
 use super::http2::Http2Connection;
 use super::live_counts::LiveCounts;
@@ -33,7 +34,12 @@ pub struct BackendLink {
 }
 
 impl BackendLink {
-    fn new(address: &str, tls: Option<&ClientTls>, now: Nanos) -> Result<BackendLink, String> {
+    fn new(
+        address: &str,
+        tls: Option<&ClientTls>,
+        memory: &'static HostMemory,
+        now: Nanos,
+    ) -> Result<BackendLink, String> {
         let scheme = if tls.is_some() { "https" } else { "http" };
         let origin: Uri = format!("{scheme}://{address}")
             .parse()
@@ -42,7 +48,7 @@ impl BackendLink {
             address: address.to_string(),
             origin,
             connections: (0..CONNECTIONS)
-                .map(|_| Http2Connection::new(address, tls.cloned()))
+                .map(|_| Http2Connection::new(address, tls.cloned(), memory))
                 .collect(),
             next: AtomicUsize::new(0),
             health: Mutex::new(BackendHealth::new(now)),
@@ -56,6 +62,7 @@ impl BackendLink {
     pub fn client(&self) -> GrpcInferenceServiceClient<Http2Connection> {
         let next = self.next.fetch_add(1, Relaxed) % self.connections.len();
         GrpcInferenceServiceClient::with_origin(self.connections[next].clone(), self.origin.clone())
+            // The connection reserves what a message claims before it is read.
             .max_decoding_message_size(usize::MAX)
             .max_encoding_message_size(usize::MAX)
     }
@@ -103,13 +110,14 @@ impl BackendLink {
 #[derive(Default)]
 pub struct BackendLinks {
     tls: Option<ClientTls>,
+    memory: &'static HostMemory,
     links: Mutex<HashMap<String, Arc<BackendLink>>>,
 }
 
 impl BackendLinks {
-    /// No backends yet; connections will use `tls`.
-    pub fn new(tls: Option<ClientTls>) -> BackendLinks {
-        BackendLinks { tls, links: Mutex::default() }
+    /// No backends yet; connections will use `tls`, and `memory` is the budget of their replies.
+    pub fn new(tls: Option<ClientTls>, memory: &'static HostMemory) -> BackendLinks {
+        BackendLinks { tls, memory, links: Mutex::default() }
     }
 
     /// The backend at `address`, which is new at `now` if it is not known; connections are opened
@@ -119,7 +127,7 @@ impl BackendLinks {
         if let Some(link) = links.get(address) {
             return Ok(link.clone());
         }
-        let link = Arc::new(BackendLink::new(address, self.tls.as_ref(), now)?);
+        let link = Arc::new(BackendLink::new(address, self.tls.as_ref(), self.memory, now)?);
         links.insert(address.to_string(), link.clone());
         Ok(link)
     }

@@ -69,7 +69,8 @@ fn patience(typical: u64, left: Option<Nanos>, timeout: Duration) -> Nanos {
 
 /// Whether a failure may be the fault of the version, and not of the client or of this frontend.
 fn is_fault(error: &ApiError) -> bool {
-    let kinds = [ErrorKind::Internal, ErrorKind::Unavailable, ErrorKind::DeadlineExceeded];
+    use ErrorKind::{BadGateway, DeadlineExceeded, Internal, Unavailable};
+    let kinds = [Internal, BadGateway, Unavailable, DeadlineExceeded];
     kinds.contains(&error.kind) && !is_overload(error)
 }
 

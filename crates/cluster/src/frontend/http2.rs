@@ -13,6 +13,7 @@ use h2::{Ping, PingPong, RecvStream};
 use http::{Request, Response};
 use http_body_util::BodyExt;
 use hyper::body::{Body, Frame, SizeHint};
+use model::{HostMemory, MemoryError, Reservation};
 use thiserror::Error;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
@@ -45,6 +46,9 @@ pub enum ConnectionError {
     /// The request's body cannot be read.
     #[error("the request could not be sent: {0}")]
     Request(String),
+    /// There is no memory for the reply.
+    #[error("the reply does not fit: {0}")]
+    Memory(#[from] MemoryError),
 }
 
 /// A connection to a backend, opened on demand and again after it broke. Cloning shares it.
@@ -56,17 +60,23 @@ pub struct Http2Connection {
 struct ConnectionState {
     address: String,
     tls: Option<ClientTls>,
+    memory: &'static HostMemory,
     open: Mutex<Option<SendRequest<Bytes>>>,
     /// Serialises connection attempts.
     connecting: tokio::sync::Mutex<()>,
 }
 
 impl Http2Connection {
-    /// A connection to `address`, `HOST:PORT`.
-    pub fn new(address: &str, tls: Option<ClientTls>) -> Http2Connection {
+    /// A connection to `address`, `HOST:PORT`. `memory` is the budget of its replies.
+    pub fn new(
+        address: &str,
+        tls: Option<ClientTls>,
+        memory: &'static HostMemory,
+    ) -> Http2Connection {
         let (open, connecting) = (Mutex::default(), tokio::sync::Mutex::default());
         let address = address.to_string();
-        Http2Connection { state: Arc::new(ConnectionState { address, tls, open, connecting }) }
+        let state = ConnectionState { address, tls, memory, open, connecting };
+        Http2Connection { state: Arc::new(state) }
     }
 }
 
@@ -181,13 +191,88 @@ where
                 // The end of the stream is part of the last frame.
                 stream.send_data(last.unwrap_or_default(), true)?;
             }
-            Ok(reply.await?.map(ReplyBody))
+            let (mut head, stream) = reply.await?.into_parts();
+            let memory = ReplyMemory::new(state.memory);
+            head.extensions.insert(memory.clone());
+            let messages = MessageReader::default();
+            Ok(Response::from_parts(head, ReplyBody { stream, messages, memory }))
         })
     }
 }
 
-/// The body of a reply.
-pub struct ReplyBody(RecvStream);
+/// The reservation of a reply's memory. The response has it among its extensions, and whoever keeps
+/// what it became keeps this as well.
+#[derive(Clone, Debug)]
+pub struct ReplyMemory(Arc<Mutex<Reservation>>);
+
+impl ReplyMemory {
+    fn new(memory: &'static HostMemory) -> ReplyMemory {
+        ReplyMemory(Arc::new(Mutex::new(memory.empty())))
+    }
+
+    fn grow(&self, bytes: usize) -> Result<(), MemoryError> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).grow(bytes)
+    }
+
+    /// The same bytes, which hold the reservation.
+    pub fn hold(&self, bytes: Bytes) -> Bytes {
+        Bytes::from_owner(HeldBytes { bytes, _memory: self.clone() })
+    }
+}
+
+/// Bytes of a reply.
+struct HeldBytes {
+    bytes: Bytes,
+    _memory: ReplyMemory,
+}
+
+impl AsRef<[u8]> for HeldBytes {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// A flag and the length of a message.
+const PREFIX: usize = 5;
+
+/// Finds the messages of a reply: a client allocates what their prefixes claim.
+#[derive(Default)]
+struct MessageReader {
+    prefix: [u8; PREFIX],
+    /// Bytes of a prefix that have arrived.
+    seen: usize,
+    /// Bytes of the message that have not.
+    left: usize,
+}
+
+impl MessageReader {
+    /// Bytes of the messages whose prefix ends in `data`.
+    fn claimed(&mut self, mut data: &[u8]) -> usize {
+        let mut claimed: usize = 0;
+        while !data.is_empty() {
+            let skipped = self.left.min(data.len());
+            self.left -= skipped;
+            data = &data[skipped..];
+            let (own, rest) = data.split_at((PREFIX - self.seen).min(data.len()));
+            self.prefix[self.seen..][..own.len()].copy_from_slice(own);
+            self.seen += own.len();
+            data = rest;
+            if self.seen == PREFIX {
+                let [_, length @ ..] = self.prefix;
+                (self.seen, self.left) = (0, u32::from_be_bytes(length) as usize);
+                claimed = claimed.saturating_add(self.left);
+            }
+        }
+        claimed
+    }
+}
+
+/// The body of a reply. Memory for a message is reserved before anything of it is passed on.
+pub struct ReplyBody {
+    stream: RecvStream,
+    messages: MessageReader,
+    memory: ReplyMemory,
+}
 
 impl Body for ReplyBody {
     type Data = Bytes;
@@ -197,9 +282,10 @@ impl Body for ReplyBody {
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, ConnectionError>>> {
-        let stream = &mut self.get_mut().0;
+        let ReplyBody { stream, messages, memory } = self.get_mut();
         if let Some(data) = ready!(stream.poll_data(context)) {
             let data = data?;
+            memory.grow(messages.claimed(&data))?;
             stream.flow_control().release_capacity(data.len())?;
             return Poll::Ready(Some(Ok(Frame::data(data))));
         }
@@ -208,7 +294,7 @@ impl Body for ReplyBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0.is_end_stream()
+        self.stream.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -222,6 +308,52 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
+
+    fn unlimited(address: &str) -> Http2Connection {
+        Http2Connection::new(address, None, HostMemory::leaked(usize::MAX))
+    }
+
+    #[test]
+    fn messages_are_found_in_frames_of_any_size() {
+        let message =
+            |length: u32| [&[0][..], &length.to_be_bytes(), &vec![7; length as usize][..]].concat();
+        let all = [message(3), message(0), message(1000)].concat();
+        for size in [1, 2, 4, 5, 7, 1000, all.len()] {
+            let mut messages = MessageReader::default();
+            let claimed: usize = all.chunks(size).map(|part| messages.claimed(part)).sum();
+            assert_eq!((claimed, messages.left, messages.seen), (1003, 0, 0), "{size}");
+        }
+        // What is claimed counts, not what arrives.
+        assert_eq!(
+            MessageReader::default().claimed(&[0, 0xff, 0xff, 0xff, 0xff]),
+            u32::MAX as usize
+        );
+    }
+
+    #[tokio::test]
+    async fn replies_are_reserved_before_they_are_read() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        tokio::spawn(echo(listener, 100));
+        let memory = HostMemory::leaked(1 << 20);
+        let connection = Http2Connection::new(&address, None, memory);
+        // A reply that claims 4 GiB, whatever it has.
+        let text = Bytes::from_static(&[0, 0xff, 0xff, 0xff, 0xff, 1, 2, 3]);
+        let error = send(&connection, &address, text).await.unwrap_err();
+        assert!(matches!(error, ConnectionError::Memory(MemoryError::TooLarge { .. })), "{error}");
+        assert_eq!(memory.used(), 0);
+        let message = [&[0, 0, 0, 0x10, 0][..], &[7; 4096]].concat();
+        let request = Request::post(format!("http://{address}/"));
+        let request = request.body(Full::new(Bytes::from(message))).unwrap();
+        let reply = connection.clone().call(request).await.unwrap();
+        let kept = reply.extensions().get::<ReplyMemory>().unwrap().clone();
+        let body = reply.into_body().collect().await.unwrap().to_bytes();
+        let part = kept.hold(body.slice(5..10));
+        drop(kept);
+        assert_eq!((memory.used(), &part[..]), (4096, &[7; 5][..]));
+        drop(part);
+        assert_eq!(memory.used(), 0);
+    }
 
     /// Replies to every request with its own body and a trailer; accepts `each` requests per
     /// connection.
@@ -274,7 +406,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         tokio::spawn(echo(listener, 1));
-        let connection = Http2Connection::new(&address, None);
+        let connection = unlimited(&address);
         for size in [0, 5, 3 << 20] {
             // Every connection ends after one request: the next request connects again.
             let text = Bytes::from(vec![7u8; size]);
@@ -296,8 +428,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         drop(listener);
-        let error =
-            send(&Http2Connection::new(&address, None), &address, Bytes::new()).await.unwrap_err();
+        let error = send(&unlimited(&address), &address, Bytes::new()).await.unwrap_err();
         assert!(matches!(error, ConnectionError::Connect { .. }), "{error}");
     }
 
@@ -311,9 +442,7 @@ mod tests {
             // The socket is never read again.
             std::future::pending::<()>().await;
         });
-        let error = send(&Http2Connection::new(&address, None), &address, Bytes::from("x"))
-            .await
-            .unwrap_err();
+        let error = send(&unlimited(&address), &address, Bytes::from("x")).await.unwrap_err();
         assert!(matches!(error, ConnectionError::Broken(_)), "{error}");
     }
 }

@@ -17,7 +17,7 @@ use base::Nanos;
 use bytes::Bytes;
 use futures_util::future::try_join_all;
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use model::{DataType, Tensor};
+use model::{DataType, HostMemory, Tensor};
 
 use super::Inner;
 use super::routing_table::{QueryEntry, RoutingTable};
@@ -108,7 +108,7 @@ impl Inner {
         // The query's objective is about serving, not about starting backends.
         let deadline = arrived + own.unwrap_or(objective + waited);
         let (id, requested) = (request.id.clone(), request.outputs.clone());
-        let query_request = Arc::new(prepare(query.clone(), request).await?);
+        let query_request = Arc::new(prepare(query.clone(), request, self.settings.memory).await?);
         let execution =
             QueryExecution { inner: self, table, entry, query_request, deadline, name, context };
         let (done, in_stages) = execution.run().await?;
@@ -154,7 +154,11 @@ impl Inner {
 }
 
 /// Checks the inputs and decodes pictures, outside of the threads that serve connections.
-async fn prepare(query: Arc<Checked>, request: InferRequest) -> ApiResult<QueryRequest> {
+async fn prepare(
+    query: Arc<Checked>,
+    request: InferRequest,
+    memory: &'static HostMemory,
+) -> ApiResult<QueryRequest> {
     let with_query_name = match request.inputs {
         Inputs::Named(tensors) => tensors,
         Inputs::Raw(bytes) => vec![only_input(&query, bytes)?],
@@ -183,7 +187,7 @@ async fn prepare(query: Arc<Checked>, request: InferRequest) -> ApiResult<QueryR
         let missing = || ApiError::invalid(format!("the query's input '{name}' is missing"));
         let tensor = tensor.ok_or_else(missing)?;
         let title = name.clone();
-        let picture = run_blocking(move || Picture::of(&title, &tensor)).await?;
+        let picture = run_blocking(move || Picture::of(&title, &tensor, memory)).await?;
         pictures.insert(name, picture);
     }
     Ok(QueryRequest { query, inputs, pictures, options })

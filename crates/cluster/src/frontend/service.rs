@@ -99,7 +99,7 @@ impl Inner {
         tokio::time::timeout(LOAD_TIMEOUT, wait).await.unwrap_or_else(|_| Err(slow()))
     }
 
-    async fn wait_until_ready(&self, name: &str, version: u64) -> ApiResult<()> {
+    pub(super) async fn wait_until_ready(&self, name: &str, version: u64) -> ApiResult<()> {
         self.wait_for(name, |entry| {
             let Some(entry) = entry.filter(|entry| entry.record.version >= version) else {
                 return Ok(false);
@@ -131,7 +131,7 @@ impl Inner {
     }
 
     /// Waits until a backend serves exactly `version`, to which the record was set.
-    async fn wait_until_served(&self, name: &str, version: u64) -> ApiResult<()> {
+    pub(super) async fn wait_until_served(&self, name: &str, version: u64) -> ApiResult<()> {
         let seen = AtomicBool::new(false);
         self.wait_for(name, |entry| {
             let Some(entry) = entry.filter(|entry| entry.record.version == version) else {
@@ -152,27 +152,6 @@ impl Inner {
             }
         })
         .await
-    }
-
-    /// Deletes a version of a model from the cluster, or all of them; returns when no backend
-    /// serves it. Its file stays in the model store, where other models may have the same content.
-    async fn delete(&self, model: ModelRef<'_>) -> ApiResult<usize> {
-        let name = model.name;
-        let before = self.records.find(name).await.map_err(store_error)?;
-        let (count, left) = self.records.delete(name, model.version).await.map_err(store_error)?;
-        if count == 0 {
-            return Err(ApiError::not_found(format!("there is no such version of '{name}'")));
-        }
-        match left {
-            Some(left) if before.is_some_and(|before| before.version != left.version) => {
-                self.wait_until_served(name, left.version).await?;
-            }
-            Some(_) => {}
-            None => {
-                self.wait_for(name, |entry| Ok(entry.is_none_or(|e| e.targets.is_empty()))).await?;
-            }
-        }
-        Ok(count)
     }
 
     /// Puts an older version of a model in service. A backend compiles and loads it first, and if
@@ -210,33 +189,6 @@ impl Inner {
             version: version.to_string(),
             state: ModelState::Ready,
         })
-    }
-
-    async fn register(&self, mut request: RegisterRequest) -> ApiResult<Registered> {
-        let files = self.settings.files.clone().ok_or_else(|| {
-            ApiError::unavailable("cannot register models: start the frontend with --model-store")
-        })?;
-        let config = request.take_config()?;
-        let RegisterRequest { name, onnx, canary, .. } = request;
-        let bytes = onnx.len() as u64;
-        let digest = files
-            .put(onnx)
-            .await
-            .map_err(|error| ApiError::unavailable(format!("cannot store the model: {error}")))?;
-        if let Some(options) = canary {
-            return self.register_canary(&name, (&digest, bytes), config, &options).await;
-        }
-        // Nothing is replaced before a backend has compiled and loaded it.
-        let candidate = (name.as_str(), digest.as_str(), bytes);
-        self.records.propose(candidate, &config, LOAD_TIMEOUT).await.map_err(candidate_error)?;
-        let before = self.records.find(&name).await.map_err(store_error)?;
-        let version =
-            self.records.register(&name, &digest, bytes, &config).await.map_err(store_error)?;
-        if let Err(error) = self.wait_until_ready(&name, version).await {
-            self.records.restore(&name, version, before).await.map_err(store_error)?;
-            return Err(ApiError { kind: ErrorKind::InvalidArgument, ..error });
-        }
-        Ok(Registered { name, version: version.to_string(), state: ModelState::Ready })
     }
 
     async fn classify(

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::StreamExt;
+use futures_util::{StreamExt, TryStreamExt};
 use object_store::aws::{AmazonS3Builder, Checksum};
 use object_store::path::Path as Key;
 use object_store::{
@@ -21,6 +21,7 @@ use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 use tokio::sync::Semaphore;
 
+use super::ownership::Owner;
 use super::{ModelStoreError, digest, hexadecimal, is_digest};
 
 /// Maximum number of concurrent downloads.
@@ -249,6 +250,68 @@ impl BucketStore {
         match kept.size == size {
             true => Ok(name),
             false => Err(self.damaged(&name, &format!("{} of {size} bytes arrived", kept.size))),
+        }
+    }
+
+    /// See [`super::ModelStore::has`].
+    pub(super) async fn has(&self, name: &str) -> Result<bool, ModelStoreError> {
+        match self.inner.store.head(&self.key(name)).await {
+            Ok(_) => Ok(true),
+            Err(Error::NotFound { .. }) => Ok(false),
+            Err(error) => Err(self.failure(name, error)),
+        }
+    }
+
+    fn beside(&self, folder: &str, name: &str) -> Key {
+        self.inner.prefix.clone().join(folder).join(name)
+    }
+
+    fn mark_key(&self, name: &str, owner: &Owner) -> Key {
+        self.beside("owners", name).join(owner.as_str())
+    }
+
+    pub(super) async fn owners(&self, name: &str) -> Result<Vec<String>, ModelStoreError> {
+        let marks = self.inner.store.list(Some(&self.beside("owners", name)));
+        let marks: Result<Vec<_>, Error> = marks.try_collect().await;
+        let marks = marks.map_err(|error| self.failure(name, error))?;
+        let owner = |mark: &object_store::ObjectMeta| mark.location.filename().map(str::to_string);
+        Ok(marks.iter().filter_map(owner).collect())
+    }
+
+    pub(super) async fn mark(&self, name: &str, owner: &Owner) -> Result<(), ModelStoreError> {
+        let put = self.inner.store.put(&self.mark_key(name, owner), Bytes::new().into()).await;
+        put.map(|_| ()).map_err(|error| self.failure(name, error))
+    }
+
+    pub(super) async fn unmark(&self, name: &str, owner: &Owner) -> Result<(), ModelStoreError> {
+        let gone = self.inner.store.delete(&self.mark_key(name, owner)).await;
+        self.unless_missing(name, gone).map(|_| ())
+    }
+
+    pub(super) async fn set_aside(&self, name: &str) -> Result<bool, ModelStoreError> {
+        let aside = self.beside("removed", name);
+        let moved = self.inner.store.rename(&self.key(name), &aside).await;
+        self.unless_missing(name, moved)
+    }
+
+    pub(super) async fn put_back(&self, name: &str) -> Result<(), ModelStoreError> {
+        let aside = self.beside("removed", name);
+        let moved = self.inner.store.rename(&aside, &self.key(name)).await;
+        moved.map_err(|error| self.failure(name, error))
+    }
+
+    pub(super) async fn remove_set_aside(&self, name: &str) -> Result<(), ModelStoreError> {
+        let gone = self.inner.store.delete(&self.beside("removed", name)).await;
+        self.discard(name);
+        self.unless_missing(name, gone).map(|_| ())
+    }
+
+    /// Whether the object was there.
+    fn unless_missing(&self, name: &str, done: Result<(), Error>) -> Result<bool, ModelStoreError> {
+        match done {
+            Ok(()) => Ok(true),
+            Err(Error::NotFound { .. }) => Ok(false),
+            Err(error) => Err(self.failure(name, error)),
         }
     }
 

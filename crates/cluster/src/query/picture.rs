@@ -4,9 +4,11 @@
 use api::ApiError;
 use api::error::ApiResult;
 use api::picture::{self, DecodeLimits, Transparency};
+use bytes::Bytes;
 use model::config::{ChannelOrder, ImageLayout};
+use model::memory::try_vec;
 use model::tensor::TensorData;
-use model::{DataType, HostMemory, Tensor};
+use model::{DataType, HostMemory, Reservation, Tensor};
 
 use super::spec::{PictureFeed, Size};
 
@@ -14,14 +16,16 @@ use super::spec::{PictureFeed, Size};
 const EDGE_MAX: u32 = 16_384;
 
 /// A picture in RGB.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 pub struct Picture {
     /// Pixels.
     pub width: usize,
     /// Pixels.
     pub height: usize,
     /// Rows of red, green, blue.
-    pub rgb: Vec<u8>,
+    pub rgb: Bytes,
+    /// The budget of what is made of it, and what it takes of it itself.
+    memory: Reservation,
 }
 
 /// The corners of a rectangle in pixels, clockwise from the upper left of its content.
@@ -30,10 +34,10 @@ pub type Corners = [[f32; 2]; 4];
 impl Picture {
     /// Reads a picture from a tensor: UINT8 of height x width x 3, or BYTES with a JPEG or PNG
     /// file.
-    pub fn of(name: &str, tensor: &Tensor) -> ApiResult<Picture> {
+    pub fn of(name: &str, tensor: &Tensor, memory: &'static HostMemory) -> ApiResult<Picture> {
         match tensor.data() {
             TensorData::Strings(files) => match &files[..] {
-                [file] => Picture::decode(file),
+                [file] => Picture::decode(file, memory),
                 _ => Err(ApiError::invalid(format!("'{name}' must hold one picture"))),
             },
             TensorData::Raw(bytes) => {
@@ -44,7 +48,8 @@ impl Picture {
                 let max = EDGE_MAX as usize;
                 match dims.filter(|_| tensor.dtype() == DataType::U8) {
                     Some((height, width)) if height.min(width) > 0 && height.max(width) <= max => {
-                        Ok(Picture { width, height, rgb: bytes.to_vec() })
+                        let memory = memory.empty();
+                        Ok(Picture { width, height, rgb: bytes.clone(), memory })
                     }
                     _ => Err(ApiError::invalid(format!(
                         "'{name}' is {}{:?}; a picture is UINT8 of height x width x 3, or BYTES \
@@ -57,13 +62,16 @@ impl Picture {
         }
     }
 
-    /// Decodes a JPEG or PNG file. What is transparent is white, as on a page.
-    pub fn decode(file: &[u8]) -> ApiResult<Picture> {
+    /// Decodes a JPEG or PNG file. What is transparent is white, as on a page. The memory of its
+    /// pixels stays reserved as long as the picture lives.
+    pub fn decode(file: &[u8], memory: &'static HostMemory) -> ApiResult<Picture> {
         let limits = DecodeLimits { edge: EDGE_MAX, ..DecodeLimits::default() };
-        let mut memory = HostMemory::process().empty();
+        let mut memory = memory.empty();
         let decoded = picture::decode(file, Transparency::OnWhite, &limits, &mut memory)?;
         let picture::RgbPicture { width, height, rgb } = decoded;
-        Ok(Picture { width, height, rgb })
+        // The decoder's own memory is free again.
+        memory.shrink_to(rgb.capacity());
+        Ok(Picture { width, height, rgb: rgb.into(), memory })
     }
 
     /// The corners of the whole picture.
@@ -80,7 +88,9 @@ impl Picture {
             ImageLayout::Nchw => (vec![1, channels, height, total], true),
             ImageLayout::Nhwc => (vec![1, height, total, channels], false),
         };
-        let mut values = vec![0f32; channels * height * total];
+        let count = channels * height * total;
+        let (mut values, memory) = try_vec(self.memory.memory(), count)?;
+        values.resize(count, 0f32);
         let of = |list: &[f32], channel: usize| list[channel.min(list.len() - 1)];
         for y in 0..height {
             for x in 0..width {
@@ -99,7 +109,7 @@ impl Picture {
                 }
             }
         }
-        Ok(Tensor::from_vec(dims, values)?)
+        Ok(Tensor::from_reserved(DataType::F32, dims, values, memory)?)
     }
 
     /// The colour at a pixel of a `width` x `height` view of `corners`, by bilinear interpolation.
@@ -166,7 +176,8 @@ mod tests {
     /// Red grows with x, green with y.
     fn ramp(width: usize, height: usize) -> Picture {
         let pixel = |index: usize| [(index % width) as u8, (index / width) as u8, 9];
-        Picture { width, height, rgb: (0..width * height).flat_map(pixel).collect() }
+        let memory = HostMemory::leaked(1 << 30).empty();
+        Picture { width, height, rgb: (0..width * height).flat_map(pixel).collect(), memory }
     }
 
     fn feed(size: Size) -> PictureFeed {
@@ -219,11 +230,34 @@ mod tests {
     }
 
     #[test]
+    fn memory_is_reserved_as_long_as_the_picture_and_its_crops_live() {
+        let mut file = Vec::new();
+        let mut encoder = png::Encoder::new(&mut file, 300, 200);
+        encoder.set_color(png::ColorType::Rgb);
+        encoder.write_header().unwrap().write_image_data(&[9; 180_000]).unwrap();
+        let memory = HostMemory::leaked(1 << 20);
+        let picture = Picture::decode(&file, memory).unwrap();
+        assert_eq!(memory.used(), 180_000);
+        let exact = feed(Size::Exact { width: 100, height: 50 });
+        let crop = picture.tensor(&picture.whole(), &exact).unwrap();
+        assert_eq!(memory.used(), 180_000 + 60_000);
+        drop(picture);
+        assert_eq!(memory.used(), 60_000);
+        // Two at once do not fit: the second is not decoded.
+        let held = memory.reserve(800_000).unwrap();
+        let error = Picture::decode(&file, memory).unwrap_err();
+        assert_eq!((error.kind, error.retry_after), (api::ErrorKind::Unavailable, Some(1)));
+        drop((crop, held));
+        assert_eq!(memory.used(), 0);
+    }
+
+    #[test]
     fn rejects_what_is_no_picture() {
         for file in [&b""[..], b"GIF89a", b"\x89PNG\r\n\x1a\n"] {
-            assert!(Picture::decode(file).is_err());
+            assert!(Picture::decode(file, HostMemory::process()).is_err());
         }
         let flat = Tensor::from_vec(vec![4, 4], vec![0u8; 16]).unwrap();
-        assert!(Picture::of("image", &flat).unwrap_err().message.contains("UINT8[4, 4]"));
+        let error = Picture::of("image", &flat, HostMemory::process()).unwrap_err();
+        assert!(error.message.contains("UINT8[4, 4]"));
     }
 }

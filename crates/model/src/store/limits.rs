@@ -42,21 +42,36 @@ impl RegistryLimits {
 
     /// Checks the limits for `new` beside the records in `kept`.
     pub(super) fn check(&self, kept: &[&Manifest], new: &Manifest) -> Result<(), String> {
+        let files = kept.iter().copied().chain([new]);
+        self.check_files(files.map(|m| (&*m.name, &*m.sha256, m.size_bytes)), &new.name)
+    }
+
+    /// Checks the limits for files: the name of their model, hash and size. `changed` is the name
+    /// of which one is new.
+    ///
+    /// # Errors
+    /// What is exceeded, and which flag raises it.
+    pub fn check_files<'a>(
+        &self,
+        all: impl Iterator<Item = (&'a str, &'a str, u64)>,
+        changed: &str,
+    ) -> Result<(), String> {
         let mut files: HashMap<&str, u64> = HashMap::new();
         let mut name_files: HashMap<&str, u64> = HashMap::new();
         let mut names: Vec<&str> = Vec::new();
-        for manifest in kept.iter().copied().chain([new]) {
+        for (name, sha256, bytes) in all {
             // Versions with the same content share a file.
-            files.insert(&manifest.sha256, manifest.size_bytes);
-            names.push(&manifest.name);
-            if manifest.name == new.name {
-                name_files.insert(&manifest.sha256, manifest.size_bytes);
+            files.insert(sha256, bytes);
+            names.push(name);
+            if name == changed {
+                name_files.insert(sha256, bytes);
             }
         }
         names.sort_unstable();
         names.dedup();
         let sum =
             |files: &HashMap<&str, u64>| files.values().fold(0u64, |a, b| a.saturating_add(*b));
+        let (own, total) = (sum(&name_files), sum(&files));
         if names.len() > self.max_names {
             return Err(format!(
                 "the registry holds {} models and may hold no more; delete one, or raise \
@@ -64,20 +79,17 @@ impl RegistryLimits {
                 self.max_names
             ));
         }
-        if sum(&name_files) > self.max_name_bytes {
+        if own > self.max_name_bytes {
             return Err(format!(
-                "the versions of '{}' would take {} bytes of at most {}; delete some, keep fewer \
-                 (--registry-keep), or raise --registry-max-model-size",
-                new.name,
-                sum(&name_files),
+                "the versions of '{changed}' would take {own} bytes of at most {}; delete some, \
+                 or raise --registry-max-model-size",
                 self.max_name_bytes
             ));
         }
-        if sum(&files) > self.max_bytes {
+        if total > self.max_bytes {
             return Err(format!(
-                "the registry would take {} bytes of at most {}; delete models, or raise \
+                "the registry would take {total} bytes of at most {}; delete models, or raise \
                  --registry-max-size",
-                sum(&files),
                 self.max_bytes
             ));
         }
