@@ -60,7 +60,7 @@ SOURCES = {
     "chart": (),
     "chart-hpa": ("--set", "scaling=hpa"),
     "chart-none": ("--set", "scaling=none"),
-    "chart-tls": ("--set", "tls.secret=atoll-tls"),
+    "chart-tls": ("--set", "tls.secret=atoll-tls,tokens.secret=clients,tokens.key=clients.json"),
     "chart-seccomp": (
         "--set",
         "seccomp.type=Localhost,seccomp.localhostProfile=profiles/atoll.json",
@@ -242,7 +242,7 @@ def test_pods_run_the_image_of_the_dockerfile(source: str) -> None:
         assert probe["command"][0] == Path(json.loads(entry)[0]).name
         assert container["securityContext"]["readOnlyRootFilesystem"]
         ports = [str(port["containerPort"]) for port in container.get("ports", [])]
-        assert ports in ([], exposed.split())
+        assert ports in ([], ["8002"], exposed.split())
         if container["name"] == "backend":
             assert volume in {mount["mountPath"] for mount in container["volumeMounts"]}
 
@@ -410,7 +410,12 @@ def test_only_listed_connections_are_allowed(source: str) -> None:
         reached = [port["port"] for rule in policy["egress"] for port in rule["ports"]]
         assert {53, 2379} <= set(reached)
         assert all(rule.get("ports") for rule in [*policy["ingress"], *policy["egress"]])
-    assert policy_of(source, "scheduler")["ingress"] == []
+    # Only monitoring reaches a scheduler, and nobody in the plain manifests.
+    ingress = policy_of(source, "scheduler")["ingress"]
+    assert [[port["port"] for port in rule["ports"]] for rule in ingress] == (
+        [] if source in ("manifests", "chart-seccomp") else [[8002]]
+    )
+    assert all(rule["from"] for rule in ingress)
     # Only frontends reach what runs models.
     for rule in policy_of(source, "backend")["ingress"]:
         ports = {port["port"] for port in rule["ports"]}
@@ -446,3 +451,61 @@ def test_pods_have_few_rights_and_a_limit_of_memory(source: str) -> None:
     budgets = [b["metadata"]["name"] for b in of_kind(source, "PodDisruptionBudget")]
     words = {word for name in budgets for word in name.split("-")}
     assert words >= {"frontend", "backend"}
+
+
+def test_secrets_are_mounted_where_their_flags_look() -> None:
+    for role in ("scheduler", "frontend", "backend"):
+        (deployment,) = of_component("chart-tls", role)
+        spec = deployment["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        secrets = {
+            volume["name"]: volume["secret"]["secretName"]
+            for volume in spec["volumes"]
+            if "secret" in volume
+        }
+        mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+        wanted = {"tls": "atoll-tls"} | ({"tokens": "clients"} if role == "frontend" else {})
+        assert secrets == wanted
+        assert all(mounts[name]["readOnly"] and "subPath" not in mounts[name] for name in secrets)
+        flags = dict(word.split("=", 1) for word in container["args"] if "=" in word)
+        assert flags["--tls-cert"].startswith(mounts["tls"]["mountPath"] + "/")
+        assert flags.get("--tokens") == ("/tokens/clients.json" if role == "frontend" else None)
+
+
+@every_source
+def test_probes_ask_for_ports_that_there_are(source: str) -> None:
+    for container in containers(source):
+        ports = {port["name"] for port in container.get("ports", [])}
+        tls = any(word.startswith("--tls-cert") for word in container["args"])
+        for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+            probe = container.get(kind, {}).get("httpGet")
+            if probe:
+                assert probe["port"] in ports
+                assert probe.get("scheme", "HTTP") == ("HTTPS" if tls else "HTTP")
+        if source != "manifests":
+            assert "livenessProbe" in container, container["name"]
+
+
+SECCOMP = REPOSITORY / "deploy" / "seccomp" / "atoll.json"
+
+
+def test_the_seccomp_profile_allows_what_the_check_of_models_needs_and_no_more() -> None:
+    profile = json.loads(SECCOMP.read_text())
+    assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
+    allowed = {
+        name
+        for rule in profile["syscalls"]
+        if rule["action"] == "SCMP_ACT_ALLOW"
+        for name in rule["names"]
+    }
+    text = (REPOSITORY / "crates" / "assembly" / "src" / "sandbox.rs").read_text()
+    sandbox = set(re.findall(r"libc::SYS_(\w+)", text.split("#[cfg(test)]")[0]))
+    assert len(sandbox) > 35 and not sandbox - allowed - {"clone3"}
+    assert {"seccomp", "prctl", "landlock_restrict_self", "setrlimit", "prlimit64"} <= allowed
+    other = "ptrace mount umount2 bpf userfaultfd perf_event_open keyctl init_module unshare setns"
+    other += " process_vm_readv process_vm_writev io_uring_setup open_by_handle_at kexec_load chroot"
+    assert not allowed & set(other.split())
+    # Namespaces are flags of clone.
+    (clone,) = [rule for rule in profile["syscalls"] if rule["names"] == ["clone"]]
+    assert clone["args"][0]["value"] & 0x10000000 and clone["args"][0]["valueTwo"] == 0
+    assert "deploy/seccomp/atoll.json" in (CHART / "values.yaml").read_text()
