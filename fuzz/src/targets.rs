@@ -131,6 +131,13 @@ pub const TARGETS: &[Target] = &[
         ..PARSER
     },
     Target {
+        name: "settings_change",
+        run: files::settings_change,
+        format: Format::Text,
+        words: files::SETTINGS_WORDS,
+        ..PARSER
+    },
+    Target {
         name: "query",
         run: files::query,
         format: Format::Text,

@@ -1,5 +1,7 @@
 //! Random ONNX models: graphs of supported operators with mostly fitting operands and attributes.
 
+mod nested;
+
 use base::Random;
 
 use super::{shape, size, small_count};
@@ -7,12 +9,13 @@ use crate::mutate::{one_in, pick};
 use crate::protobuf::{Field, put_varint, write};
 
 /// What an operator reads, one letter for each operand: `x` a value, `c` a constant of few floats,
-/// `w` a weight, `i` a constant of few integers, `n` a single integer, `s` a single float, `?` the
+/// `w` a weight, `i` a constant of few integers, `n` a single integer, `s` a single float, `b` a
+/// weight of bytes, `z` a single byte, `B` a single boolean, `S` a constant of few strings, `?` the
 /// rest is optional.
 type Operands = &'static str;
 
 /// Operators, their operands and the attributes they may have. `name:ints`, `name:int`,
-/// `name:float`, `name=text`.
+/// `name:float`, `name=text`. A domain comes before a colon.
 const OPERATORS: &[(&str, Operands, &[&str])] = &[
     ("Add", "xx", &[]),
     ("Mul", "xc", &[]),
@@ -146,10 +149,75 @@ const OPERATORS: &[(&str, Operands, &[&str])] = &[
     ("Sum", "xxx", &[]),
     ("Max", "xx", &[]),
     ("PRelu", "xc", &[]),
+    ("Cast", "S", &["to:int"]),
+    ("StringConcat", "SS", &[]),
+    ("StringConcat", "xx", &[]),
+    ("StringSplit", "S", &["delimiter=,", "maxsplit:int"]),
+    ("StringSplit", "x", &["delimiter= "]),
+    ("RegexFullMatch", "S", &["pattern=[a-c]+", "pattern=(", "pattern=(a|b)*c{1,9}"]),
+    (
+        "StringNormalizer",
+        "S",
+        &["case_change_action=UPPER", "case_change_action=LOWER", "is_case_sensitive:int"],
+    ),
+    (
+        "TfIdfVectorizer",
+        "i",
+        &[
+            "mode=TF",
+            "min_gram_length:int",
+            "max_gram_length:int",
+            "max_skip_count:int",
+            "ngram_counts:ints",
+            "ngram_indexes:ints",
+            "pool_int64s:ints",
+        ],
+    ),
+    ("ai.onnx.ml:LabelEncoder", "i", &["keys_int64s:ints", "values_int64s:ints"]),
+    ("ai.onnx.ml:LabelEncoder", "S", &["default_int64:int"]),
+    ("ai.onnx.ml:OneHotEncoder", "x", &["cats_int64s:ints", "zeros:int"]),
+    ("ai.onnx.ml:ArrayFeatureExtractor", "xi", &[]),
+    ("ai.onnx.ml:Binarizer", "x", &["threshold:float"]),
+    ("ai.onnx.ml:Normalizer", "x", &["norm=L2"]),
+    ("QLinearMatMul", "xszbszsz", &[]),
+    ("QLinearMatMul", "bszbszsz", &[]),
+    ("QLinearConv", "xszbszsz?i", &["pads:ints", "strides:ints", "group:int"]),
+    ("QLinearConv", "bszbszsz", &["kernel_shape:ints"]),
+    ("MatMulInteger", "xb?zz", &[]),
+    ("ConvInteger", "xb?zz", &["pads:ints"]),
+    ("com.microsoft:QLinearAdd", "xszbszsz", &[]),
+    ("com.microsoft:QLinearMul", "bszbszsz", &[]),
+    ("com.microsoft:QLinearSigmoid", "xszsz", &[]),
+    ("com.microsoft:QLinearLeakyRelu", "bszsz", &["alpha:float"]),
+    ("com.microsoft:QLinearSoftmax", "xszsz", &["axis:int", "opset:int"]),
+    ("com.microsoft:QLinearAveragePool", "xszsz", &["kernel_shape:ints", "pads:ints"]),
+    ("com.microsoft:QLinearGlobalAveragePool", "xszsz", &["channels_last:int"]),
+    ("com.microsoft:QLinearConcat", "szbszxsz", &["axis:int"]),
+    ("com.microsoft:Gelu", "x", &[]),
+    ("com.microsoft:QuickGelu", "x", &["alpha:float"]),
+    ("com.microsoft:BiasGelu", "xc", &[]),
+    ("com.microsoft:FastGelu", "x?c", &[]),
+    ("com.microsoft:FusedMatMul", "xw", &["alpha:float", "transA:int", "transB:int"]),
+    ("com.microsoft:FusedGemm", "xw?c", &["activation=Relu", "transB:int"]),
+    ("com.microsoft:FusedConv", "xw?c", &["activation=Relu", "pads:ints", "group:int"]),
+    ("com.microsoft:SkipLayerNormalization", "xxc?cc", &["epsilon:float"]),
+    ("com.microsoft:SkipSimplifiedLayerNormalization", "xxc?c", &["epsilon:float"]),
+    ("com.microsoft:EmbedLayerNormalization", "xxwwwcc", &["epsilon:float"]),
+    ("com.microsoft:Attention", "xwc?i", &["num_heads:int", "unidirectional:int"]),
+    ("com.microsoft:MultiHeadAttention", "xxx?c", &["num_heads:int", "scale:float"]),
+    ("com.microsoft:GroupQueryAttention", "xxx", &["num_heads:int", "kv_num_heads:int"]),
+    ("com.microsoft:RotaryEmbedding", "xicc", &["interleaved:int"]),
+    ("com.microsoft:Tokenizer", "S", &["mark:int", "mincharnum:int", "tokenexp=[a-z]+"]),
 ];
 
+/// Domains that models import, with their versions, beside the operators of ONNX.
+const IMPORTS: &[(&str, u64)] = &[("", 17), ("ai.onnx.ml", 3), ("com.microsoft", 1), ("local", 1)];
+
 const FLOAT: u64 = 1;
+const UINT8: u64 = 2;
 const INT64: u64 = 7;
+const STRING: u64 = 8;
+const BOOL: u64 = 9;
 
 /// Grows a model node by node.
 struct Builder<'a> {
@@ -160,6 +228,10 @@ struct Builder<'a> {
     /// Names that nodes may read.
     values: Vec<String>,
     names: usize,
+    /// How many bodies are around the nodes that are made.
+    depth: usize,
+    /// Inputs of the model's function, once it is defined.
+    function: Option<usize>,
 }
 
 fn text(number: u64, text: &str) -> Field {
@@ -180,7 +252,7 @@ impl Builder<'_> {
 
     fn input(&mut self) {
         let name = self.name();
-        let element = *pick(self.random, &[1, 1, 1, 1, 1, 1, 7, 9, 10, 11, 6, 2, 3]);
+        let element = *pick(self.random, &[1, 1, 1, 1, 1, 1, 7, 8, 9, 10, 11, 6, 2, 3]);
         let mut dims = Vec::new();
         for size in shape(self.random) {
             dims.push(Field::Message(
@@ -198,21 +270,39 @@ impl Builder<'_> {
 
     /// Adds an initializer and returns its name.
     fn constant(&mut self, dims: &[i64], element: u64) -> String {
-        let name = self.name();
-        let mut tensor: Vec<Field> = dims.iter().map(|&dim| Field::Varint(1, dim as u64)).collect();
-        tensor.push(Field::Varint(2, element));
-        tensor.push(text(8, &name));
         let count = small_count(dims).unwrap_or(1);
         let mut raw = Vec::new();
         for _ in 0..count {
             match element {
                 INT64 => raw.extend_from_slice(&self.small_integer().to_le_bytes()),
+                UINT8 => raw.push(self.random.next_u64() as u8),
+                BOOL => raw.push(self.random.below(2) as u8),
                 _ => raw.extend_from_slice(&self.random.symmetric_f32().to_le_bytes()),
             }
         }
-        tensor.push(Field::Bytes(9, raw));
+        self.initializer(dims, element, raw)
+    }
+
+    fn initializer(&mut self, dims: &[i64], element: u64, raw: Vec<u8>) -> String {
+        self.tensor(dims, element, vec![Field::Bytes(9, raw)])
+    }
+
+    fn tensor(&mut self, dims: &[i64], element: u64, data: Vec<Field>) -> String {
+        let name = self.name();
+        let mut tensor: Vec<Field> = dims.iter().map(|&dim| Field::Varint(1, dim as u64)).collect();
+        tensor.push(Field::Varint(2, element));
+        tensor.push(text(8, &name));
+        tensor.extend(data);
         self.constants.push(Field::Message(5, tensor));
         name
+    }
+
+    /// A constant of few strings.
+    fn strings(&mut self) -> String {
+        let count = self.random.below(4);
+        let words = ["", "a", "b,c", " A  b ", "\u{130}\u{3a3}", "12.5", "aaaaaaaaaaaaaaaa"];
+        let data = (0..count).map(|_| text(6, pick::<&str>(self.random, &words))).collect();
+        self.tensor(&[count as i64], STRING, data)
     }
 
     fn small_integer(&mut self) -> i64 {
@@ -239,6 +329,13 @@ impl Builder<'_> {
             }
             'n' => self.constant(&[], INT64),
             's' => self.constant(&[], FLOAT),
+            'b' => {
+                let dims = shape(self.random);
+                self.constant(&dims, UINT8)
+            }
+            'z' => self.constant(&[], UINT8),
+            'B' => self.constant(&[], BOOL),
+            'S' => self.strings(),
             _ if self.values.is_empty() => String::new(),
             // Later values more often, so that nodes form chains.
             _ => {
@@ -279,7 +376,15 @@ impl Builder<'_> {
     }
 
     fn node(&mut self) {
+        match one_in(self.random, 6) {
+            true => self.special_node(),
+            false => self.operator_node(),
+        }
+    }
+
+    fn operator_node(&mut self) {
         let (operator, operands, attributes) = *pick(self.random, OPERATORS);
+        let (domain, operator) = operator.split_once(':').unwrap_or(("", operator));
         let mut fields = Vec::new();
         let mut optional = false;
         for kind in operands.chars() {
@@ -296,6 +401,7 @@ impl Builder<'_> {
             "Split" | "TopK" | "LSTM" | "GRU" | "RNN" | "DynamicQuantizeLinear" => {
                 1 + self.random.below(3)
             }
+            "StringSplit" => 2,
             "MaxPool" | "Dropout" | "LayerNormalization" => 1 + self.random.below(2),
             _ => 1,
         };
@@ -305,6 +411,9 @@ impl Builder<'_> {
             self.values.push(name);
         }
         fields.push(text(4, operator));
+        if !domain.is_empty() {
+            fields.push(text(7, domain));
+        }
         for attribute in attributes {
             if one_in(self.random, 2) {
                 let attribute = self.attribute(attribute);
@@ -324,7 +433,10 @@ pub fn model(random: &mut Random) -> Vec<u8> {
         inputs: Vec::new(),
         values: Vec::new(),
         names: 0,
+        depth: 0,
+        function: None,
     };
+    let function = one_in(builder.random, 4).then(|| builder.define_function());
     for _ in 0..1 + builder.random.below(2) {
         builder.input();
     }
@@ -346,8 +458,12 @@ pub fn model(random: &mut Random) -> Vec<u8> {
         graph.push(Field::Message(12, vec![text(1, &output)]));
     }
     let opset = *pick(random, &[7, 11, 12, 13, 17, 18, 20, 21, 22, 23]);
-    let import = vec![text(1, ""), Field::Varint(2, opset)];
-    let model = [Field::Varint(1, 8), Field::Message(7, graph), Field::Message(8, import)];
+    let mut model = vec![Field::Varint(1, 8), Field::Message(7, graph)];
+    for (domain, version) in IMPORTS {
+        let version = if domain.is_empty() { opset } else { *version };
+        model.push(Field::Message(8, vec![text(1, domain), Field::Varint(2, version)]));
+    }
+    model.extend(function);
     let mut bytes = Vec::new();
     write(&model, &mut bytes);
     bytes
@@ -358,4 +474,51 @@ pub fn model_for_registration(random: &mut Random) -> Vec<u8> {
     let mut bytes = vec![random.next_u64() as u8];
     bytes.extend(model(random));
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use graph::ExternalData;
+
+    use super::*;
+
+    #[test]
+    fn every_kind_of_node_is_imported_sometimes() {
+        let mut left = vec![
+            "then_branch",
+            "Loop",
+            "num_scan_inputs",
+            "local",
+            "TreeEnsembleRegressor",
+            "TreeEnsembleClassifier",
+            "StringConcat",
+            "StringSplit",
+            "StringNormalizer",
+            "RegexFullMatch",
+            "LabelEncoder",
+            "QLinearMatMul",
+            "QLinearSigmoid",
+            "MatMulInteger",
+            "BiasGelu",
+            "FusedMatMul",
+            "SkipLayerNormalization",
+        ];
+        let mut random = Random::new(7);
+        for _ in 0..60_000 {
+            let bytes = model(&mut random);
+            let has = |word: &&str| {
+                // How a function's domain is written, which differs from that of a call.
+                let word = if *word == "local" { "R\x05local" } else { word };
+                bytes.windows(word.len()).any(|part| part == word.as_bytes())
+            };
+            let found: Vec<&str> = left.iter().filter(|word| has(word)).copied().collect();
+            if !found.is_empty() && graph::import(&bytes, &ExternalData::none()).is_ok() {
+                left.retain(|word| !found.contains(word));
+            }
+            if left.is_empty() {
+                return;
+            }
+        }
+        panic!("never imported: {left:?}");
+    }
 }

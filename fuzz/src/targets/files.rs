@@ -5,7 +5,7 @@ use std::path::Path;
 use base::MonotonicClock;
 use cluster::query::spec::QuerySpec;
 use model::ModelConfig;
-use model::config::pbtxt as pbtxt_format;
+use model::config::{SettingsChange, pbtxt as pbtxt_format};
 use planner::parvagpu::ParvaGpuVariant;
 use planner::plan::GpuFile;
 use planner::{
@@ -74,6 +74,17 @@ pub(super) const SETTINGS_WORDS: &[&str] = &[
     "window",
     "elastic",
     "none",
+    "workers",
+    "max_batch",
+    "max_wait_us",
+    "mix_lengths",
+    "mask",
+    "limits",
+    "rate",
+    "concurrency",
+    "classes",
+    "max_priority",
+    "null",
 ];
 
 /// Words of a query.
@@ -147,6 +158,18 @@ pub(super) fn settings(data: &[u8]) {
         let stored = serde_json::to_string(&config).expect("settings have a JSON form");
         serde_json::from_str::<ModelConfig>(&stored).expect("stored settings can be read");
     }
+}
+
+/// A change to the settings of a model that is served. Made twice, it changes nothing more.
+pub(super) fn settings_change(data: &[u8]) {
+    let Ok(change) = SettingsChange::parse(data) else { return };
+    let _ = change.class_and_priority();
+    let base = ModelConfig::default();
+    let Ok(config) = change.apply(&base, &base) else { return };
+    let again = change.apply(&config, &base).expect("a change that was made can be made again");
+    assert_eq!(again, config);
+    let stored = serde_json::to_string(&config).expect("settings have a JSON form");
+    serde_json::from_str::<ModelConfig>(&stored).expect("stored settings can be read");
 }
 
 /// A query in TOML or JSON.
