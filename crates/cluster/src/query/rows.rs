@@ -2,7 +2,7 @@
 
 use api::ApiError;
 use api::error::ApiResult;
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use model::Tensor;
 use model::tensor::TensorData;
 
@@ -81,6 +81,8 @@ pub fn part(name: &str, tensor: &Tensor, pieces: &[usize]) -> ApiResult<Vec<Tens
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+
     use super::*;
 
     #[test]
