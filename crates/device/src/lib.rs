@@ -41,6 +41,7 @@
 
 pub mod batch;
 pub mod conformance;
+pub mod heavy_threads;
 pub mod hybrid;
 pub mod paged;
 pub mod profile;

@@ -210,6 +210,8 @@ struct Shared {
     queues: OnceLock<Vec<Box<dyn Queue>>>,
     preparer: OnceLock<Preparer>,
     preparation: OnceLock<PreparationThreads>,
+    /// Requests whose inputs wait for a copy on the threads for heavy work.
+    copied_apart: Arc<AtomicUsize>,
     state: Mutex<State>,
     lock_waits: LockWaits,
     /// The next timer is earlier than before, or the node stops.
@@ -412,6 +414,7 @@ impl Node {
             queues: OnceLock::new(),
             preparer: OnceLock::new(),
             preparation: OnceLock::new(),
+            copied_apart: Arc::default(),
             state: Mutex::new(state),
             lock_waits: LockWaits::default(),
             timer_changed: Condvar::new(),

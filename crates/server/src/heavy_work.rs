@@ -1,70 +1,13 @@
-//! Threads for work that processes many bytes: decompressing, decoding, encoding.
-//!
-//! They have a lower priority than the threads that serve connections and run models, and there are
-//! as many as cores. On the serving threads such work would make every other client wait, and on
-//! threads without a limit many such bodies at once would take the processors from real time.
-
-use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+//! Work that takes long, off the serving threads: that of many bytes (decompressing, decoding,
+//! encoding) on the threads of [`heavy_threads`], loads on threads of their own.
 
 use api::ApiError;
 use api::error::ApiResult;
-use device::thread_priority;
+use device::{heavy_threads, thread_priority};
 use tokio::sync::oneshot;
 
 /// From here on work is heavy.
 pub(crate) const LARGE_BYTES: usize = 1 << 20;
-
-type Work = Box<dyn FnOnce() + Send>;
-
-#[derive(Default)]
-struct HeavyThreads {
-    waiting: Mutex<VecDeque<Work>>,
-    changed: Condvar,
-}
-
-impl HeavyThreads {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Work>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The threads of this process. Without any, because none can be started, work runs where it
-    /// is asked for.
-    fn process() -> Option<&'static Arc<HeavyThreads>> {
-        static THREADS: OnceLock<Option<Arc<HeavyThreads>>> = OnceLock::new();
-        THREADS.get_or_init(HeavyThreads::start).as_ref()
-    }
-
-    fn start() -> Option<Arc<HeavyThreads>> {
-        let threads = Arc::new(HeavyThreads::default());
-        let count = std::thread::available_parallelism().map_or(1, usize::from);
-        let started = (0..count).filter(|number| {
-            let threads = threads.clone();
-            let named = std::thread::Builder::new().name(format!("heavy-{number}"));
-            named.spawn(move || threads.run()).is_ok()
-        });
-        (started.count() > 0).then_some(threads)
-    }
-
-    fn run(&self) {
-        thread_priority::lower(thread_priority::LOW);
-        loop {
-            let mut waiting = self.lock();
-            let work = loop {
-                match waiting.pop_front() {
-                    Some(work) => break work,
-                    None => {
-                        waiting =
-                            self.changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
-                    }
-                }
-            };
-            drop(waiting);
-            // The thread goes on; the result that does not come is an error of its request.
-            let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
-        }
-    }
-}
 
 /// Runs `work` that processes `bytes`; off the serving threads if these are many. What waits holds
 /// memory of the budget, so that it is not without limit. Work whose client is gone is left out.
@@ -72,8 +15,9 @@ pub(crate) async fn heavy<T: Send + 'static>(
     bytes: usize,
     work: impl FnOnce() -> ApiResult<T> + Send + 'static,
 ) -> ApiResult<T> {
-    let threads = HeavyThreads::process().filter(|_| bytes >= LARGE_BYTES);
-    let Some(threads) = threads else { return work() };
+    if bytes < LARGE_BYTES || !heavy_threads::exist() {
+        return work();
+    }
     let (sender, receiver) = oneshot::channel();
     let work = move || {
         if !sender.is_closed() {
@@ -81,8 +25,7 @@ pub(crate) async fn heavy<T: Send + 'static>(
             let _ = sender.send(work());
         }
     };
-    threads.lock().push_back(Box::new(work));
-    threads.changed.notify_one();
+    heavy_threads::run(Box::new(work));
     receiver.await.unwrap_or_else(|_| Err(ApiError::internal("the server failed on this request")))
 }
 
@@ -106,6 +49,7 @@ pub(crate) async fn in_background<T: Send + 'static>(
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Arc, Mutex};
     use std::time::Duration;
 
     use super::*;

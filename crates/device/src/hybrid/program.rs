@@ -158,6 +158,13 @@ fn symbols(plan: &LaunchPlan) -> Vec<&str> {
 }
 
 impl ProgramState {
+    /// Whether all sections of the accelerator are ready whose sizes follow from `shapes`.
+    fn is_ready<'a>(&self, shapes: impl Iterator<Item = &'a [usize]>) -> bool {
+        let is_own = |loaded: &LoadedSection| loaded.section.side == Side::Accelerator;
+        !self.sections.iter().any(is_own)
+            || lock(&self.ready).contains(&bound_sizes(&self.plan, shapes))
+    }
+
     /// Makes all sections of the accelerator ready whose sizes follow from `shapes`, those of the
     /// inputs: the thread that runs the sections must not wait for it.
     fn make_ready<'a>(&self, shapes: impl Iterator<Item = &'a [usize]>) -> Result<(), DeviceError> {
@@ -282,6 +289,13 @@ impl Program for HybridProgram {
         (!tuned.is_empty()).then(|| tuned.into_iter().sum())
     }
 
+    /// Sections whose sizes depend on data are prepared when they run, on the queue's thread.
+    fn is_prepared(&self, inputs: &[Tensor]) -> bool {
+        // What is refused needs no preparation.
+        check_inputs(&self.state.plan, inputs).is_err()
+            || self.state.is_ready(inputs.iter().map(Tensor::shape))
+    }
+
     fn specialize(&self, shapes: &[Vec<usize>]) -> Result<(), DeviceError> {
         self.state.make_ready(shapes.iter().map(Vec::as_slice))
     }
@@ -315,7 +329,7 @@ impl Program for HybridProgram {
         notify: &mut dyn FnMut(),
     ) -> Result<Box<dyn StagedInputs>, DeviceError> {
         check_inputs(&self.state.plan, &inputs)?;
-        // Missing kernels are compiled while only this request waits.
+        // Ready since `specialize`, unless other sizes have taken their place since.
         self.state.make_ready(inputs.iter().map(Tensor::shape))?;
         notify();
         Ok(Box::new(HostStagedInputs::new(inputs)))

@@ -8,10 +8,14 @@ use base::{Bytes, Random};
 use model::op::{Binary, Op, Unary};
 use model::{DataType, Dim, LaunchPlan, Step, Tensor, ValueId, ValueInfo};
 
+use super::HybridDevice;
 use super::residency::{JointResidency, SectionWeights};
 use super::section::{Section, Side, cut};
-use crate::DeviceError;
 use crate::residency::{LoadCallback, LoadProgress, Residency};
+use crate::{
+    CompletionSink, Device, DeviceError, DeviceInfo, PreemptionLevel, Program, Queue, QueueOptions,
+    Task,
+};
 
 /// A plan of random steps on one symbolic dimension, a constant, and a size that depends on data.
 fn random_plan(random: &mut Random, steps: usize) -> LaunchPlan {
@@ -217,4 +221,141 @@ fn weights_that_grew_since_their_load_are_noticed() {
     weights.evict();
     assert!(weights.have_grown());
     assert_eq!(weights.bytes(), Bytes(15));
+}
+
+/// Shapes that programs were specialised for.
+type Specialized = Arc<Mutex<Vec<Vec<Vec<usize>>>>>;
+
+/// A device that has no kernel for `refused`, and whose programs only remember what they are
+/// specialised for.
+struct Remembering {
+    info: DeviceInfo,
+    refused: Option<Op>,
+    specialized: Specialized,
+}
+
+struct RememberingProgram(Arc<LaunchPlan>, Specialized);
+
+impl Remembering {
+    fn new(refused: Option<Op>) -> Remembering {
+        let info = DeviceInfo {
+            name: "remembering".to_string(),
+            description: String::new(),
+            preemption: PreemptionLevel::None,
+            memory: Bytes(0),
+            queues: 1,
+            rounding: 0.0,
+        };
+        Remembering { info, refused, specialized: Specialized::default() }
+    }
+}
+
+impl Device for Remembering {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn unsupported_steps(&self, plan: &LaunchPlan) -> Vec<DeviceError> {
+        let refused = plan.steps.iter().filter(|step| Some(&step.op) == self.refused.as_ref());
+        let why = |step: &Step| DeviceError::Unsupported {
+            step: step.name.clone(),
+            op: step.op.name(),
+            reason: "no kernel".to_string(),
+        };
+        refused.map(why).collect()
+    }
+
+    fn load(&self, plan: Arc<LaunchPlan>) -> Result<Arc<dyn Program>, DeviceError> {
+        match self.unsupported_steps(&plan).pop() {
+            Some(err) => Err(err),
+            None => Ok(Arc::new(RememberingProgram(plan, self.specialized.clone()))),
+        }
+    }
+
+    fn open_queue(
+        &self,
+        _: QueueOptions,
+        _: Arc<dyn CompletionSink>,
+    ) -> Result<Box<dyn Queue>, DeviceError> {
+        Err(DeviceError::BadPlan("it runs nothing".to_string()))
+    }
+}
+
+impl Program for RememberingProgram {
+    fn plan(&self) -> &Arc<LaunchPlan> {
+        &self.0
+    }
+
+    fn resident(&self) -> Bytes {
+        Bytes(0)
+    }
+
+    fn prepare(&self, _: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
+        Err(DeviceError::BadPlan("it runs nothing".to_string()))
+    }
+
+    fn specialize(&self, shapes: &[Vec<usize>]) -> Result<(), DeviceError> {
+        self.1.lock().expect("no panic").push(shapes.to_vec());
+        Ok(())
+    }
+}
+
+/// Too many for the last step to be cheap on the host.
+const COLUMNS: usize = 1024;
+
+/// `x [n, 1024] -> Neg -> Relu -> Neg`.
+fn three_steps() -> LaunchPlan {
+    let shape = Some(vec![Dim::symbol("n"), Dim::Fixed(COLUMNS)]);
+    let value =
+        |index| ValueInfo { name: format!("v{index}"), dtype: DataType::F32, shape: shape.clone() };
+    let ops = [Unary::Neg, Unary::Relu, Unary::Neg].into_iter().enumerate();
+    let step = |(index, op): (usize, Unary)| Step {
+        name: format!("s{index}"),
+        op: Op::Unary(op),
+        inputs: vec![Some(ValueId(index as u32))],
+        outputs: vec![Some(ValueId(index as u32 + 1))],
+        last_uses: vec![],
+    };
+    let mut plan = LaunchPlan {
+        values: (0..4).map(value).collect(),
+        inputs: vec![ValueId(0)],
+        outputs: vec![ValueId(3)],
+        steps: ops.map(step).collect(),
+        ..LaunchPlan::default()
+    };
+    plan.plan_lifetimes();
+    plan
+}
+
+fn rows(count: usize) -> Vec<Tensor> {
+    vec![Tensor::from_vec(vec![count, COLUMNS], vec![0f32; count * COLUMNS]).expect("a tensor")]
+}
+
+#[test]
+fn sizes_that_sections_are_not_prepared_for_are_prepared_before_the_request() {
+    let accelerator = Arc::new(Remembering::new(Some(Op::Unary(Unary::Relu))));
+    let hybrid = HybridDevice::new(accelerator.clone(), Arc::new(Remembering::new(None)));
+    let program = hybrid.load(Arc::new(three_steps())).expect("a program");
+    let specialized = || accelerator.specialized.lock().expect("no panic").clone();
+    assert!(!program.is_prepared(&rows(2)));
+    assert!(specialized().is_empty(), "asking prepares nothing");
+    program.specialize(&[vec![2, COLUMNS]]).expect("it is accepted");
+    // Both sections of the accelerator.
+    assert_eq!(specialized(), [[[2, COLUMNS]], [[2, COLUMNS]]]);
+    assert!(program.is_prepared(&rows(2)));
+    assert!(!program.is_prepared(&rows(5)), "other sizes");
+    // Staging prepares nothing more.
+    let copy = model::config::CopyTime::default();
+    program.stage(rows(2), copy, &mut || {}).expect("staged");
+    assert_eq!(specialized().len(), 2);
+    // What is refused anyway waits for nothing.
+    let wrong = Tensor::from_vec(vec![2, 4], vec![0f32; 8]).expect("a tensor");
+    assert!(program.is_prepared(&[wrong]));
+}
+
+#[test]
+fn a_program_without_sections_of_the_accelerator_is_always_prepared() {
+    let host: Arc<dyn Device> = Arc::new(Remembering::new(None));
+    let program = super::whole::on_host(&host, &Arc::new(three_steps())).expect("a program");
+    assert!(program.is_prepared(&rows(2)));
 }

@@ -1,14 +1,15 @@
-//! Requests whose sizes the device is not prepared for.
+//! Requests that take long before they can be admitted.
 //!
-//! Preparing them may take seconds: kernels are compiled. They wait on threads of their own, one
-//! per class, so that neither the threads that receive requests nor real time wait for another
-//! model's compiler.
+//! Preparing sizes may take seconds: kernels are compiled. Such requests wait on threads of their
+//! own, one per class, so that neither the threads that receive requests nor real time wait for
+//! another model's compiler. Large inputs of best effort are copied on the threads for heavy work:
+//! on those that receive requests, real time would wait for the copy.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use device::{DeviceError, Program, thread_priority};
+use device::{DeviceError, Program, heavy_threads, thread_priority};
 use model::Tensor;
 use model::config::Class;
 
@@ -16,8 +17,11 @@ use super::batch_jobs::BatchStaging;
 use super::submission::Submission;
 use super::{Rejection, RequestHandle, RequestLocation, Shared};
 
-/// Requests of one class that wait for a preparation, at most.
+/// Requests of one class that wait for a preparation, and of best effort for a copy, at most.
 const MAX_WAITING: usize = 1024;
+
+/// Inputs of best effort that have so many bytes are copied on the threads for heavy work.
+const LARGE_INPUT_BYTES: u64 = 256 << 10;
 
 /// A request with all that admits it.
 pub(super) struct UnpreparedRequest {
@@ -25,9 +29,19 @@ pub(super) struct UnpreparedRequest {
     pub(super) inputs: Vec<Tensor>,
     pub(super) program: Arc<dyn Program>,
     pub(super) staging: Option<BatchStaging>,
+    /// The device is prepared for its sizes.
+    pub(super) is_prepared: bool,
 }
 
-/// A request from its arrival until its sizes are prepared.
+impl UnpreparedRequest {
+    /// Whether its inputs are copied where real time does not wait for it.
+    pub(super) fn is_copied_apart(&self) -> bool {
+        let Submission { class, bytes, .. } = self.submission;
+        class == Class::BestEffort && bytes >= LARGE_INPUT_BYTES && heavy_threads::exist()
+    }
+}
+
+/// A request from its arrival until its sizes are prepared, and its inputs copied if they are large.
 pub(super) struct PreparingRequest {
     progress: Mutex<Progress>,
 }
@@ -42,6 +56,10 @@ enum Progress {
 }
 
 impl PreparingRequest {
+    fn new(request: UnpreparedRequest) -> Arc<PreparingRequest> {
+        Arc::new(PreparingRequest { progress: Mutex::new(Progress::Waiting(Box::new(request))) })
+    }
+
     fn lock(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -117,14 +135,43 @@ impl PreparationThreads {
 
 fn run(requests: &Receiver<Arc<PreparingRequest>>, shared: &Weak<Shared>) {
     while let Ok(preparing) = requests.recv() {
-        let Some(request) = preparing.take() else { continue };
-        // A node that is gone leaves no request without its answer.
-        let Some(shared) = shared.upgrade() else {
-            request.submission.refuse(Rejection::ShuttingDown);
-            continue;
-        };
-        shared.prepare(*request, &preparing);
-        shared.preparation_ended();
+        run_one(&preparing, shared);
+    }
+}
+
+fn run_one(preparing: &PreparingRequest, shared: &Weak<Shared>) {
+    let Some(request) = preparing.take() else { return };
+    // A node that is gone leaves no request without its answer.
+    let Some(shared) = shared.upgrade() else {
+        request.submission.refuse(Rejection::ShuttingDown);
+        return;
+    };
+    let _ends = PreparationEnds(&shared);
+    shared.prepare(*request, preparing);
+}
+
+/// Counts the request as ended, also after a panic.
+struct PreparationEnds<'a>(&'a Shared);
+
+impl Drop for PreparationEnds<'_> {
+    fn drop(&mut self) {
+        self.0.preparation_ended();
+    }
+}
+
+/// A place among the requests whose inputs are copied apart.
+struct CopyPlace(Arc<AtomicUsize>);
+
+impl CopyPlace {
+    fn take(places: &Arc<AtomicUsize>) -> Option<CopyPlace> {
+        let place = CopyPlace(places.clone());
+        (places.fetch_add(1, Ordering::SeqCst) < MAX_WAITING).then_some(place)
+    }
+}
+
+impl Drop for CopyPlace {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -147,8 +194,7 @@ impl Shared {
             Class::RealTime => &threads.real_time,
             Class::BestEffort => &threads.best_effort,
         };
-        let progress = Mutex::new(Progress::Waiting(Box::new(request)));
-        let preparing = Arc::new(PreparingRequest { progress });
+        let preparing = PreparingRequest::new(request);
         self.unsent.fetch_add(1, Ordering::SeqCst);
         match queue.try_send(preparing.clone()) {
             Ok(()) => {
@@ -167,6 +213,23 @@ impl Shared {
         }
     }
 
+    /// Copies the inputs of `request`, whose sizes are prepared, on a thread for heavy work.
+    pub(super) fn submit_large(&self, request: UnpreparedRequest) -> RequestHandle {
+        let Some(place) = CopyPlace::take(&self.copied_apart) else {
+            self.count_rejected(request.submission.model);
+            return request.submission.refuse(Rejection::QueueFull { capacity: MAX_WAITING });
+        };
+        let preparing = PreparingRequest::new(request);
+        self.unsent.fetch_add(1, Ordering::SeqCst);
+        let (shared, waiting) = (self.own.clone(), preparing.clone());
+        heavy_threads::run(Box::new(move || {
+            run_one(&waiting, &shared);
+            drop(place);
+        }));
+        let location = RequestLocation::Preparing(preparing);
+        RequestHandle { shared: self.own.clone(), location }
+    }
+
     fn count_rejected(&self, model: super::ModelKey) {
         if let Some(entry) = self.lock().model_mut(model) {
             entry.stats.rejected += 1;
@@ -174,7 +237,7 @@ impl Shared {
     }
 
     fn prepare(&self, request: UnpreparedRequest, preparing: &PreparingRequest) {
-        let UnpreparedRequest { submission, inputs, program, staging } = request;
+        let UnpreparedRequest { submission, inputs, program, staging, is_prepared } = request;
         if submission.deadline <= self.clock.now() {
             self.count_rejected(submission.model);
             submission.refuse(Rejection::DeadlineExceeded);
@@ -183,6 +246,7 @@ impl Shared {
         let fault = self.lock().fault.clone();
         let prepared = match fault {
             Some(fault) => Err(fault),
+            None if is_prepared => Ok(()),
             None => specialize(&*program, &inputs),
         };
         if preparing.is_cancelled() {

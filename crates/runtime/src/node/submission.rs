@@ -105,10 +105,14 @@ impl Node {
             (inputs, submission.reply) = padding.apply(inputs, target, submission.reply);
             is_prepared = program.is_prepared(&inputs);
         }
+        let request = UnpreparedRequest { submission, inputs, program, staging, is_prepared };
         if !is_prepared {
-            let request = UnpreparedRequest { submission, inputs, program, staging };
             return shared.submit_unprepared(request);
         }
+        if request.is_copied_apart() {
+            return shared.submit_large(request);
+        }
+        let UnpreparedRequest { submission, inputs, program, staging, .. } = request;
         shared.submit_prepared(submission, inputs, &program, staging)
     }
 }

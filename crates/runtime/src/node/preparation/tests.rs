@@ -1,13 +1,13 @@
 use std::any::Any;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use base::{Bytes, MonotonicClock, Nanos};
 use device::{
     Completion, CompletionSink, Device, DeviceError, DeviceInfo, Outcome, PreemptionLevel, Program,
-    Queue, QueueOptions, Segment, Task,
+    Queue, QueueOptions, Segment, Task, heavy_threads,
 };
 use model::config::{Class, ModelConfig};
 use model::{LaunchPlan, Tensor};
@@ -98,8 +98,10 @@ struct Compiled {
     plan: Arc<LaunchPlan>,
     ready: AtomicBool,
     begun: Sender<()>,
-    go_on: std::sync::Mutex<Receiver<Result<(), DeviceError>>>,
+    go_on: Mutex<Receiver<Result<(), DeviceError>>>,
     compiled: AtomicUsize,
+    /// The names of the threads that copied inputs.
+    copied_on: Mutex<Vec<String>>,
 }
 
 impl Program for Compiled {
@@ -125,6 +127,8 @@ impl Program for Compiled {
     }
 
     fn prepare(&self, _: Vec<Tensor>) -> Result<Box<dyn Task>, DeviceError> {
+        let name = std::thread::current().name().unwrap_or_default().to_string();
+        self.copied_on.lock().expect("no panic").push(name);
         Ok(Box::new(ImmediateTask(0)))
     }
 }
@@ -161,8 +165,9 @@ impl Bench {
             plan: Arc::default(),
             ready: AtomicBool::new(ready),
             begun: began,
-            go_on: std::sync::Mutex::new(goes_on),
+            go_on: Mutex::new(goes_on),
             compiled: AtomicUsize::new(0),
+            copied_on: Mutex::default(),
         });
         let config = ModelConfig { class, ..ModelConfig::default() };
         SlowModel { model: self.node.add_model(program.clone(), &config), program, begun, go_on }
@@ -173,14 +178,26 @@ impl Bench {
         model: &SlowModel,
         timeout: Option<Nanos>,
     ) -> (super::super::RequestHandle, Receiver<Reply>) {
+        self.submit_inputs(model, timeout, Vec::new())
+    }
+
+    fn submit_bytes(
+        &self,
+        model: &SlowModel,
+        bytes: u64,
+    ) -> (super::super::RequestHandle, Receiver<Reply>) {
+        let input = Tensor::from_vec(vec![bytes as usize], vec![0u8; bytes as usize]);
+        self.submit_inputs(model, None, vec![input.expect("a tensor")])
+    }
+
+    fn submit_inputs(
+        &self,
+        model: &SlowModel,
+        timeout: Option<Nanos>,
+        inputs: Vec<Tensor>,
+    ) -> (super::super::RequestHandle, Receiver<Reply>) {
         let (sender, receiver) = channel();
-        let request = Request {
-            model: model.model,
-            inputs: Vec::new(),
-            class: None,
-            priority: None,
-            timeout,
-        };
+        let request = Request { model: model.model, inputs, class: None, priority: None, timeout };
         let reply = Box::new(move |reply| sender.send(reply).expect("one reply"));
         (self.node.submit(request, reply), receiver)
     }
@@ -263,4 +280,49 @@ fn the_queue_is_bounded_and_a_drain_waits_for_it() {
         reply.recv_timeout(LONG).expect("an answer");
     }
     assert!(bench.node.drain(LONG));
+}
+
+#[test]
+fn large_inputs_of_best_effort_are_copied_on_threads_for_heavy_work() {
+    let bench = Bench::new();
+    let large = super::LARGE_INPUT_BYTES;
+    let cases = [
+        (Class::BestEffort, large, true),
+        (Class::BestEffort, large - 1, false),
+        (Class::RealTime, large, false),
+    ];
+    for (class, bytes, apart) in cases {
+        let model = bench.model(class, true);
+        let (_, answered) = bench.submit_bytes(&model, bytes);
+        assert!(answered.recv_timeout(LONG).expect("an answer").result.is_ok());
+        let names = model.program.copied_on.lock().expect("no panic").clone();
+        assert_eq!(names.len(), 1, "{names:?}");
+        assert_eq!(names[0].starts_with("heavy-"), apart, "{class:?}, {bytes} bytes: {names:?}");
+        assert_eq!(model.program.compiled.load(Ordering::SeqCst), 0);
+    }
+}
+
+#[test]
+fn large_inputs_that_wait_for_their_copy_can_be_cancelled() {
+    let bench = Bench::new();
+    let model = bench.model(Class::BestEffort, true);
+    // All threads are busy until the test says so.
+    let (go, wait) = channel::<()>();
+    let wait = Arc::new(Mutex::new(wait));
+    for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+        let wait = wait.clone();
+        heavy_threads::run(Box::new(move || drop(wait.lock().map(|wait| wait.recv()))));
+    }
+    let (cancelled, refused) = bench.submit_bytes(&model, super::LARGE_INPUT_BYTES);
+    let (_, waits) = bench.submit_bytes(&model, super::LARGE_INPUT_BYTES);
+    cancelled.cancel();
+    let why = refused.recv_timeout(LONG).expect("an answer").result;
+    assert!(matches!(why, Err(Rejection::Cancelled)), "{why:?}");
+    assert!(!bench.node.drain(Duration::from_millis(20)), "a request waits");
+    assert!(waits.try_recv().is_err(), "no thread has copied its inputs");
+    drop(go);
+    // It was not admitted when the drain began: answered, one way or the other.
+    waits.recv_timeout(LONG).expect("an answer");
+    assert!(bench.node.drain(LONG));
+    assert!(refused.try_recv().is_err(), "one answer");
 }
