@@ -219,7 +219,8 @@ impl CudaDevice {
     pub(crate) fn tuning_path(&self) -> Option<PathBuf> {
         let facts = self.services.device.context.facts();
         let precision = self.services.device.options.precision.name();
-        let name = tuning::file_name(&facts.name, facts.driver_version, precision);
+        let headers = self.services.compile.compiler.headers();
+        let name = tuning::file_name(&facts.name, facts.driver_version, precision, headers);
         Some(self.services.device.options.cache_dir.as_ref()?.join(name))
     }
 

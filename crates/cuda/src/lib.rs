@@ -53,7 +53,7 @@ pub fn lone_threads(gpus: usize) -> ::device::thread_placement::LoneThreads {
 
 pub use crate::device::CudaDevice;
 pub use compile::kernel_cache::CompileProgress;
-pub use compile::tuning::{TunedVariants, Tuning};
+pub use compile::tuning::{TunedVariant, TunedVariants, Tuning};
 pub use driver::is_refused;
 pub use driver::nvml::Health;
 pub use driver::process::{close_descriptors_on_exec, end_process, tune_allocator};

@@ -314,7 +314,7 @@ impl Program for CudaProgram {
     fn tuning(&self) -> Option<TuningProgress> {
         let specialization = self.shared.plans().last().map(|(_, plan)| plan.clone())?;
         let (steps, tuning) = (&specialization.gpu.steps, self.shared.services.compile.tuning());
-        let is_tuned = |step: &&GpuStep| tuning.choices.contains_key(&step.signature);
+        let is_tuned = |step: &&GpuStep| tuning.is_tuned(&specialization.gpu, step);
         let tuned = steps.iter().filter(is_tuned).count();
         Some(TuningProgress { tuned, steps: steps.len() })
     }

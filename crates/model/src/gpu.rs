@@ -139,6 +139,12 @@ impl Kernel {
         facts.hash(&mut hasher);
         Kernel(Arc::new(HashedFacts { hash: hasher.finish(), facts }))
     }
+
+    /// The facts as one number, the same in every run of this program. Another build may give other
+    /// numbers, but hardly ever the same one for other facts.
+    pub fn facts_hash(&self) -> u64 {
+        self.0.hash
+    }
 }
 
 impl Deref for Kernel {

@@ -19,23 +19,51 @@ pub(crate) struct CubinCache {
     unfinished: AtomicU64,
 }
 
-/// Name of an entry.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct CacheKey(String);
+/// Name of an entry: a digest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct CacheKey([u8; 32]);
 
 impl CacheKey {
     /// The digest of `parts`, each with its length, so that no two lists give the same bytes.
     pub(crate) fn of<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> CacheKey {
-        let mut digest = Sha256::new();
-        for part in parts {
-            digest.update((part.len() as u64).to_le_bytes());
-            digest.update(part);
-        }
-        CacheKey(hex(&digest.finalize()))
+        KeyBase::of(parts).key(&[])
     }
 
-    pub(crate) fn as_str(&self) -> &str {
+    /// The key of these bytes.
+    pub(crate) fn from_bytes(bytes: [u8; 32]) -> CacheKey {
+        CacheKey(bytes)
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8; 32] {
         &self.0
+    }
+
+    pub(crate) fn hex(&self) -> String {
+        hex(&self.0)
+    }
+}
+
+/// The first parts of many keys.
+#[derive(Clone)]
+pub(crate) struct KeyBase(Sha256);
+
+impl KeyBase {
+    pub(crate) fn of<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> KeyBase {
+        let mut base = KeyBase(Sha256::new());
+        parts.into_iter().for_each(|part| base.add(part));
+        base
+    }
+
+    fn add(&mut self, part: &[u8]) {
+        self.0.update((part.len() as u64).to_le_bytes());
+        self.0.update(part);
+    }
+
+    /// The key of these parts and `more`.
+    pub(crate) fn key(&self, more: &[&[u8]]) -> CacheKey {
+        let mut all = self.clone();
+        more.iter().for_each(|part| all.add(part));
+        CacheKey(all.0.finalize().into())
     }
 }
 
@@ -54,7 +82,7 @@ impl CubinCache {
     }
 
     fn path(&self, key: &CacheKey) -> Option<PathBuf> {
-        Some(self.folder.as_ref()?.join(format!("{}.cubin", key.as_str())))
+        Some(self.folder.as_ref()?.join(format!("{}.cubin", key.hex())))
     }
 
     /// The cubin, unless it is missing or damaged.
@@ -138,6 +166,8 @@ mod tests {
 
     #[test]
     fn keys_depend_on_the_borders_of_parts() {
+        let base = KeyBase::of([b"a".as_slice()]);
+        assert_eq!(base.key(&[b"b", b""]), CacheKey::of([b"a".as_slice(), b"b", b""]));
         assert_ne!(CacheKey::of([b"ab".as_slice(), b"c"]), CacheKey::of([b"a".as_slice(), b"bc"]));
     }
 

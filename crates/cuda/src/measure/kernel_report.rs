@@ -61,7 +61,7 @@ impl KernelReport {
         let text = lines.join("\n").into_bytes();
         let mut parts = self.nvrtc.identity_without_headers();
         parts.push(text);
-        CacheKey::of(parts.iter().map(Vec::as_slice)).as_str().to_string()
+        CacheKey::of(parts.iter().map(Vec::as_slice)).hex()
     }
 }
 

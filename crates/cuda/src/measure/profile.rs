@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::compile::kernel_cache::{CompileProgress, KernelRequest, LoadedKernel};
 use crate::compile::kernel_text::KernelClass;
-use crate::compile::tuning::{TunedVariants, Tuning, pair};
+use crate::compile::tuning::{TunedVariant, TunedVariants, Tuning, kernel_text, pair};
 use crate::device::CudaDevice;
 use crate::driver::{DeviceBuffer, Event, Graph, Priority, Stream};
 use crate::error::CudaError;
@@ -71,6 +71,8 @@ pub struct Timing {
 pub struct ChoiceProfile {
     /// Its name within the step.
     pub variant: String,
+    /// Stands for the text of its kernel.
+    pub kernel: String,
     /// Time as real time, in a sequence with dependent launches; absent when the GPU refuses the
     /// launch.
     pub time: Option<Timing>,
@@ -142,9 +144,13 @@ impl PlanProfile {
 
     /// The fastest variants.
     pub(crate) fn tuning(&self) -> Tuning {
+        let tuned = |choice: &ChoiceProfile| TunedVariant {
+            variant: choice.variant.clone(),
+            kernel: choice.kernel.clone(),
+        };
         let chosen = |step: &StepProfile| TunedVariants {
-            rt: step.choices[step.rt].variant.clone(),
-            be: step.choices[step.be].variant.clone(),
+            rt: tuned(&step.choices[step.rt]),
+            be: tuned(&step.choices[step.be]),
         };
         let choices = self.steps.iter().map(|step| (step.signature.clone(), chosen(step)));
         let apart =
@@ -344,6 +350,7 @@ impl<'a> Profiler<'a> {
         let function = bound.kernel.function();
         Ok(ChoiceProfile {
             variant: launch.variant.clone(),
+            kernel: kernel_text(&self.specialization.gpu.kernels[launch.kernel]),
             time,
             tiles: launch.tiles,
             cluster: launch.cluster,
