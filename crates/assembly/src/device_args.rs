@@ -30,6 +30,11 @@ pub struct DeviceSettings {
     #[arg(long, env = "ATOLL_KERNEL_CACHE", value_name = "FOLDER")]
     pub kernel_cache: Option<PathBuf>,
 
+    /// File of GPU kernels compiled ahead by atoll kernels build, used before NVRTC [default:
+    /// atoll-kernels.bin beside the binary, if it is there]
+    #[arg(long, env = "ATOLL_KERNEL_LIBRARY", value_name = "FILE")]
+    pub kernel_library: Option<PathBuf>,
+
     /// CUDA toolkit with NVRTC and its headers [default: searched for in the usual folders]
     #[arg(long, env = "ATOLL_CUDA_TOOLKIT", value_name = "FOLDER")]
     pub cuda_toolkit: Option<PathBuf>,

@@ -12,6 +12,7 @@ use device::hybrid::HybridDevice;
 use crate::compile::CpuEvaluator;
 use crate::device_args::DeviceArgs;
 use crate::failure::Failure;
+use crate::kernel_library;
 
 /// Opens the device that `args` name.
 ///
@@ -80,6 +81,7 @@ pub(crate) fn open_gpu_parts(
     let mut options = CudaOptions {
         precision: settings.precision.into(),
         cache_dir: settings.kernel_cache.clone().or_else(default_cache),
+        kernel_library: settings.kernel_library.clone().or_else(kernel_library::beside_binary),
         toolkit: settings.cuda_toolkit.clone(),
         chain_length: usize::from(settings.best_effort_chain),
         partition_multiprocessors: settings.best_effort_sms,

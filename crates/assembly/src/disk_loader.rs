@@ -290,7 +290,9 @@ fn reserve_compiling(bytes: usize) -> Result<Reservation, LoadError> {
 
 fn make_program(device_group: &DeviceGroup, plan: LaunchPlan) -> Result<PlacedProgram, LoadError> {
     device_group.load(Arc::new(plan)).map_err(|err| match err {
-        DeviceError::Unsupported { .. } => LoadError::Unsupported(err.to_string()),
+        DeviceError::Unsupported { .. } | DeviceError::NoCompiler(_) => {
+            LoadError::Unsupported(err.to_string())
+        }
         DeviceError::OutOfMemory { .. } | DeviceError::HostMemory(MemoryError::Busy { .. }) => {
             LoadError::Unavailable(err.to_string())
         }

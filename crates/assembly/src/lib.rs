@@ -15,6 +15,7 @@ mod devices;
 mod disk_loader;
 mod failure;
 mod files;
+pub mod kernel_library;
 mod load_checks;
 mod memory_available;
 pub mod model_check;

@@ -63,6 +63,8 @@ pub(crate) enum Command {
     Profile(ProfileArgs),
     /// Make a quantized file of a float model, calibrated on samples, with its measured accuracy
     Quantize(crate::quantize_command::QuantizeArgs),
+    /// Make libraries of GPU kernels that are compiled ahead
+    Kernels(crate::kernels_command::KernelsArgs),
     /// Run the conformance tests of a device on this machine
     Conformance(ConformanceArgs),
     /// List the models of a repository and of the registry

@@ -11,6 +11,7 @@ mod data_folder;
 mod demo_command;
 mod deprecated_env;
 mod grid;
+mod kernels_command;
 mod listen;
 mod log_lines;
 mod models_command;
@@ -128,6 +129,7 @@ fn run(command: Command) -> Result<(), Failure> {
         Command::Run(args) => run_command::run(&args),
         Command::Profile(args) => profile_command::run(&args),
         Command::Quantize(args) => quantize_command::run(&args),
+        Command::Kernels(args) => kernels_command::run(&args),
         Command::Conformance(args) => conformance_command::run(&args),
         Command::Models(args) => models_command::run(&args),
         Command::Registry(args) => registry_command::run(&args),

@@ -15,11 +15,9 @@ use model::LaunchPlan;
 use model::gpu::{GpuTarget, Precision};
 
 use crate::compile::CompileService;
-use crate::compile::cubin_cache::CubinCache;
 use crate::compile::kernel_cache::{CompileProgress, KernelCache, LoadedKernel};
+use crate::compile::kernel_sources::KernelSources;
 use crate::compile::kernel_text::architecture;
-use crate::compile::nvrtc::Nvrtc;
-use crate::compile::toolkit::Toolkit;
 use crate::compile::tuning::{self, Tuning};
 use crate::device_context::DeviceContext;
 use crate::driver::nvml::{Health, Nvml};
@@ -103,10 +101,8 @@ impl CudaDevice {
             return Err(OpenError::OldDevice { device: name, capability, needed });
         }
         context.keep_freed(options.spare_bytes)?;
-        let toolkit = Toolkit::find(options.toolkit.as_deref())?;
-        let nvrtc = Nvrtc::new(&toolkit, architecture(facts.capability), compiler.headers())
-            .map_err(OpenError::NoCompiler)?;
-        let cache = CubinCache::open(options.cache_dir.as_deref()).map_err(OpenError::Cache)?;
+        let architecture = architecture(facts.capability);
+        let sources = KernelSources::open(&options, architecture, compiler.headers())?;
         let target = GpuTarget {
             capability: facts.capability,
             multiprocessors: facts.multiprocessors,
@@ -128,7 +124,7 @@ impl CudaDevice {
             (Arc::<RtActivity>::default(), Arc::<DriverBackoff>::default());
         let weights =
             Arc::new(WeightLoader::start(&memory_stream, &rt_activity, &driver_backoff, &options)?);
-        let kernels = KernelCache::new(context.clone(), nvrtc, cache, rt_activity.clone());
+        let kernels = KernelCache::new(context.clone(), sources, rt_activity.clone());
         let copier = InputCopier::new(&kernels, weights.loads(), options.weights_on_demand);
         let copier = Arc::new(copier.map_err(|err| OpenError::NoCompiler(err.to_string()))?);
         let high = || Stream::new(&context, Priority::High).map(Arc::new);

@@ -44,7 +44,7 @@ struct Fault {
 };
 "#;
 
-fn kernel() -> Kernel {
+pub(crate) fn kernel() -> Kernel {
     Kernel::new(KernelFacts {
         source: format!("#include \"base.cuh\"\nusing namespace tiles;\n{SOURCE}"),
         expression: "Fault".to_string(),

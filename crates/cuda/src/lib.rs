@@ -25,6 +25,7 @@
 //! epoch counter passes the epoch they carry. A preempted step is computed again, a very long one
 //! from the tiles that are not done.
 
+mod absent_gpu;
 mod compile;
 mod device;
 mod device_context;
@@ -32,6 +33,7 @@ mod driver;
 mod error;
 mod fault_injection;
 mod large_blocks;
+mod library_builder;
 mod measure;
 mod memory;
 mod options;
@@ -51,6 +53,7 @@ pub fn lone_threads(gpus: usize) -> ::device::thread_placement::LoneThreads {
     ::device::thread_placement::LoneThreads { polling: 2 * gpus, driver: gpus + 1 }
 }
 
+pub use crate::absent_gpu::AbsentGpu;
 pub use crate::device::CudaDevice;
 pub use compile::kernel_cache::CompileProgress;
 pub use compile::tuning::{TunedVariant, TunedVariants, Tuning};
@@ -59,6 +62,7 @@ pub use driver::nvml::Health;
 pub use driver::process::{close_descriptors_on_exec, end_process, tune_allocator};
 pub use error::{CudaError, OpenError};
 pub use large_blocks::{Allocator, keep_large_blocks};
+pub use library_builder::{KernelList, LibraryBuilder, capability_of, usual_targets};
 pub use measure::kernel_report::{EntryFacts, KernelReport, builtin_kernels};
 pub use measure::padding::{
     CoRunMethod, MethodTiming, PaddingBench, PaddingOptions, PaddingPair, PaddingTiming, PairTiming,

@@ -12,6 +12,9 @@ pub struct CudaOptions {
     pub precision: Precision,
     /// Folder of compiled kernels and tuned variants; nothing is kept when absent.
     pub cache_dir: Option<PathBuf>,
+    /// File of kernels compiled ahead, which are used before the compiler; none when absent or not
+    /// readable.
+    pub kernel_library: Option<PathBuf>,
     /// Folder of a CUDA toolkit, tried before `CUDA_HOME`, `CUDA_PATH` and the usual folders.
     pub toolkit: Option<PathBuf>,
     /// Number of queues that the device reports as useful to run at the same time.
@@ -46,6 +49,7 @@ impl Default for CudaOptions {
         CudaOptions {
             precision: Precision::default(),
             cache_dir: None,
+            kernel_library: None,
             toolkit: None,
             queues: 6,
             chain_length: 16,

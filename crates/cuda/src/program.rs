@@ -6,7 +6,7 @@ pub(crate) mod graph_recorder;
 pub(crate) mod instance;
 pub(crate) mod layout;
 pub(crate) mod lowering;
-mod sizes_ahead;
+pub(crate) mod sizes_ahead;
 pub(crate) mod specialization;
 pub(crate) mod task;
 

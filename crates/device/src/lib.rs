@@ -158,6 +158,9 @@ pub enum DeviceError {
     /// The host does not have enough memory.
     #[error("{0}")]
     HostMemory(MemoryError),
+    /// A kernel was not compiled ahead, and there is no compiler.
+    #[error("{0}")]
+    NoCompiler(String),
     /// The device does not have enough memory.
     #[error("{needed} needed, {available} available on {device}")]
     OutOfMemory {

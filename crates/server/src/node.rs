@@ -274,7 +274,9 @@ fn rejection(model: &ServedModel, rejection: Rejection) -> ApiError {
         Rejection::Device(DeviceError::TooLarge { .. }) => {
             ApiError::new(ErrorKind::TooLarge, message())
         }
-        Rejection::Device(DeviceError::Unsupported { .. }) => ApiError::unsupported(message()),
+        Rejection::Device(DeviceError::Unsupported { .. } | DeviceError::NoCompiler(_)) => {
+            ApiError::unsupported(message())
+        }
         Rejection::Device(DeviceError::OutOfMemory { .. } | DeviceError::Faulted { .. }) => {
             ApiError::unavailable(message()).retry_after(1)
         }

@@ -1,4 +1,4 @@
-//! The kernels of a device: compiled once, and taken from the device, from disk or from NVRTC.
+//! The kernels of a device: loaded once, and taken from the device, from disk or from the compiler.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,9 +9,8 @@ use device::thread_placement::{self, ThreadRole};
 use device::{DeviceError, thread_priority};
 use model::gpu::Kernel;
 
-use crate::compile::cubin_cache::{CacheKey, CubinCache};
+use crate::compile::kernel_sources::{KernelSources, Source, failed};
 use crate::compile::kernel_text::{KernelClass, module_text};
-use crate::compile::nvrtc::Nvrtc;
 use crate::driver::{Context, Function, Module};
 use crate::error::CudaError;
 use crate::preempt::rt_activity::RtActivity;
@@ -45,9 +44,7 @@ pub type CompileProgress<'a> = &'a (dyn Fn(usize, usize) + Sync);
 /// All kernels of a device.
 pub(crate) struct KernelCache {
     context: Arc<Context>,
-    nvrtc: Nvrtc,
-    identity: Vec<Vec<u8>>,
-    cache: CubinCache,
+    sources: KernelSources,
     threads: usize,
     rt_activity: Arc<RtActivity>,
     /// Kernels on the device, as long as a specialization uses them.
@@ -57,19 +54,28 @@ pub(crate) struct KernelCache {
 impl KernelCache {
     pub(crate) fn new(
         context: Arc<Context>,
-        nvrtc: Nvrtc,
-        cache: CubinCache,
+        sources: KernelSources,
         rt_activity: Arc<RtActivity>,
     ) -> KernelCache {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let identity = nvrtc.identity();
         let loaded = Mutex::new(HashMap::new());
         let threads = threads.min(MAX_COMPILERS);
-        KernelCache { context, nvrtc, identity, cache, threads, rt_activity, loaded }
+        KernelCache { context, sources, threads, rt_activity, loaded }
     }
 
     pub(crate) fn compiler_version(&self) -> (i32, i32) {
-        self.nvrtc.version()
+        self.sources.compiler_version()
+    }
+
+    /// Whether every kernel can be had. Otherwise only those that are [at
+    /// hand](KernelCache::is_at_hand).
+    pub(crate) fn can_compile(&self) -> bool {
+        self.sources.can_compile()
+    }
+
+    /// Whether the kernel is on the device or was compiled ahead.
+    pub(crate) fn is_at_hand(&self, request: &KernelRequest) -> bool {
+        self.is_loaded(request) || self.sources.has_ahead(&module_text(&request.0, request.1))
     }
 
     /// Whether the kernel is on the device.
@@ -178,24 +184,20 @@ impl KernelCache {
     }
 
     fn make_one(&self, (kernel, class): &KernelRequest) -> Result<LoadedKernel, DeviceError> {
-        let failed = |reason: String| DeviceError::Unsupported {
-            step: kernel.expression.clone(),
-            op: "kernel".to_string(),
-            reason,
-        };
         let text = module_text(kernel, *class);
-        let parts = self.identity.iter().map(Vec::as_slice).chain([text.as_bytes()]);
-        let key = CacheKey::of(parts);
-        if let Some(cubin) = self.cache.get(&key)
-            && let Ok(loaded) = self.load(&cubin, kernel, *class)
-        {
-            return Ok(loaded);
+        for source in [Source::Library, Source::Folder] {
+            let Some(cubin) = self.sources.stored(source, &text) else { continue };
+            match self.load(&cubin, kernel, *class) {
+                Ok(loaded) => return Ok(loaded),
+                Err(err) => tracing::warn!(?source, %err, "stored kernel not loaded"),
+            }
         }
-        let compiled = self.nvrtc.compile(&text).map_err(failed)?;
+        let name = &kernel.expression;
+        let cubin = self.sources.compile(name, &text)?;
         let loaded = self
-            .load(&compiled.cubin, kernel, *class)
-            .map_err(|err| failed(format!("the compiled kernel cannot be loaded: {err}")))?;
-        self.cache.put(&key, &compiled.cubin);
+            .load(&cubin, kernel, *class)
+            .map_err(|err| failed(name, format!("the compiled kernel cannot be loaded: {err}")))?;
+        self.sources.keep(&text, &cubin);
         Ok(loaded)
     }
 

@@ -29,10 +29,7 @@ impl Nvrtc {
         architecture: String,
         headers: &[(&str, &str)],
     ) -> Result<Nvrtc, String> {
-        let mut version = (0, 0);
-        // SAFETY: the library is loaded (a toolkit was found) and both receive the results.
-        let code = unsafe { sys::nvrtcVersion(&mut version.0, &mut version.1) };
-        checked("nvrtcVersion", code)?;
+        let version = version()?;
         let mut options = vec![text(&format!("--gpu-architecture={architecture}"))?];
         options.push(text("--std=c++17")?);
         for include in &toolkit.includes {
@@ -55,24 +52,9 @@ impl Nvrtc {
         self.version
     }
 
-    /// Everything besides the text that determines the cubin. Folders do not count: their headers
-    /// belong to the compiler's version.
-    pub(crate) fn identity(&self) -> Vec<Vec<u8>> {
-        let mut parts = self.identity_without_headers();
-        for (name, body) in &self.headers {
-            parts.push(name.as_bytes().to_vec());
-            parts.push(body.as_bytes().to_vec());
-        }
-        parts
-    }
-
     /// The compiler, the architecture and the language.
     pub(crate) fn identity_without_headers(&self) -> Vec<Vec<u8>> {
-        vec![
-            format!("nvrtc {}.{}", self.version.0, self.version.1).into_bytes(),
-            self.architecture.clone().into_bytes(),
-            b"--std=c++17".to_vec(),
-        ]
+        identity_without_headers(self.version, &self.architecture)
     }
 
     /// The name and the body of a header, unless the toolkit has it.
@@ -114,6 +96,36 @@ impl Nvrtc {
         }
         Ok(Compiled { cubin: program.cubin()?, log: program.log()? })
     }
+}
+
+/// The version of the compiler; only where a toolkit was found.
+pub(crate) fn version() -> Result<(i32, i32), String> {
+    let mut version = (0, 0);
+    // SAFETY: the library is loaded (a toolkit was found) and both receive the results.
+    let code = unsafe { sys::nvrtcVersion(&mut version.0, &mut version.1) };
+    checked("nvrtcVersion", code)?;
+    Ok(version)
+}
+
+/// Everything besides the text that determines the cubin. Folders do not count: their headers
+/// belong to the compiler's version.
+pub(crate) fn identity(
+    version: (i32, i32),
+    architecture: &str,
+    headers: &[(&str, &str)],
+) -> Vec<Vec<u8>> {
+    let mut parts = identity_without_headers(version, architecture);
+    let headers = headers.iter().flat_map(|(name, body)| [name.as_bytes(), body.as_bytes()]);
+    parts.extend(headers.map(<[u8]>::to_vec));
+    parts
+}
+
+fn identity_without_headers(version: (i32, i32), architecture: &str) -> Vec<Vec<u8>> {
+    vec![
+        format!("nvrtc {}.{}", version.0, version.1).into_bytes(),
+        architecture.as_bytes().to_vec(),
+        b"--std=c++17".to_vec(),
+    ]
 }
 
 /// A program of NVRTC.

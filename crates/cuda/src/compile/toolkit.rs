@@ -1,8 +1,11 @@
 //! Finds the parts of a CUDA toolkit that kernels are compiled with: headers and NVRTC.
 //!
 //! An installed toolkit has them under one root; the PyPI packages put the same folders into
-//! `nvidia/cu13`.
+//! `nvidia/cu13`. They may also be beside the binary: the libraries in its folder or in `lib`, the
+//! headers in `include`, or both in `cuda`.
 
+use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use cudarc::nvrtc::sys;
@@ -56,6 +59,7 @@ fn roots(setting: Option<&Path>) -> Vec<PathBuf> {
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
         roots.extend(std::env::var_os(variable).map(PathBuf::from));
     }
+    roots.extend(std::env::current_exe().ok().iter().flat_map(|binary| beside(binary)));
     roots.extend(["/usr/local/cuda", "/opt/cuda"].map(PathBuf::from));
     for base in python_bases() {
         for site in site_packages(&base) {
@@ -68,11 +72,34 @@ fn roots(setting: Option<&Path>) -> Vec<PathBuf> {
     roots
 }
 
+/// Folders beside `binary` that may be a toolkit.
+fn beside(binary: &Path) -> Vec<PathBuf> {
+    let Some(folder) = binary.parent() else { return Vec::new() };
+    vec![folder.join("cuda"), folder.to_path_buf()]
+}
+
 /// Folders that hold a Python's `lib`.
 fn python_bases() -> Vec<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).map(PathBuf::from);
     let mut bases: Vec<PathBuf> =
-        std::env::var_os("VIRTUAL_ENV").map(PathBuf::from).into_iter().collect();
+        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(set).collect();
+    bases.extend(set("HOME").map(|home| home.join(".local")));
+    bases.extend(pythons_in(&std::env::var_os("PATH").unwrap_or_default()));
     bases.extend(["/usr/local", "/usr", "/opt/conda"].map(PathBuf::from));
+    let mut seen = HashSet::new();
+    bases.retain(|base| seen.insert(base.clone()));
+    bases
+}
+
+/// The bases of the Pythons among the folders of `path`, and those that they are links to.
+fn pythons_in(path: &OsStr) -> Vec<PathBuf> {
+    let base = |python: &Path| Some(python.parent()?.parent()?.to_path_buf());
+    let pythons = std::env::split_paths(path).map(|folder| folder.join("python3"));
+    let mut bases = Vec::new();
+    for python in pythons.filter(|python| python.is_file()) {
+        let target = python.canonicalize().ok();
+        bases.extend([Some(python), target].into_iter().flatten().filter_map(|one| base(&one)));
+    }
     bases
 }
 
@@ -94,7 +121,9 @@ fn site_packages(base: &Path) -> Vec<PathBuf> {
 fn load_compiler(roots: &[PathBuf]) -> Result<(), OpenError> {
     let folders: Vec<PathBuf> = roots
         .iter()
-        .flat_map(|root| ["lib64", "lib", "targets/x86_64-linux/lib"].map(|name| root.join(name)))
+        .flat_map(|root| {
+            ["lib64", "lib", "targets/x86_64-linux/lib", ""].map(|name| root.join(name))
+        })
         .filter(|folder| folder.is_dir())
         .collect();
     // NVRTC looks up its builtins by name and cannot compile unless they are loaded already or on
@@ -154,6 +183,34 @@ mod tests {
         assert!(err.contains("cuda_fp16.h"), "{err}");
         assert!(err.contains(&folder.path().display().to_string()), "{err}");
         assert!(err.contains("CUDA_HOME"), "{err}");
+    }
+
+    #[test]
+    fn headers_may_be_beside_the_binary() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let roots = beside(&folder.path().join("atoll"));
+        for root in [roots[1].clone(), roots[0].clone()] {
+            std::fs::create_dir_all(root.join("include")).expect("a folder");
+            std::fs::write(root.join("include").join(HEADER), "").expect("a file");
+            let toolkit = Toolkit::among(&roots).expect("the header is there");
+            assert_eq!(toolkit.includes[0], root.join("include"));
+        }
+    }
+
+    #[test]
+    fn pythons_of_the_path_are_searched() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let [own, linked] = ["own", "linked"].map(|name| folder.path().join(name));
+        for base in [&own, &linked] {
+            std::fs::create_dir_all(base.join("bin")).expect("a folder");
+        }
+        std::fs::write(own.join("bin/python3"), "").expect("a file");
+        std::os::unix::fs::symlink(own.join("bin/python3"), linked.join("bin/python3"))
+            .expect("a link");
+        let path = std::env::join_paths([linked.join("bin"), folder.path().join("none")]);
+        let found = pythons_in(&path.expect("a path"));
+        let own = own.canonicalize().expect("a folder");
+        assert_eq!(found, [linked, own]);
     }
 
     #[test]

@@ -66,7 +66,7 @@ fn check_border(plan: &LaunchPlan, gpu: &GpuPlan) -> Result<(), Vec<DeviceError>
 
 /// `plan` lowered for the first sizes that it accepts: configured sizes, and guesses for symbols
 /// that are not configured. `None` when no guess is accepted, which does not refuse the model.
-pub(super) fn example(
+pub(crate) fn example(
     compiler: &dyn KernelCompiler,
     target: &GpuTarget,
     plan: &LaunchPlan,

@@ -95,7 +95,7 @@ fn turn(stop: &AtomicBool) -> Option<MutexGuard<'static, ()>> {
 }
 
 /// Sizes to lower for: all symbols of the inputs, the batch and the others.
-fn spread_sizes(plan: &LaunchPlan) -> Vec<Sizes> {
+pub(crate) fn spread_sizes(plan: &LaunchPlan) -> Vec<Sizes> {
     let batch = leading_symbol(plan);
     let mut symbols: Vec<&String> = Vec::new();
     for dim in plan.inputs.iter().filter_map(|id| plan.value(*id).shape.as_ref()).flatten() {
@@ -139,6 +139,10 @@ fn compile(program: &Weak<ProgramState>, sizes: &[Sizes], stop: &AtomicBool) {
                 requests.push(request);
             }
         }
+    }
+    if let Some(program) = program.upgrade() {
+        let kernels = &program.services.compile.kernels;
+        requests.retain(|request| kernels.can_compile() || kernels.is_at_hand(request));
     }
     for group in requests.chunks(GROUP) {
         let Some(program) = program.upgrade().filter(|_| !stop.load(Ordering::SeqCst)) else {

@@ -122,6 +122,10 @@ impl Specialization {
         progress: CompileProgress<'_>,
     ) -> Result<Specialization, DeviceError> {
         check(&gpu).map_err(DeviceError::BadPlan)?;
+        let source = &services.compile.kernels;
+        if choices == LaunchSet::Selected && !source.can_compile() {
+            prefer_loaded(&mut gpu, |request| source.is_at_hand(request));
+        }
         let mut kernels = bind(services, &gpu, choices, progress)?;
         for (step, apart) in kernels.iter_mut().zip(services.compile.tuning().apart(&gpu)) {
             step.apart = apart;
