@@ -48,12 +48,12 @@ pub(crate) struct FaultsArgs {
     #[arg(long, value_name = "NAME", value_delimiter = ',', required = true)]
     networks: Vec<String>,
 
-    /// Faults: illegal_address, misaligned_address, trap, hang, lost, out_of_memory
+    /// Faults: illegal_address, misaligned_address, trap, assert, hang, lost, out_of_memory
     #[arg(
         long,
         value_name = "KIND",
         value_delimiter = ',',
-        default_value = "illegal_address,misaligned_address,trap,hang,lost,out_of_memory"
+        default_value = "illegal_address,misaligned_address,trap,assert,hang,lost,out_of_memory"
     )]
     kinds: Vec<String>,
 
@@ -155,7 +155,7 @@ fn known(name: &str) -> Result<Kind, Failure> {
     let Some(fault) = InjectedFault::named(name, 0) else {
         return Err(Failure::usage(format!(
             "there is no fault '{name}'; there are: illegal_address, misaligned_address, trap, \
-             hang, lost, out_of_memory"
+             assert, hang, lost, out_of_memory"
         )));
     };
     let is_fatal = !matches!(fault, InjectedFault::OutOfMemory { .. });

@@ -21,6 +21,7 @@ use crate::compile::kernel_text::architecture;
 use crate::compile::tuning::{self, Tuning};
 use crate::device_context::DeviceContext;
 use crate::driver::nvml::{Health, Nvml};
+use crate::driver::xid::XidWatch;
 use crate::driver::{Context, DriverFacts, Priority, Stream, slow_calls};
 use crate::error::{CudaError, OpenError};
 use crate::fault_injection;
@@ -54,6 +55,8 @@ pub struct CudaDevice {
     /// RT runs, while `atoll bench` records them.
     timeline: Arc<Timeline>,
     nvml: OnceLock<Result<Nvml, String>>,
+    /// Reports errors of the hardware that no call returns.
+    _xids: Option<XidWatch>,
     /// The last readings: NVML takes milliseconds, and every viewer asks for them.
     readings: Mutex<Option<(Instant, DeviceReadings)>>,
 }
@@ -143,6 +146,7 @@ impl CudaDevice {
             device: Arc::new(DeviceContext { context, info, target, options }),
         };
         let device = CudaDevice {
+            _xids: watch_xids(&services.device.context),
             services,
             injected: Mutex::default(),
             dispatcher: Dispatcher::default(),
@@ -224,6 +228,16 @@ impl CudaDevice {
     pub fn tuning(&self) -> Tuning {
         self.services.compile.tuning().clone()
     }
+}
+
+/// Makes the device faulted when its hardware fails, if NVML is there to report it.
+fn watch_xids(context: &Arc<Context>) -> Option<XidWatch> {
+    let (pci_bus_id, context) = (context.facts().pci_bus_id.clone(), Arc::downgrade(context));
+    XidWatch::start(&pci_bus_id, move |xid| {
+        if let Some(context) = context.upgrade() {
+            context.set_faulted(&format!("the GPU reported Xid {xid}"));
+        }
+    })
 }
 
 fn describe(facts: &DriverFacts, precision: Precision) -> String {

@@ -21,6 +21,7 @@ mod stream;
 mod tensor_map;
 mod transfer;
 mod virtual_memory;
+pub(crate) mod xid;
 
 pub use context::is_refused;
 pub(crate) use context::{Context, was_opened};

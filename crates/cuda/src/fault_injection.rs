@@ -32,6 +32,7 @@ struct Fault {
         if (a.kind == 0) *(volatile unsigned*)(a.address) = 1;
         if (a.kind == 1) *(volatile unsigned*)(a.address + 1) = 1;
         if (a.kind == 2) asm volatile("trap;");
+        assert(a.kind != 4);
         if (a.kind == 3) {
             unsigned long long began, now;
             asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
@@ -67,6 +68,7 @@ pub(crate) fn inject(
         InjectedFault::MisalignedAddress => (1, 1 << 46, 0),
         InjectedFault::Trap => (2, 0, 0),
         InjectedFault::Hang { millis } => (3, 0, millis),
+        InjectedFault::Assert => (4, 0, 0),
         InjectedFault::Lost => {
             context.set_faulted("the device is lost (injected)");
             return Ok(None);

@@ -198,8 +198,10 @@ pub enum InjectedFault {
     IllegalAddress,
     /// A kernel writes a word to an odd address.
     MisalignedAddress,
-    /// A kernel traps, as a failed assertion does.
+    /// A kernel traps.
     Trap,
+    /// An assertion in a kernel fails.
+    Assert,
     /// Kernels occupy the whole device and end by themselves after this time.
     Hang {
         /// The time in milliseconds.
@@ -221,6 +223,7 @@ impl InjectedFault {
             "illegal_address" => InjectedFault::IllegalAddress,
             "misaligned_address" => InjectedFault::MisalignedAddress,
             "trap" => InjectedFault::Trap,
+            "assert" => InjectedFault::Assert,
             "hang" => InjectedFault::Hang { millis: number },
             "lost" => InjectedFault::Lost,
             "out_of_memory" => InjectedFault::OutOfMemory { after: number },

@@ -8,7 +8,7 @@ use libloading::Library;
 use serde::Serialize;
 
 /// NVML's result code of success.
-const SUCCESS: c_int = 0;
+pub(super) const SUCCESS: c_int = 0;
 
 /// NVML's numbers of the SM clock and the memory clock.
 const CLOCK_SM: c_uint = 1;
@@ -39,8 +39,8 @@ pub struct Health {
 
 /// NVML and one of its GPUs.
 pub(crate) struct Nvml {
-    library: Library,
-    device: *mut c_void,
+    pub(super) library: Library,
+    pub(super) device: *mut c_void,
     /// Energy that the GPU had used before.
     energy_before: u64,
 }
@@ -67,7 +67,7 @@ unsafe impl Send for Nvml {}
 // SAFETY: as above.
 unsafe impl Sync for Nvml {}
 
-type Handle = *mut c_void;
+pub(super) type Handle = *mut c_void;
 
 impl Nvml {
     /// The GPU at `pci_bus_id`, or why NVML does not provide it.
@@ -75,7 +75,7 @@ impl Nvml {
         Nvml::open_file(LIBRARY, pci_bus_id)
     }
 
-    fn open_file(file: &str, pci_bus_id: &str) -> Result<Nvml, String> {
+    pub(super) fn open_file(file: &str, pci_bus_id: &str) -> Result<Nvml, String> {
         // SAFETY: NVIDIA's library has no unsound start-up code.
         let library =
             unsafe { Library::new(file) }.map_err(|err| format!("no NVML ({file}): {err}"))?;
@@ -244,7 +244,7 @@ impl Drop for Nvml {
     }
 }
 
-fn check(call: &str, code: c_int) -> Result<(), String> {
+pub(super) fn check(call: &str, code: c_int) -> Result<(), String> {
     if code == SUCCESS { Ok(()) } else { Err(format!("{call} failed with code {code}")) }
 }
 
