@@ -72,6 +72,12 @@ pub struct DeviceSettings {
     #[arg(long, env = "ATOLL_SLOW_CALL_US", value_name = "US", default_value_t = 0)]
     pub slow_call_us: u64,
 
+    /// Time how long threads that real time needs work for one request or queue while others wait,
+    /// and log every time that is this long, with the thread and its last call, in microseconds; 0
+    /// for none. For finding out what stalls real time
+    #[arg(long, env = "ATOLL_THREAD_WATCH_US", value_name = "US", default_value_t = 0)]
+    pub thread_watch_us: u64,
+
     /// Processors of a GPU server's threads: real time's launches and best effort's have one each,
     /// loads and compilations a part of the others. Nothing is placed on fewer than 4 processors
     #[arg(long, env = "ATOLL_THREAD_PLACEMENT", value_enum, value_name = "MODE", default_value_t)]

@@ -1,10 +1,11 @@
 //! Opens the devices that `--device` names and starts a device group on them.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use base::{Bytes, MonotonicClock, Nanos};
 use cpu::{CpuDevice, CpuOptions};
-use device::{Device, DeviceError, thread_placement};
+use device::{Device, DeviceError, thread_placement, thread_watch};
 use runtime::device_group::recovery::{FaultDomain, NodeOpener, ReopenError};
 use runtime::{DeviceGroup, DeviceGroupOptions, Node, NodeError, NodeOptions};
 
@@ -125,6 +126,7 @@ pub fn open_device_group(
              own memory",
         ));
     }
+    thread_watch::report_from(Duration::from_micros(args.settings.thread_watch_us));
     place_threads(args, &named);
     // Only calls of a driver wait for other threads that map memory.
     if cpus < named.len() {

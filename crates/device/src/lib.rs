@@ -50,6 +50,7 @@ pub mod residency;
 pub mod sim;
 pub mod thread_placement;
 pub mod thread_priority;
+pub mod thread_watch;
 
 use std::any::Any;
 use std::ops::Range;

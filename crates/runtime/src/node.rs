@@ -7,7 +7,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use base::{Bytes, Clock, Nanos};
-use device::{CompletionSink, Device, DeviceError, Program, Queue, QueueCommand, Segment, Task};
+use device::{
+    CompletionSink, Device, DeviceError, Program, Queue, QueueCommand, Segment, Task, thread_watch,
+};
 use model::Tensor;
 use model::config::{Class, ModelConfig};
 use model::length_padding::LengthPadding;
@@ -821,7 +823,10 @@ impl Shared {
             }
             let now = self.clock.now();
             match state.next_timer() {
-                Some(at) if at <= now => self.step(state, Event::Timer),
+                Some(at) if at <= now => {
+                    let _turn = thread_watch::turn();
+                    self.step(state, Event::Timer);
+                }
                 Some(at) => {
                     let wait = self.timer_changed.wait_timeout(state, (at - now).into());
                     drop(wait.unwrap_or_else(PoisonError::into_inner));

@@ -20,6 +20,7 @@ mod rest;
 pub mod server;
 mod telemetry;
 pub mod tls;
+mod watched_task;
 
 pub use auth::{AccessOptions, JwtOptions};
 pub use connection::ConnectionLimits;

@@ -17,7 +17,7 @@ use http::header::{
 use http::{Method, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
@@ -34,6 +34,7 @@ use crate::connection::{
 use crate::rest::response::ResponseBody;
 use crate::server::{AppState, StopPhase};
 use crate::tls::{Tls, TlsUse, fingerprint};
+use crate::watched_task::{WatchedExecutor, watched};
 
 /// Until when connections may finish after a stop; `None` before it.
 pub(crate) type Stop = watch::Receiver<Option<Instant>>;
@@ -126,7 +127,9 @@ impl<R: Respond> Listener<R> {
             {
                 Ok(open) => {
                     let (shared, stop) = (shared.clone(), stop.clone());
-                    all.spawn(async move { serve_stream(stream, &open.0, &shared, stop).await });
+                    all.spawn(watched(async move {
+                        serve_stream(stream, &open.0, &shared, stop).await;
+                    }));
                 }
                 Err(reason) => refuse(&shared, &stream, reason),
             };
@@ -282,7 +285,7 @@ async fn serve_connection<R, S>(
     let limits = connection.limits();
     let app = shared.responder.app();
     let mut window = app.windows.take(app.bodies.memory.limit());
-    let mut builder = Builder::new(TokioExecutor::new());
+    let mut builder = Builder::new(WatchedExecutor);
     // The head's timeout of hyper would also end idle connections; those are checked below.
     builder.http1().timer(TokioTimer::new()).header_read_timeout(None);
     builder

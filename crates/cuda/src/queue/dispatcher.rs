@@ -9,6 +9,7 @@ use std::thread::Thread;
 use std::time::Instant;
 
 use device::thread_placement::{self, LoneThread};
+use device::thread_watch;
 
 use super::executor::QueueExecutor;
 use crate::options::Polling;
@@ -104,6 +105,7 @@ fn run(shared: &DispatcherShared, context: &DispatcherContext) {
     let (mut rounds, mut idle_since): (u32, Option<Instant>) = (0, None);
     loop {
         let mut moved = false;
+        let turn = thread_watch::is_on().then(thread_watch::turn);
         for executor in &mut executors {
             context.epoch_counters.flush();
             while context.driver_backoff.is_active() {
@@ -112,6 +114,7 @@ fn run(shared: &DispatcherShared, context: &DispatcherContext) {
             }
             moved |= executor.poll();
         }
+        drop(turn);
         if moved {
             idle_since = None;
             continue;

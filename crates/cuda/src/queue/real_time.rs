@@ -15,6 +15,7 @@ use base::Nanos;
 use device::thread_placement::{self, LoneThread};
 use device::{
     Completion, CompletionSink, DeviceError, Outcome, Queue, QueueOptions, Segment, Task,
+    thread_watch,
 };
 
 use super::{device_task, failed, wait_for};
@@ -260,6 +261,8 @@ impl RealTimeShared {
 
     fn start(&self, state: &mut RealTimeState, mut segment: Segment) {
         let started = Instant::now();
+        let _turn = thread_watch::turn();
+        thread_watch::call("launch");
         self.preemption_services.rt_activity.segment_started();
         let _call = (self.priority == Priority::High)
             .then(|| self.preemption_services.driver_backoff.enter_driver());

@@ -3,7 +3,7 @@
 use std::sync::Weak;
 
 use base::Nanos;
-use device::{Completion, CompletionSink, DeviceError, Outcome};
+use device::{Completion, CompletionSink, DeviceError, Outcome, thread_watch};
 
 use super::{DueReply, Job, Rejection, Reply, ReplyTarget, Shared, State};
 use crate::core::{End, Event, ModelId};
@@ -22,6 +22,8 @@ pub(super) struct SegmentEnd {
 impl Shared {
     /// Processes the completion of a segment.
     pub(super) fn complete(&self, completion: Completion) {
+        let _turn = thread_watch::turn();
+        thread_watch::call("complete");
         let Completion { queue, token, task, outcome, busy } = completion;
         let queue = queue as usize;
         let next_step = task.next_step();

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use device::{DeviceError, Program, heavy_threads, thread_priority};
+use device::{DeviceError, Program, heavy_threads, thread_priority, thread_watch};
 use model::Tensor;
 use model::config::Class;
 
@@ -179,6 +179,7 @@ impl Drop for CopyPlace {
 fn specialize(program: &dyn Program, inputs: &[Tensor]) -> Result<(), DeviceError> {
     let shapes: Vec<Vec<usize>> = inputs.iter().map(|input| input.shape().to_vec()).collect();
     // A panic here is a defect, but it must cost one request and not all that wait behind it.
+    thread_watch::call("specialize");
     let work = std::panic::AssertUnwindSafe(|| program.specialize(&shapes));
     std::panic::catch_unwind(work)
         .unwrap_or_else(|_| Err(DeviceError::BadPlan("the compiler panicked".to_string())))

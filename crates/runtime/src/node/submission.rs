@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 
 use base::Nanos;
-use device::{DeviceError, Program, StagedInputs, Task};
+use device::{DeviceError, Program, StagedInputs, Task, thread_watch};
 use model::Tensor;
 use model::config::Class;
 
@@ -138,6 +138,7 @@ impl Shared {
         // The copy into the device's memory happens on the caller's thread and without the lock.
         match staging {
             Some(staging) => {
+                thread_watch::call("stage");
                 let sizes = staging.sizes(program.plan(), &inputs);
                 let handle = match program.stage(inputs, staging.copy, &mut notify) {
                     Ok(staged) => self.submit_member(program, submission, sizes, staged),
@@ -148,6 +149,7 @@ impl Shared {
                 handle
             }
             None => {
+                thread_watch::call("prepare");
                 let task = match announced {
                     true => program.prepare_with_notice(inputs, &mut notify),
                     false => program.prepare(inputs),

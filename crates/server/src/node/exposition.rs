@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use device::DeviceReadings;
+use device::{DeviceReadings, thread_watch};
 use runtime::device_group::router::ReplicaState;
 use runtime::node::PREEMPTION_BOUNDS_US;
 use runtime::{DeviceGroup, NodeMemory, PreemptionStats};
@@ -129,7 +129,26 @@ pub(super) fn write(
     write_faults(&mut out, device_group);
     write_gpus(&mut out, device_group);
     write_co_runs(&mut out, device_group);
+    write_turns(&mut out);
     write_prefixes(&mut out, prefixes, device_group);
+}
+
+/// How long threads that real time needs were away, while that is measured.
+fn write_turns(out: &mut Exposition<'_>) {
+    if !thread_watch::is_on() {
+        return;
+    }
+    let turns = thread_watch::longest_turns();
+    let name = "atoll_thread_away_max_seconds";
+    out.family(name, MetricKind::Gauge, "Longest time that a thread worked while others waited");
+    for turn in &turns {
+        out.sample(name, &[("thread", turn.thread.as_str())], turn.longest.as_secs_f64());
+    }
+    let name = "atoll_thread_away_total";
+    out.family(name, MetricKind::Counter, "Times that a thread was away beyond the limit");
+    for turn in &turns {
+        out.sample(name, &[("thread", turn.thread.as_str())], turn.over_limit);
+    }
 }
 
 /// Faults of devices, and how long they kept them out of service.
