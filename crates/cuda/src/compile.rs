@@ -2,8 +2,8 @@
 //!
 //! `kernel_text` writes the text of a module, `nvrtc` compiles it, `cubin_cache` keeps the result
 //! on disk and `kernel_cache` on the device. `kernel_library` is a file of kernels that were
-//! compiled ahead (`crate::library_builder`), and `kernel_sources` decides where a cubin comes from.
-//! `tuning` selects the variants that are launched.
+//! compiled ahead (by `crate::library_builder`), and `kernel_sources` decides where a cubin comes
+//! from. `tuning` selects the variants that are launched.
 
 pub(crate) mod cubin_cache;
 pub(crate) mod kernel_cache;

@@ -41,7 +41,8 @@ impl UnpreparedRequest {
     }
 }
 
-/// A request from its arrival until its sizes are prepared, and its inputs copied if they are large.
+/// A request from its arrival until its sizes are prepared, and until its inputs are copied where
+/// that is done apart.
 pub(super) struct PreparingRequest {
     progress: Mutex<Progress>,
 }
