@@ -504,14 +504,14 @@ impl MixProblem {
         let mut first_error = vec![None; self.services.len()];
         for (index, kind) in self.kinds.iter().enumerate() {
             let mut faults = self.of_kind(index, &all).faults().into_iter().peekable();
-            for service in 0..self.services.len() {
+            for (service, first) in first_error.iter_mut().enumerate() {
                 let fault = faults.next_if(|(at, _)| *at == service).map(|(_, error)| error);
                 let allowed = &self.terms[service].gpus;
                 let named = |name: &String| name.eq_ignore_ascii_case(kind.gpu.name);
                 match fault {
                     _ if !allowed.is_empty() && !allowed.iter().any(named) => {}
                     Some(error) => {
-                        first_error[service].get_or_insert(error);
+                        first.get_or_insert(error);
                     }
                     None => able[index].push(service),
                 }

@@ -33,7 +33,7 @@ pub struct ServiceTerms {
     /// What they do not share: a GPU, a machine or a rack. The widest of a group counts.
     #[serde(default)]
     pub apart_by: FailureDomain,
-    /// All services of this group are on one GPU, in one machine or in one rack; empty for no group.
+    /// All services of this group are on one GPU, in one machine or in one rack; empty for none.
     #[serde(default)]
     pub together: String,
     /// What they share. The narrowest of a group counts.

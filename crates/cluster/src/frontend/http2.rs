@@ -200,8 +200,8 @@ where
     }
 }
 
-/// The reservation of a reply's memory. The response has it among its extensions, and whoever keeps
-/// what it became keeps this as well.
+/// The reservation of a reply's memory. The response has it among its extensions, and what is made
+/// of the response keeps it.
 #[derive(Clone, Debug)]
 pub struct ReplyMemory(Arc<Mutex<Reservation>>);
 

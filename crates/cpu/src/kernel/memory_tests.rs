@@ -41,7 +41,7 @@ fn contents_of_strings_are_counted() {
         assert!(error.contains("bytes of memory are needed"), "{name}: {error}");
         assert_eq!(memory.used(), 0, "{name}");
     }
-    // Strings stay counted while somebody holds them.
+    // Strings stay counted while a value holds them.
     let memory = HostMemory::leaked(1 << 20);
     let inputs = [texts(4, 30_000), texts(4, 30_000)].map(Some);
     let joined = buffer::with_memory(memory, || try_run(Op::Text(Text::Join), &inputs, 1));

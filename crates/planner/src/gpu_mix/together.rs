@@ -1,4 +1,4 @@
-//! Services that are kept together: all slices of a group on one GPU, in one machine or in one rack.
+//! Services that are kept together: all slices of a group on one GPU, in one machine or in a rack.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -62,8 +62,8 @@ pub(super) fn has_groups(terms: &[&ServiceTerms]) -> bool {
     terms.iter().any(|one| !one.together.is_empty())
 }
 
-/// A plan that keeps groups together: that of all services, if its GPUs can be ordered so, or one in
-/// which each group was planned alone.
+/// A plan that keeps groups together: that of all services, if its GPUs can be ordered so, or one
+/// in which each group was planned alone.
 pub(super) fn plan(
     problem: &Problem,
     terms: &[&ServiceTerms],
