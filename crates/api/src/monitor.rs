@@ -21,7 +21,7 @@ pub struct LiveCursor {
     pub devices: Vec<DeviceCounts>,
 }
 
-/// Counts of times by bucket of [`time_bucket`], or of batches by their rows.
+/// Counts of times by bucket of [`base::histogram::time_bucket`], or of batches by their rows.
 pub type Counts = BTreeMap<u32, u64>;
 
 /// What was counted after `before`.
