@@ -3,10 +3,14 @@
     scripts/chaos.py --seed 1 --seconds 300 --out chaos.json
 
 Starts Debian's etcd, two schedulers, three backends and two frontends on loopback. A role reaches
-etcd through a proxy of its own, which can cut it off. A balancer sends requests at a steady rate to
+etcd through a proxy of its own, and frontends reach a backend through one, which can cut them off
+or delay what they send. Where the machine allows it, data folders and registered models are on a
+small disk that can be full. There is no fault of clocks: no role of a cluster reads the wall clock,
+and monotonic clocks do not jump. A balancer sends requests at a steady rate to
 the frontends that are ready, checks every output against onnxruntime, and repeats a request
-elsewhere only when its connection breaks. Faults follow in an order that the seed decides; with
-`--other`, roles are also exchanged for those of another build. The report has one row for each
+elsewhere only when its connection breaks. Faults follow in an order that the seed decides. Roles
+are also exchanged, in turn, for those of another build (`--other`), or of a copy of this one. The
+report has one row for each
 fault: errors, slow replies and the longest time without a good reply until the next fault began.
 
 Wrong: another output or id than the request's. Lost: no reply although attempts were left. Hung: no
@@ -38,10 +42,14 @@ import requests
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "python"))
 
+from chaos_places import Proxy, small_disk  # noqa: E402
 from cluster import Cluster, Process  # noqa: E402
 from support import ASSETS, BINARY, free_ports  # noqa: E402
 
 LEASE_MS = 3000
+# Space for data folders and registered models; and where frontends reach backends.
+DISK_MEBIBYTES = 16
+WAY_HOST = "127.0.0.2"
 ETCD_QUOTA = 32 << 20
 SLOW_SECONDS = 0.2
 HUNG_SECONDS = 20.0
@@ -233,37 +241,6 @@ async def read_reply(reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
     return int(lines[0].split()[1]), body, headers.get("connection") != "close"
 
 
-class StoreProxy:
-    """The way of one role to etcd. While it is cut, bytes wait, as when a network loses packets."""
-
-    def __init__(self, port: int, etcd_port: int) -> None:
-        self.port, self.etcd_port = port, etcd_port
-        self.open = asyncio.Event()
-        self.open.set()
-
-    async def listen(self) -> None:
-        await asyncio.start_server(self.connect, "127.0.0.1", self.port)
-
-    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self.open.wait()
-        try:
-            there = await asyncio.open_connection("127.0.0.1", self.etcd_port)
-        except OSError:
-            writer.close()
-            return
-        # Cancelled at the end of the run.
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(self.pump(reader, there[1]), self.pump(there[0], writer))
-
-    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                await self.open.wait()
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-
 class Chaos:
     """A cluster, its load and its faults."""
 
@@ -278,15 +255,24 @@ class Chaos:
         quota = ("--quota-backend-bytes", str(ETCD_QUOTA))
         self.cluster = Cluster(folder, models, lease_ms=LEASE_MS, etcd_flags=quota)
         self.schedulers, self.backends = ["s1", "s2"], ["b1", "b2", "b3"]
-        self.proxies: dict[str, StoreProxy] = {}
+        self.proxies: dict[str, Proxy] = {}
+        # By backend: the way of frontends to it.
+        self.ways: dict[str, Proxy] = {}
+        self.disk = small_disk(folder / "disk", DISK_MEBIBYTES)
+        data: tuple[str, ...] = ()
+        if self.disk is not None:
+            self.cluster.inside = self.disk.inside
+            self.cluster.model_store[1] = str(self.disk.folder / "model-store")
+            data = ("--data-dir", str(self.disk.folder / "data"))
         for name in self.schedulers:
             self.start_role(name, self.cluster.scheduler)
         for name in self.backends:
-            self.start_role(name, self.cluster.backend, *self.cluster.model_store)
+            self.start_backend(name, *data)
         self.frontends = {
-            name: self.start_role(name, self.cluster.frontend) for name in ("f1", "f2")
+            name: self.start_role(name, self.cluster.frontend, *data) for name in ("f1", "f2")
         }
-        self.other = other
+        # An upgrade to the same build is a restart from another file.
+        self.other = other or Path(shutil.copy(BINARY, folder / "other"))
         self.samples = Samples(seed, ASSETS / "digits.onnx")
         self.rate, self.seed = rate, seed
         self.faults: list[Fault] = []
@@ -310,26 +296,37 @@ class Chaos:
             "cut backend off etcd": self.cut_backend,
             "cut frontend off etcd": self.cut_frontend,
             "cut leader off etcd": self.cut_leader,
+            "cut frontends off backend": self.cut_frontends,
             "slow etcd": self.slow_etcd,
+            "delay all ways to etcd": self.delay_etcd,
             "fill etcd": self.fill_etcd,
             "lose etcd's data": self.lose_data,
             "restart roles in turn": self.restart_in_turn,
             "restart everything": self.restart_everything,
+            "exchange roles in turn": self.exchange_in_turn,
         }
-        if other is not None:
-            self.kinds["exchange roles in turn"] = self.exchange_in_turn
+        if self.disk is not None:
+            self.kinds["fill disk"] = self.fill_disk
 
     def start_role(self, name: str, start: Callable[..., Any], *flags: str) -> Any:
         """Starts a role whose way to etcd is a proxy."""
         direct = self.cluster.store
         etcd_port = int(direct.rsplit(":", 1)[1])
         (port,) = free_ports(1)
-        self.proxies[name] = StoreProxy(port, etcd_port)
+        self.proxies[name] = Proxy("127.0.0.1", port, ("127.0.0.1", etcd_port))
         self.cluster.store = f"etcd://127.0.0.1:{port}"
         try:
             return start(name, *flags)
         finally:
             self.cluster.store = direct
+
+    def start_backend(self, name: str, *flags: str) -> None:
+        """Starts a backend to which frontends go through a proxy at another address of loopback."""
+        http, grpc = free_ports(2)
+        self.ways[name] = Proxy(WAY_HOST, grpc, ("127.0.0.1", grpc))
+        ports = ("--http-port", str(http), "--grpc-port", str(grpc), "--advertise", WAY_HOST)
+        store = self.cluster.model_store
+        self.start_role(name, self.cluster.backend, *store, *ports, *flags)
 
     def process(self, name: str) -> Process:
         return self.cluster.processes[name]
@@ -460,11 +457,42 @@ class Chaos:
         code = await self.register(fault.target, content[:cut] + b"\xff" * 64)
         fault.note = f"replied {code}"
 
-    async def cut(self, name: str, seconds: float) -> None:
-        proxy = self.proxies[name]
+    async def cut(self, name: str, seconds: float, proxies: dict[str, Proxy] | None = None) -> None:
+        proxy = (proxies or self.proxies)[name]
         proxy.open.clear()
         await asyncio.sleep(seconds)
         proxy.open.set()
+
+    async def cut_frontends(self, fault: Fault) -> None:
+        """The backend lives, keeps its lease, and no frontend reaches it."""
+        fault.target = await asyncio.to_thread(self.busiest_backend)
+        await self.cut(fault.target, 5.0, self.ways)
+
+    async def delay_etcd(self, fault: Fault) -> None:
+        """As a store far away, or one that is overloaded: every message takes long."""
+        delay = self.random.uniform(0.1, 0.5)
+        fault.target, fault.note = "etcd", f"{1000 * delay:.0f} ms each way"
+        for proxy in self.proxies.values():
+            proxy.delay = delay
+        await asyncio.sleep(5.0)
+        for proxy in self.proxies.values():
+            proxy.delay = 0.0
+
+    async def fill_disk(self, fault: Fault) -> None:
+        """Nothing can be saved or registered, also by a backend that is killed meanwhile."""
+        assert self.disk is not None
+        fault.target = self.random.choice(self.backends)
+        await asyncio.to_thread(self.disk.fill)
+        try:
+            # Another content than what is there already.
+            content = (ASSETS / "digits.onnx").read_bytes()
+            content += b"\x12\x08" + self.random.randbytes(4).hex().encode()
+            code = await self.register("full", content)
+            fault.note = f"registration replied {code}"
+            await self.down(fault.target, signal.SIGKILL, 0.5)
+            await asyncio.sleep(2.0)
+        finally:
+            self.disk.empty()
 
     async def cut_backend(self, fault: Fault) -> None:
         fault.target = self.random.choice(self.backends)
@@ -524,10 +552,11 @@ class Chaos:
     async def exchange_in_turn(self, fault: Fault) -> None:
         """A rolling upgrade to the other build, and back."""
         fault.target = str(self.other)
-        for build in (self.other, BINARY):
+        for old, build in ((BINARY, self.other), (self.other, BINARY)):
             for name in (*self.schedulers, *self.backends, *self.frontends):
                 await self.kill(name, signal.SIGTERM)
-                self.process(name).command[0] = str(build)
+                command = self.process(name).command
+                command[command.index(str(old))] = str(build)
                 self.process(name).start()
                 await asyncio.sleep(2.0)
 
@@ -546,7 +575,7 @@ class Chaos:
         await asyncio.sleep(6.0)
 
     async def run(self, seconds: float, kinds: list[str]) -> dict[str, Any]:
-        for proxy in self.proxies.values():
+        for proxy in (*self.proxies.values(), *self.ways.values()):
             await proxy.listen()
         await asyncio.to_thread(self.cluster.wait_ready)
         await asyncio.to_thread(self.cluster.wait_status, self.is_complete)
@@ -680,13 +709,15 @@ def run(
     other: Path | None = None,
 ) -> dict[str, Any]:
     """Runs and stops a cluster in `folder`; all kinds of faults unless some are named."""
-    chaos = Chaos(folder, seed, rate, other)
+    chaos = Chaos(folder.resolve(), seed, rate, other)
     try:
         return asyncio.run(chaos.run(seconds, kinds or list(chaos.kinds)))
     finally:
         for name in chaos.cluster.processes:
             chaos.signal(name, signal.SIGCONT)
         chaos.cluster.stop()
+        if chaos.disk is not None:
+            chaos.disk.close()
 
 
 def main() -> None:

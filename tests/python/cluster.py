@@ -69,6 +69,8 @@ class Cluster:
         self.folder, self.models, self.lease_ms = folder, models, lease_ms
         self.processes: dict[str, Process] = {}
         self.frontends: dict[str, Server] = {}
+        # A command prefix of all roles, such as one that enters a namespace.
+        self.inside: tuple[str, ...] = ()
         self.model_store = ["--model-store", str(folder / "model-store")]
         client, peer = free_ports(2)
         self.store = f"etcd://{host}:{client}"
@@ -83,6 +85,7 @@ class Cluster:
         self.processes[name] = Process(command, self.folder / f"{name}.log").start()
 
     def role(self, role: str, name: str, *flags: str, inside: tuple[str, ...] = ()) -> None:
+        inside = inside or self.inside
         command = [*inside, str(BINARY), "cluster", role, "--store", self.store, "--name", name]
         self.add(name, [*command, "--lease-ms", str(self.lease_ms), *flags])
 

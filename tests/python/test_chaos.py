@@ -10,7 +10,13 @@ import pytest
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
 
-FAULTS = ["freeze backend", "restart everything", "stop frontend"]
+FAULTS = [
+    "freeze backend",
+    "cut frontends off backend",
+    "delay all ways to etcd",
+    "restart everything",
+    "stop frontend",
+]
 
 
 def test_faults_under_load_lose_no_request(tmp_path: Path) -> None:
