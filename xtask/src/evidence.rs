@@ -2,9 +2,10 @@
 //!
 //! A source is bound by the hash of what the compiler sees: comments and layout do not count, so
 //! that rewording a comment does not ask for hours of measurements. `scripts/gpu/evidence.py`
-//! computes the same hash where the figures are measured.
+//! computes the same hash where the figures are measured. JSON files carry their hashes; those of
+//! texts are in a file beside them, which `cargo xtask evidence --bind` writes.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
 use serde_json::Value;
@@ -19,6 +20,9 @@ const GPU_NODE_TESTS: &str = "crates/cli/tests/onnx_nodes_cuda.txt";
 
 /// Evidence files that wait for a new measurement, one per line.
 const KNOWN_STALE: &str = "evidence/stale.txt";
+
+/// What texts belong to: lines of a file in `evidence/`, a source and its hash, with tabs between.
+const TEXT_SOURCES: &str = "evidence/sources.tsv";
 
 /// The files whose figures were measured with earlier sources, as the project admits.
 pub(crate) fn known_stale(root: &Path) -> Result<HashSet<String>, String> {
@@ -37,14 +41,27 @@ pub(crate) fn check(root: &Path) -> Result<Vec<(String, Vec<String>)>, String> {
     let entries =
         std::fs::read_dir(&folder).map_err(|err| format!("{}: {err}", folder.display()))?;
     let mut report = Vec::new();
+    let mut texts = text_sources(root)?;
     for entry in entries.flatten() {
         let path = entry.path();
-        if path.extension().is_some_and(|extension| extension == "json") {
-            let text = std::fs::read_to_string(&path).map_err(|err| err.to_string())?;
-            let name = entry.file_name().to_string_lossy().into_owned();
-            report.push((name, stale_sources(root, &text)?));
+        let name = entry.file_name().to_string_lossy().into_owned();
+        match path.extension().and_then(|extension| extension.to_str()) {
+            Some("json") => {
+                let text = std::fs::read_to_string(&path).map_err(|err| err.to_string())?;
+                report.push((name, stale_sources(root, &text)?));
+            }
+            Some("txt" | "md") if path != root.join(KNOWN_STALE) => {
+                let stale = match texts.remove(&name) {
+                    Some(sources) => changed(root, &sources),
+                    None => vec![format!("{TEXT_SOURCES} names no sources of it")],
+                };
+                report.push((name, stale));
+            }
+            _ => {}
         }
     }
+    let gone = |name| (name, vec![format!("it is gone, but {TEXT_SOURCES} names it")]);
+    report.extend(texts.into_keys().map(gone));
     let list = |path: &str| {
         std::fs::read_to_string(root.join(path)).map_err(|err| format!("{path}: {err}"))
     };
@@ -52,6 +69,70 @@ pub(crate) fn check(root: &Path) -> Result<Vec<(String, Vec<String>)>, String> {
     report.push((GPU_NODE_TESTS.to_string(), not_on_a_gpu(&cpu, &gpu)));
     report.sort();
     Ok(report)
+}
+
+/// Sources with their hashes.
+type Sources = BTreeMap<String, String>;
+
+/// The sources of each text.
+fn text_sources(root: &Path) -> Result<BTreeMap<String, Sources>, String> {
+    let text = match std::fs::read_to_string(root.join(TEXT_SOURCES)) {
+        Ok(text) => text,
+        Err(err) if err.kind() == std::io::ErrorKind::NotFound => String::new(),
+        Err(err) => return Err(format!("{TEXT_SOURCES}: {err}")),
+    };
+    let mut all: BTreeMap<String, Sources> = BTreeMap::new();
+    for (index, line) in text.lines().enumerate() {
+        let fields: Vec<&str> = line.split('\t').collect();
+        let [file, source, hash] = fields[..] else {
+            return Err(format!("{TEXT_SOURCES}, line {}: not three fields", index + 1));
+        };
+        all.entry(file.to_string()).or_default().insert(source.to_string(), hash.to_string());
+    }
+    Ok(all)
+}
+
+/// Notes that a text of `evidence/` was measured with the sources as they are now: with these, or
+/// without any with those that it was bound to before. Returns how many they are.
+pub(crate) fn bind(root: &Path, file: &str, sources: &[String]) -> Result<usize, String> {
+    if !root.join("evidence").join(file).is_file() {
+        return Err(format!("evidence/{file} does not exist"));
+    }
+    let mut all = text_sources(root)?;
+    let before = all.remove(file).unwrap_or_default();
+    let sources = match sources {
+        [] => before.into_keys().collect(),
+        sources => sources.to_vec(),
+    };
+    if sources.is_empty() {
+        return Err(format!("name the sources that the figures of {file} depend on"));
+    }
+    let hash = |source: String| match std::fs::read(root.join(&source)) {
+        Ok(bytes) => Ok((source, source_hash(&bytes))),
+        Err(err) => Err(format!("{source}: {err}")),
+    };
+    let bound = sources.into_iter().map(hash).collect::<Result<Sources, String>>()?;
+    let count = bound.len();
+    all.insert(file.to_string(), bound);
+    let mut text = String::new();
+    for (file, sources) in &all {
+        for (source, hash) in sources {
+            text.push_str(&format!("{file}\t{source}\t{hash}\n"));
+        }
+    }
+    std::fs::write(root.join(TEXT_SOURCES), text)
+        .map_err(|err| format!("{TEXT_SOURCES}: {err}"))?;
+    Ok(count)
+}
+
+/// What is wrong with sources: those that are gone or have changed.
+fn changed(root: &Path, sources: &Sources) -> Vec<String> {
+    let wrong = |(source, hash): (&String, &String)| match std::fs::read(root.join(source)) {
+        Err(_) => Some(format!("{source} is gone")),
+        Ok(bytes) if source_hash(&bytes) == *hash => None,
+        Ok(_) => Some(format!("{source} has changed")),
+    };
+    sources.iter().filter_map(wrong).collect()
 }
 
 /// The node tests that pass on the CPU and not on a GPU, and those that no GPU has judged.
@@ -170,6 +251,35 @@ mod tests {
             assert!(!known || !stale.is_empty(), "{name} is fresh: remove it from {KNOWN_STALE}");
         }
         assert!(known.is_empty(), "{KNOWN_STALE} lists files that do not exist: {known:?}");
+    }
+
+    #[test]
+    fn texts_are_bound_to_sources_as_well() {
+        let folder = std::env::temp_dir().join(format!("atoll-evidence-{}", std::process::id()));
+        std::fs::create_dir_all(folder.join("evidence")).unwrap();
+        for list in [CPU_NODE_TESTS, GPU_NODE_TESTS] {
+            std::fs::create_dir_all(folder.join(list).parent().unwrap()).unwrap();
+            std::fs::write(folder.join(list), "").unwrap();
+        }
+        std::fs::write(folder.join("evidence/a.md"), "12 ms").unwrap();
+        std::fs::write(folder.join("a.rs"), "let a = 1;").unwrap();
+        let said = || {
+            let all = check(&folder).unwrap();
+            all.into_iter().find(|(name, _)| name == "a.md").unwrap().1
+        };
+        assert_eq!(said(), ["evidence/sources.tsv names no sources of it"]);
+        assert!(bind(&folder, "a.md", &[]).unwrap_err().contains("name the sources"));
+        assert!(bind(&folder, "a.md", &["b.rs".to_string()]).unwrap_err().contains("b.rs"));
+        assert!(bind(&folder, "b.md", &["a.rs".to_string()]).unwrap_err().contains("b.md"));
+        assert_eq!(bind(&folder, "a.md", &["a.rs".to_string()]), Ok(1));
+        assert!(said().is_empty());
+        std::fs::write(folder.join("a.rs"), "let a = 2; // new").unwrap();
+        assert_eq!(said(), ["a.rs has changed"]);
+        assert_eq!(bind(&folder, "a.md", &[]), Ok(1), "measured again");
+        assert!(said().is_empty());
+        std::fs::remove_file(folder.join("evidence/a.md")).unwrap();
+        assert!(said()[0].contains("it is gone"));
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

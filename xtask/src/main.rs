@@ -18,7 +18,8 @@ commands:
   tidy      check crate edges, banned words, public names, import cycles, unsafe code, clocks,
             line and file lengths and documented dependencies
   evidence  say whether the figures in evidence/ belong to the sources that are there now;
-            --table prints the book's table of GPU latencies
+            --table prints the book's table of GPU latencies; --bind FILE [SOURCE...] notes that
+            a text in evidence/ was measured with these sources, or those of before, as they are
   book      check the links of all documents and build the book into target/book
   sbom      write the binary's bill of materials (CycloneDX) to target/atoll.cdx.json, or to FILE
   fuzz      fuzz for hours, and write the figures to evidence/fuzz.md; without arguments it
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
     match std::env::args().nth(1).as_deref() {
         Some("tidy") => report(&tidy::check(&root())),
         Some("evidence") if std::env::args().any(|argument| argument == "--table") => print_table(),
+        Some("evidence") if std::env::args().nth(2).as_deref() == Some("--bind") => bind_evidence(),
         Some("evidence") => report_evidence(),
         Some("book") => build_book(),
         Some("sbom") => write_sbom(std::env::args().nth(2).map(PathBuf::from)),
@@ -106,6 +108,21 @@ fn print_table() -> ExitCode {
     match evidence::latency_table(&root()) {
         Ok(table) => {
             print!("{table}");
+            ExitCode::SUCCESS
+        }
+        Err(problem) => {
+            eprintln!("evidence: {problem}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn bind_evidence() -> ExitCode {
+    let mut arguments = std::env::args().skip(3);
+    let file = arguments.next().unwrap_or_default();
+    match evidence::bind(&root(), &file, &arguments.collect::<Vec<String>>()) {
+        Ok(count) => {
+            println!("evidence: {file} belongs to {count} sources as they are now");
             ExitCode::SUCCESS
         }
         Err(problem) => {
