@@ -14,11 +14,8 @@ use crate::kernel::{Inputs, Kernel, KernelError, KernelResult, StepFacts, invali
 use crate::value::Value;
 use crate::yield_point;
 
-/// Rows beside each other.
+/// Walks beside each other.
 const LANES: usize = 8;
-
-/// Trees beside each other, for a single row: more, because nothing else hides their loads.
-const TREES: usize = 16;
 
 /// Rows that go through all trees together.
 const BLOCK: usize = 256;
@@ -340,12 +337,12 @@ impl<T: Real> Forest<T> {
         let jobs = self.roots.chunks(share).zip(partial.chunks_mut(width.max(1)));
         let work = |(roots, part): (&[(u32, usize)], &mut [f64])| {
             let mut sums = Sums::new(self, part);
-            for group in roots.chunks(TREES) {
-                let mut at = [group[0].0; TREES];
+            for group in roots.chunks(LANES) {
+                let mut at = [group[0].0; LANES];
                 at.iter_mut().zip(group).for_each(|(at, (root, _))| *at = *root);
                 let depth = group.iter().map(|(_, depth)| *depth).max().unwrap_or(0);
-                yield_point::did_work(scores_work(TREES, depth));
-                self.walk(&mut at, &[row; TREES], depth);
+                yield_point::did_work(scores_work(LANES, depth));
+                self.walk(&mut at, &[row; LANES], depth);
                 at.iter().take(group.len()).for_each(|at| sums.add(self, part, *at));
             }
         };
@@ -361,7 +358,7 @@ impl<T: Real> Forest<T> {
         Ok(())
     }
 
-    fn walk<const N: usize>(&self, at: &mut [u32; N], rows: &[&[T]; N], depth: usize) {
+    fn walk(&self, at: &mut [u32; LANES], rows: &[&[T]; LANES], depth: usize) {
         if !self.tests.is_empty() {
             return self.walk_tests(at, rows, depth);
         }
@@ -379,7 +376,7 @@ impl<T: Real> Forest<T> {
     }
 
     /// Like [`walk`](Forest::walk), with tests of equality.
-    fn walk_tests<const N: usize>(&self, at: &mut [u32; N], rows: &[&[T]; N], depth: usize) {
+    fn walk_tests(&self, at: &mut [u32; LANES], rows: &[&[T]; LANES], depth: usize) {
         for _ in 0..depth {
             for (at, row) in at.iter_mut().zip(rows) {
                 let node = &self.nodes[*at as usize];
