@@ -22,7 +22,7 @@ use self::interrupt::{Interrupt, interrupted};
 use self::journal::{AppliedChange, Journal};
 use self::probe::Probe;
 use self::servers::{PlannedBatches, ServerLaunch, start_server, stop_server};
-use crate::args::ApplyArgs;
+use crate::apply_args::ApplyArgs;
 use crate::nvidia::{MachineState, NvidiaTools};
 
 /// Runs the command.

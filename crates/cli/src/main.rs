@@ -1,5 +1,6 @@
 //! The `atoll` binary: parses arguments and runs commands.
 
+mod apply_args;
 mod apply_command;
 mod args;
 mod canary_command;

@@ -9,7 +9,7 @@ use planner::apply::Change;
 use serde::Serialize;
 
 use super::journal::AppliedChange;
-use crate::args::ApplyArgs;
+use crate::apply_args::ApplyArgs;
 
 #[derive(Serialize)]
 struct AddressFile<'a> {

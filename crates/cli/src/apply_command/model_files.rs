@@ -7,7 +7,7 @@ use assembly::Failure;
 use planner::apply::Change;
 
 use super::servers::{PlannedBatches, find_model, planned_batches, with_plan};
-use crate::args::ApplyArgs;
+use crate::apply_args::ApplyArgs;
 
 /// Max faults that a message lists.
 const FAULTS_MAX: usize = 10;

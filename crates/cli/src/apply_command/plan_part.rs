@@ -8,7 +8,7 @@ use planner::apply::part::{PlanPart, mix_part, part_of};
 use planner::verify::mix::MixFile;
 use serde_json::Value;
 
-use crate::args::ApplyArgs;
+use crate::apply_args::ApplyArgs;
 use crate::nvidia::NvidiaTools;
 use crate::plan_command::{PlanFile, gpu_kind};
 

@@ -10,7 +10,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::runtime::Runtime;
 
-use crate::args::ApplyArgs;
+use crate::apply_args::ApplyArgs;
 use crate::plan_command::read_input;
 use crate::security_args::client_tls;
 

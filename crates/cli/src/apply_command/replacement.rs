@@ -16,7 +16,7 @@ use super::interrupt::{Interrupt, interrupted};
 use super::journal::{self, AppliedChange, Journal};
 use super::probe::Probe;
 use super::{PlanExecutor, addresses, command_line, report, servers, undo_change, undo_to};
-use crate::args::ApplyArgs;
+use crate::apply_args::ApplyArgs;
 use crate::nvidia::{MachineState, NvidiaTools};
 
 /// Replaces the plan in effect by the one with the changes `wanted`.

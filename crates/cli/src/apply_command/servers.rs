@@ -15,7 +15,7 @@ use planner::apply::ServerSpec;
 
 use super::interrupt::Interrupt;
 use super::probe::Probe;
-use crate::args::ApplyArgs;
+use crate::apply_args::ApplyArgs;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Max time of a server to end after SIGTERM.
