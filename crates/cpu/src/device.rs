@@ -33,7 +33,7 @@ pub struct CpuDevice {
     threads: usize,
     max_threads: usize,
     state: Arc<DeviceState>,
-    limits: OnceLock<Option<MachineLimits>>,
+    limits: OnceLock<MachineLimits>,
 }
 
 /// How often tasks were preempted.
@@ -104,10 +104,13 @@ impl Device for CpuDevice {
         Ok(Arc::new(program))
     }
 
-    /// Those of the threads of one queue, measured by the first call.
+    /// Those of the threads of one queue, measured by the first call for which there is memory.
     fn limits(&self) -> Option<MachineLimits> {
-        let measure = || machine_probe::measure(self.threads, self.state.memory());
-        *self.limits.get_or_init(measure)
+        if let Some(limits) = self.limits.get() {
+            return Some(*limits);
+        }
+        let measured = machine_probe::measure(self.threads, self.state.memory())?;
+        Some(*self.limits.get_or_init(|| measured))
     }
 
     fn open_queue(

@@ -1,7 +1,6 @@
 //! What bounds steps on this machine from below: measured, in about a quarter of a second.
 
 use std::hint::black_box;
-use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use device::{CACHES, CacheLimit, MachineLimits, thread_priority};
@@ -37,8 +36,9 @@ pub(crate) fn measure(threads: usize, memory: &'static HostMemory) -> Option<Mac
         bytes_per_us: rates[CACHES],
         caches: std::array::from_fn(cache),
         flops_per_us: best(threads, &|_| {
-            black_box(MulAdds.dispatch());
-            (MulAdds::COUNT * 2) as f64 * lanes() as f64
+            let (sum, lanes) = MulAdds.dispatch();
+            black_box(sum);
+            (MulAdds::COUNT * lanes * 2) as f64
         }),
         launch_us: 0.0,
     })
@@ -60,11 +60,9 @@ fn best(threads: usize, work: &(dyn Fn(usize) -> f64 + Sync)) -> f64 {
 }
 
 fn together(threads: usize, work: &(dyn Fn(usize) -> f64 + Sync)) -> f64 {
-    let barrier = Barrier::new(threads);
     let one = |thread: usize| {
         thread_priority::lower_computation();
         work(thread);
-        barrier.wait();
         let (started, mut done) = (Instant::now(), 0.0);
         while started.elapsed() < TIME {
             done += work(thread);
@@ -73,22 +71,14 @@ fn together(threads: usize, work: &(dyn Fn(usize) -> f64 + Sync)) -> f64 {
     };
     std::thread::scope(|scope| {
         let one = &one;
-        let running: Vec<_> = (0..threads).map(|thread| scope.spawn(move || one(thread))).collect();
+        // Without a thread that cannot be started the others do less together.
+        let start = |thread| {
+            let named = std::thread::Builder::new().name("machine-probe".to_string());
+            named.spawn_scoped(scope, move || one(thread)).ok()
+        };
+        let running: Vec<_> = (0..threads).filter_map(start).collect();
         running.into_iter().filter_map(|thread| thread.join().ok()).sum()
     })
-}
-
-fn lanes() -> usize {
-    struct Lanes;
-    impl SimdOp for Lanes {
-        type Output = usize;
-
-        #[inline(always)]
-        fn eval<I: Isa>(self, isa: I) -> usize {
-            isa.f32().len()
-        }
-    }
-    Lanes.dispatch()
 }
 
 /// Multiplications with an addition, from registers to registers.
@@ -100,10 +90,11 @@ impl MulAdds {
 }
 
 impl SimdOp for MulAdds {
-    type Output = f32;
+    /// A sum that depends on all of them, and the numbers in a vector.
+    type Output = (f32, usize);
 
     #[inline(always)]
-    fn eval<I: Isa>(self, isa: I) -> f32 {
+    fn eval<I: Isa>(self, isa: I) -> (f32, usize) {
         let ops = isa.f32();
         let (a, b) = (ops.splat(black_box(0.999)), ops.splat(black_box(1e-3)));
         let mut sums = [ops.splat(1.0); SUMS];
@@ -113,7 +104,7 @@ impl SimdOp for MulAdds {
             }
         }
         let total = sums.into_iter().fold(ops.zero(), |total, sum| ops.add(total, sum));
-        total.to_array().as_ref()[0]
+        (total.to_array().as_ref()[0], ops.len())
     }
 }
 
