@@ -112,7 +112,7 @@ fn mixes_of_the_planner_are_verified_with_their_bound() {
 /// A change, and what the message about it contains.
 type Change = (&'static str, fn(&mut MixFile), &'static str);
 
-const CHANGES: [Change; 17] = [
+const CHANGES: [Change; 18] = [
     ("more is asked for", |file| file.services.iter_mut().for_each(|s| s.rate *= 1.3), ""),
     ("a dearer gpu", |file| busiest(file).offers[0].price += 0.5, "counts"),
     ("fewer gpus", |file| busiest(file).gpus -= 1, "the file says"),
@@ -125,6 +125,7 @@ const CHANGES: [Change; 17] = [
     ("another kind", |file| file.terms[2].gpus = vec!["a30-24gb".to_string()], "may not run"),
     ("two of a group", together, "two services of group"),
     ("two of a group in a rack", in_one_rack, "rack 0 has two services of group"),
+    ("a group is scattered", scattered, "group 'all' is not together"),
     ("a rack of unknown size", |file| file.rack_gpus = None, "how many gpus a rack has"),
     ("a service is not there", |file| first(file).name = "nobody".to_string(), "nobody"),
     ("a batch nobody measured", |file| first(file).batch = 3, "measured"),
@@ -153,6 +154,10 @@ fn without_last_gpu(file: &mut MixFile) {
 
 fn together(file: &mut MixFile) {
     file.terms.iter_mut().for_each(|terms| terms.apart = "all".to_string());
+}
+
+fn scattered(file: &mut MixFile) {
+    file.terms.iter_mut().for_each(|terms| terms.together = "all".to_string());
 }
 
 fn in_one_rack(file: &mut MixFile) {
