@@ -177,12 +177,13 @@ def test_a_model_says_what_its_check_warns_of(registry: Server, browser: Browser
         "(() => { const real = fetch; window.fetch = async (path, options) => {"
         " const reply = await real(path, options);"
         " if (!path.endsWith('/v2/atoll/models/odd')) return reply;"
-        " const details = await reply.json(); window.turn = (window.turn || 0) + 1;"
-        " details.tuning = { tuned: Math.min(window.turn, 3), steps: 3 };"
+        " const details = await reply.json();"
+        " details.tuning = { tuned: window.tuned || 0, steps: 3 };"
         " return new Response(JSON.stringify(details)); };"
         f" {show}.click(); }})()"
     )
-    for tuned in range(1, 4):
+    for tuned in range(4):
+        browser.evaluate(f"window.tuned = {tuned}")
         assert browser.wait(f"{text}.includes('{tuned} of 3 steps')"), browser.evaluate(text)
     assert browser.errors() == []
 

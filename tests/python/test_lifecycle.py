@@ -9,10 +9,12 @@ import threading
 import warnings
 from pathlib import Path
 
+import grpc
 import numpy as np
 import onnx
 import pytest
 import requests
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from onnx import helper
 
 from support import ASSETS, BINARY, Server, fp32_body, free_ports, infer_url, serve, wait_for
@@ -33,6 +35,20 @@ def test_time_to_ready_is_reported(tmp_path: Path) -> None:
     print(f"ready after {server.seconds_to_ready:.2f} s with the demo model")
     if server.seconds_to_ready >= 1:
         warnings.warn(f"ready only after {server.seconds_to_ready:.2f} s", stacklevel=1)
+
+
+def test_grpc_says_ready_as_soon_as_rest_does(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    shutil.copy(ASSETS / "digits.onnx", tmp_path / "models")
+    for number in range(3):
+        server = serve(tmp_path / "models", tmp_path / f"{number}.log")
+        try:
+            with grpc.insecure_channel(server.grpc) as channel:
+                request = health_pb2.HealthCheckRequest()
+                reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING, number
+        finally:
+            server.stop()
 
 
 def test_an_idle_server_exits_at_once(repository: Path, tmp_path: Path) -> None:

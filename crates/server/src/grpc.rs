@@ -39,23 +39,36 @@ const MAX_CONTROL_BYTES: usize = 1 << 20;
 type Service = GrpcInferenceServiceServer<Handler>;
 type RpcResult<T> = Result<Response<T>, Status>;
 
-/// State of `grpc.health.v1`.
-pub(crate) struct GrpcHealth(HealthReporter);
+/// Paths of `grpc.health.v1`.
+const HEALTH: &str = "/grpc.health.v1.Health/";
+
+/// What `grpc.health.v1` replies.
+pub(crate) struct GrpcHealth {
+    app: Arc<AppState>,
+    reporter: HealthReporter,
+    /// The status that was set last. Locked while it changes, so that an older one is not set later.
+    ready: tokio::sync::Mutex<Option<bool>>,
+}
 
 impl GrpcHealth {
-    pub(crate) async fn set(&self, ready: bool) {
+    /// Sets the status to the server's readiness.
+    pub(crate) async fn update(&self) {
+        let mut last = self.ready.lock().await;
+        let ready = self.app.ready();
+        if last.replace(ready) == Some(ready) {
+            return;
+        }
         let status = match ready {
             true => tonic_health::ServingStatus::Serving,
             false => tonic_health::ServingStatus::NotServing,
         };
-        self.0.set_service_status("", status).await;
-        self.0.set_service_status(<Service as NamedService>::NAME, status).await;
+        self.reporter.set_service_status("", status).await;
+        self.reporter.set_service_status(<Service as NamedService>::NAME, status).await;
     }
 }
 
-/// The handler of gRPC requests, and the state of its health service.
-pub(crate) async fn handler(app: Arc<AppState>) -> Result<(GrpcHealth, GrpcHandler), ServerError> {
-    // Not serving until the first check of readiness.
+/// The handler of gRPC requests; its health has to be updated while clients watch it.
+pub(crate) async fn handler(app: Arc<AppState>) -> Result<GrpcHandler, ServerError> {
     let (reporter, health) = tonic_health::server::health_reporter();
     let broken = |error: tonic_reflection::server::Error| ServerError::Grpc(error.to_string());
     let reflection = || {
@@ -73,7 +86,10 @@ pub(crate) async fn handler(app: Arc<AppState>) -> Result<(GrpcHealth, GrpcHandl
         .add_service(reflection().build_v1().map_err(broken)?)
         .add_service(reflection().build_v1alpha().map_err(broken)?)
         .prepare();
-    Ok((GrpcHealth(reporter), GrpcHandler { app, routes }))
+    let health = GrpcHealth { app: app.clone(), reporter, ready: tokio::sync::Mutex::new(None) };
+    // The services are known from the first request on.
+    health.update().await;
+    Ok(GrpcHandler { app, routes, health: Arc::new(health) })
 }
 
 /// Handles gRPC requests.
@@ -81,6 +97,7 @@ pub(crate) async fn handler(app: Arc<AppState>) -> Result<(GrpcHealth, GrpcHandl
 pub(crate) struct GrpcHandler {
     app: Arc<AppState>,
     routes: Routes,
+    pub(crate) health: Arc<GrpcHealth>,
 }
 
 impl Respond for GrpcHandler {
@@ -105,6 +122,10 @@ impl Respond for GrpcHandler {
     ) -> http::Response<ResponseBody> {
         let timeout = timeout_of(request.headers());
         request.extensions_mut().insert(caller);
+        if request.uri().path().starts_with(HEALTH) {
+            // A reply is never older than what REST says at the same time.
+            self.health.update().await;
+        }
         let call = self.routes.clone().call(request);
         let result = match timeout {
             None => call.await,

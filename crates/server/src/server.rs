@@ -368,10 +368,9 @@ impl BoundServer {
             );
         }
         if let Some((socket, _)) = self.grpc {
-            let (health, responder) = grpc::handler(app.clone()).await?;
-            let ready = app.ready();
-            health.set(ready).await;
-            server.health = Some(tokio::spawn(follow_readiness(health, ready, app.clone())));
+            let responder = grpc::handler(app.clone()).await?;
+            let health = responder.health.clone();
+            server.health = Some(tokio::spawn(follow_readiness(health, app.clone())));
             server.spawn(
                 Listener { socket, responder, table: grpc, tls: tls(TlsUse::Grpc) },
                 &stopped,
@@ -386,15 +385,11 @@ impl BoundServer {
     }
 }
 
-/// Keeps the health service's status the server's readiness, until the server stops.
-async fn follow_readiness(health: grpc::GrpcHealth, mut was_ready: bool, app: Arc<AppState>) {
+/// Tells clients that watch the health service when readiness changes, until the server stops.
+async fn follow_readiness(health: Arc<grpc::GrpcHealth>, app: Arc<AppState>) {
     let mut phases = app.phase.subscribe();
     loop {
-        let ready = app.ready();
-        if ready != was_ready {
-            health.set(ready).await;
-            was_ready = ready;
-        }
+        health.update().await;
         if *phases.borrow_and_update() != StopPhase::Serving {
             return;
         }
