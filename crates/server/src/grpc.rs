@@ -46,7 +46,7 @@ const HEALTH: &str = "/grpc.health.v1.Health/";
 pub(crate) struct GrpcHealth {
     app: Arc<AppState>,
     reporter: HealthReporter,
-    /// The status that was set last. Locked while it changes, so that an older one is not set later.
+    /// The status that was set last; locked while it changes, so that none is set too late.
     ready: tokio::sync::Mutex<Option<bool>>,
 }
 
