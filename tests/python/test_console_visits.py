@@ -265,7 +265,7 @@ def test_what_is_no_model_is_refused_in_words(registry: Server, browser: Browser
 
     drop_file(browser, os.urandom(5000), "garbage.onnx")
     text = submit("garbage")
-    assert "garbage" in text or "onnx" in text.lower() or "protobuf" in text, text
+    assert "onnx" in text.lower() or "protobuf" in text, text
     # A file that is too large is refused before it is sent: the server would cut the connection.
     drop_file(browser, b"", "empty.onnx")
     assert browser.wait(f"{error}.includes('empty')"), browser.evaluate(error)

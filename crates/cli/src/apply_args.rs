@@ -19,9 +19,8 @@ use planner::apply::part::GpuNumbers;
 
 A GPU with running work, with MIG devices or of another kind is refused before anything is changed.
 When a change fails, those before it are undone. Ctrl-C ends after the change under way; --replace
-goes on, --undo goes back. Servers run the plan's batches: each loads its
-models from a folder of its own, with the models' settings and the plan's batch, processes and
-cycle.")]
+goes on, --undo goes back. Servers run the plan's batches: each loads its models from a folder of
+its own, with the models' settings and the plan's batch, processes and cycle.")]
 pub(crate) struct ApplyArgs {
     /// Flags of the command line, by the names of these fields
     #[arg(skip)]
