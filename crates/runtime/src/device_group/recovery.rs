@@ -190,6 +190,7 @@ impl Shared {
             let stats = old.stats(key).unwrap_or_default();
             kept.stats.push((model, device, ModelStats { pending: 0, ..stats }));
         }
+        drop_aside(old);
         Ok(())
     }
 
@@ -318,6 +319,15 @@ impl Shared {
             device: self.names[device].clone(),
             reason: "the model is being loaded again after a fault".to_string(),
         }))
+    }
+}
+
+/// Drops the node of a faulted device on a thread of its own: what it holds may wait for a kernel
+/// that hangs, and nothing else is to wait for that.
+fn drop_aside(node: Arc<Node>) {
+    let named = std::thread::Builder::new().name("device-discard".to_string());
+    if let Err(err) = named.spawn(move || drop(node)) {
+        tracing::error!(%err, "no thread to close a faulted device");
     }
 }
 

@@ -29,6 +29,8 @@ struct Hardware {
     opened: AtomicUsize,
     /// Devices that were not dropped.
     alive: AtomicUsize,
+    /// A device cannot be dropped meanwhile, as one whose kernel hangs.
+    held: AtomicBool,
     loads: Mutex<Vec<String>>,
 }
 
@@ -41,6 +43,9 @@ struct Breakable {
 
 impl Drop for Breakable {
     fn drop(&mut self) {
+        while self.hardware.held.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         self.hardware.alive.fetch_sub(1, Ordering::SeqCst);
     }
 }
@@ -342,6 +347,20 @@ fn a_device_that_only_a_new_process_can_open_stays_out_of_service() {
     assert_eq!((counts.faults, counts.recovered, counts.lost), (5, 3, true));
     let reply = bench.submit(model, 2.0).recv_timeout(LONG).expect("an answer").result;
     assert!(matches!(reply, Err(Rejection::Device(DeviceError::Faulted { .. }))));
+}
+
+#[test]
+fn nothing_waits_for_a_device_that_cannot_be_closed() {
+    let bench = Bench::new(1, &NodeOptions::default());
+    let model = bench.add("model", Class::RealTime);
+    bench.until_served(model, 1.0);
+    let hardware = &bench.hardware[0];
+    hardware.held.store(true, Ordering::SeqCst);
+    hardware.refused.store(true, Ordering::SeqCst);
+    bench.break_device(0);
+    bench.wait_lost(0);
+    assert_eq!(hardware.alive.load(Ordering::SeqCst), 1, "it is still being closed");
+    hardware.held.store(false, Ordering::SeqCst);
 }
 
 #[test]
