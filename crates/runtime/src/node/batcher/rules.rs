@@ -13,6 +13,9 @@ use crate::batching::{
 /// Workers of policies with any batch size: one runs and one is next.
 const WORKERS: usize = 2;
 
+/// The same where batches run beside each other.
+const WORKERS_BESIDE: usize = 6;
+
 /// How requests of a model are batched.
 #[derive(Clone, Debug)]
 pub(in crate::node) struct Rules {
@@ -36,12 +39,6 @@ impl Rules {
     /// The settings of `config` on a device of that level; `None` without batching.
     pub(in crate::node) fn of(config: &ModelConfig, level: PreemptionLevel) -> Option<Rules> {
         let Batching { policy, ref workers, max_batch, max_wait_us, copy, .. } = config.batching;
-        // Where batches run concurrently, their times say little about a larger batch: workers of
-        // fixed sizes do better than a rule based on such times.
-        let policy = match (policy, level) {
-            (BatchingPolicy::Auto, PreemptionLevel::InsideTile) => BatchingPolicy::Elastic,
-            _ => policy,
-        };
         if policy == BatchingPolicy::None {
             return None;
         }
@@ -51,6 +48,9 @@ impl Rules {
         let exact = policy == BatchingPolicy::Elastic;
         let own: Vec<usize> = match policy {
             BatchingPolicy::Elastic => Elastic::WORKERS.to_vec(),
+            BatchingPolicy::Auto if level == PreemptionLevel::InsideTile => {
+                vec![max_rows; WORKERS_BESIDE]
+            }
             BatchingPolicy::Auto => vec![max_rows; WORKERS],
             _ => vec![max_rows],
         };
@@ -97,9 +97,7 @@ impl Rules {
         if self.exact {
             return self.workers.clone();
         }
-        let sizes = Auto::new(self.batch_max(), None, 1).sizes;
-        let each = |size: usize| std::iter::repeat_n(size, self.workers.len());
-        sizes.into_iter().flat_map(each).collect()
+        Auto::batches(self.batch_max(), self.workers.len())
     }
 
     /// Whether a delayed batch takes all waiting requests: a second call of the policy would count

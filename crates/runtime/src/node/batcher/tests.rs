@@ -347,10 +347,10 @@ fn chooses_workers_by_batch_times_and_slo() {
     };
     // Half of the SLO is for the batch that was just missed: 500 us are five rows.
     assert_eq!(sizes(Some(1), &[], BatchingPolicy::Elastic), (16, 4));
-    assert_eq!(sizes(Some(1), &[], BatchingPolicy::Auto), (16, 4), "elastic on such a device");
+    assert_eq!(sizes(Some(1), &[], BatchingPolicy::Auto), (32, 32), "a policy with its own rule");
     assert_eq!(sizes(None, &[], BatchingPolicy::Elastic), (16, 16), "without an SLO");
     assert_eq!(sizes(Some(1), &[8], BatchingPolicy::Elastic), (8, 8), "configured");
-    assert_eq!(sizes(Some(1), &[], BatchingPolicy::Window), (32, 32), "a policy with its own rule");
+    assert_eq!(sizes(Some(1), &[], BatchingPolicy::Window), (32, 32), "another one");
 }
 
 #[test]
