@@ -164,6 +164,15 @@ pub fn open_device_group(
         .map_err(Failure::failed)
 }
 
+/// Places the threads of this process as a server's on the devices that `args` name.
+///
+/// # Errors
+/// When there is no such device.
+pub fn place_threads_as_served(args: &DeviceArgs) -> Result<(), Failure> {
+    place_threads(args, &parse(&args.device).map_err(Failure::usage)?);
+    Ok(())
+}
+
 /// Places threads where all devices are GPUs: a CPU that computes models needs all processors.
 fn place_threads(args: &DeviceArgs, named: &[DeviceName]) {
     let gpus: usize = named.iter().map(DeviceName::count).sum();

@@ -18,6 +18,9 @@ const MIN_PROCESSORS: usize = 4;
 /// With fewer, no processor is set aside for a thread.
 const MIN_TO_SET_ASIDE: usize = 8;
 
+/// One of so many processors is set aside, at most.
+const SET_ASIDE: usize = 3;
+
 /// What a thread does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadRole {
@@ -146,16 +149,19 @@ pub struct OwnProcessor {
     kind: LoneThread,
 }
 
-/// Moves the calling thread to a processor of its own, if there is one left; otherwise one that
-/// polls stays where it is, and one that holds a driver's lock is moved to the background.
+/// Moves the calling thread to a processor of its own, if there is one left. Otherwise one that
+/// polls stays where it is, and one that holds a driver's lock shares the processors of others that
+/// do: were it descheduled for work in the background, real time would wait for its lock.
 #[must_use]
 pub fn enter_alone(kind: LoneThread) -> Option<OwnProcessor> {
     let placement = placement()?;
     let own = placement.free()[kind as usize].pop();
+    let Shares { driver, background, .. } = &placement.shares;
     match own {
         Some(number) => system::place(None, &[number]),
-        None if kind == LoneThread::Driver => system::place(None, &placement.shares.background),
-        None => {}
+        None if kind == LoneThread::Polling => {}
+        None if driver.is_empty() => system::place(None, background),
+        None => system::place(None, driver),
     }
     own.map(|number| OwnProcessor { number, kind })
 }
@@ -187,32 +193,52 @@ fn divide(cores: &[Vec<usize>], lone: LoneThreads) -> Option<Shares> {
         return None;
     }
     let mut all = cores.to_vec();
-    // At most a quarter of the processors has one thread each.
-    let most = if count < MIN_TO_SET_ASIDE { 0 } else { count / 4 };
-    let polling_count = lone.polling.min(most);
-    let wanted = polling_count + lone.driver.min(most - polling_count);
-    let mut apart = Vec::new();
-    while apart.len() < wanted
-        && let Some(last) = all.last_mut()
-    {
-        apart.extend(last.pop());
-        if last.is_empty() {
-            all.pop();
+    let most_apart = if count < MIN_TO_SET_ASIDE { 0 } else { count / SET_ASIDE };
+    // Threads that hold a driver's lock can share a processor: they wait for each other anyway.
+    let kept_for_drivers = usize::from(lone.driver > 0 && most_apart > 1);
+    let polling_count = lone.polling.min(most_apart - kept_for_drivers);
+    let mut polling = Vec::new();
+    // What is left of cores with a thread that polls.
+    let mut beside = Vec::new();
+    while polling.len() < polling_count {
+        // On cores of their own as far as there are enough.
+        let next = match all.len() > 1 {
+            true => all.pop(),
+            false => beside.pop().or_else(|| all.pop()),
+        };
+        let Some(mut core) = next else { break };
+        polling.extend(core.pop());
+        if !core.is_empty() {
+            beside.push(core);
         }
     }
-    let driver = apart.split_off(polling_count.min(apart.len()));
-    let polling = apart;
-    let half = (count - polling.len() - driver.len()) / 2;
+    let mut driver = Vec::new();
+    while driver.len() < lone.driver.min(most_apart - polling_count)
+        && let Some(last) = all.last_mut().or(beside.last_mut())
+    {
+        driver.extend(last.pop());
+        all.retain(|core| !core.is_empty());
+        beside.retain(|core| !core.is_empty());
+    }
+    // Few threads in the background compute for long, and many connections need many processors.
+    let parts = if count < MIN_TO_SET_ASIDE { 2 } else { 3 };
+    let in_background = (count - polling.len() - driver.len()) / parts;
     let (mut serving, mut background) = (Vec::new(), Vec::new());
     for core in all.into_iter().rev() {
-        match background.len() + core.len() <= half {
+        match background.len() + core.len() <= in_background {
+            true => background.extend(core),
+            false => serving.extend(core),
+        }
+    }
+    for core in beside {
+        match background.is_empty() && core.len() <= in_background {
             true => background.extend(core),
             false => serving.extend(core),
         }
     }
     // One core of many processors is divided nevertheless.
     if background.is_empty() {
-        background = serving.split_off(serving.len() - half);
+        background = serving.split_off(serving.len() - in_background);
     }
     if count < MIN_TO_SET_ASIDE {
         serving.extend(&background);
@@ -318,11 +344,27 @@ mod tests {
     #[test]
     fn threads_that_poll_have_processors_of_their_own() {
         let of = |cores, threads, lone| counts(&divide(&machine(cores, threads), lone).unwrap());
-        assert_eq!(of(8, 1, lone(2, 2)), [3, 3, 2, 0], "threads that poll come first");
-        assert_eq!(of(16, 1, lone(2, 2)), [6, 6, 2, 2]);
-        assert_eq!(of(16, 1, lone(16, 1)), [6, 6, 4, 0], "a quarter at most");
-        assert_eq!(of(16, 2, lone(2, 0)), [16, 14, 2, 0]);
-        assert_eq!(of(1, 16, lone(2, 0)), [7, 7, 2, 0], "one core of sixteen");
+        assert_eq!(of(8, 1, lone(2, 2)), [4, 2, 1, 1], "one for those that hold a driver's lock");
+        assert_eq!(of(9, 1, lone(2, 2)), [4, 2, 2, 1], "the others are for those that poll");
+        assert_eq!(of(13, 1, lone(2, 2)), [6, 3, 2, 2]);
+        assert_eq!(of(16, 1, lone(2, 2)), [8, 4, 2, 2]);
+        assert_eq!(of(16, 1, lone(16, 1)), [8, 3, 4, 1], "a third at most");
+        assert_eq!(of(16, 2, lone(2, 0)), [20, 10, 2, 0]);
+        assert_eq!(of(1, 16, lone(2, 0)), [10, 4, 2, 0], "one core of sixteen");
+    }
+
+    #[test]
+    fn threads_that_poll_share_no_core_with_each_other_or_the_background() {
+        for (cores, polling) in [(8, 2), (16, 4), (32, 8)] {
+            let cores = machine(cores, 2);
+            let shares = divide(&cores, lone(polling, 2)).unwrap();
+            for number in &shares.polling {
+                let core = cores.iter().find(|core| core.contains(number)).unwrap();
+                let others = |share: &[usize]| core.iter().filter(|n| share.contains(n)).count();
+                assert_eq!((others(&shares.polling), others(&shares.background)), (1, 0));
+            }
+            assert_eq!(shares.polling.len(), polling);
+        }
     }
 
     #[test]

@@ -89,6 +89,7 @@ fn open(
     recorded_spans: usize,
 ) -> Result<(LiveBenchmark, String), Failure> {
     let named = DeviceArgs { device: args.device.clone(), settings: args.settings.clone() };
+    assembly::device_group::place_threads_as_served(&named)?;
     let device = assembly::open_device(&named)?;
     let mut names: Vec<&str> =
         workloads.iter().flat_map(|w| &w.clients).map(|client| client.model.as_str()).collect();
