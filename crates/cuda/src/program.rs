@@ -326,6 +326,11 @@ impl Program for CudaProgram {
             || shared.is_prepared(&sizes_of(&shared.plan, inputs))
     }
 
+    fn copies_on_caller(&self, inputs: &[Tensor]) -> bool {
+        let raw: Option<Vec<&bytes::Bytes>> = inputs.iter().map(Tensor::raw).collect();
+        raw.is_none_or(|raw| !self.shared.services.memory.are_in_host_pool(&raw))
+    }
+
     fn specialize(&self, shapes: &[Vec<usize>]) -> Result<(), DeviceError> {
         let shared = &self.shared;
         shared.services.device.check_healthy()?;

@@ -455,6 +455,12 @@ pub trait Program: Send + Sync {
         true
     }
 
+    /// Whether [`Program::prepare`] and [`Program::stage`] copy `inputs` on the calling thread, and
+    /// do not leave that to the device.
+    fn copies_on_caller(&self, _inputs: &[Tensor]) -> bool {
+        true
+    }
+
     /// Makes the program ready for inputs of these shapes, one per plan input, so that
     /// [`Program::prepare`] takes no longer than a copy. May take long.
     fn specialize(&self, _shapes: &[Vec<usize>]) -> Result<(), DeviceError> {

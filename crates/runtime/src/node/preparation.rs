@@ -37,7 +37,10 @@ impl UnpreparedRequest {
     /// Whether its inputs are copied where real time does not wait for it.
     pub(super) fn is_copied_apart(&self) -> bool {
         let Submission { class, bytes, .. } = self.submission;
-        class == Class::BestEffort && bytes >= LARGE_INPUT_BYTES && heavy_threads::exist()
+        class == Class::BestEffort
+            && bytes >= LARGE_INPUT_BYTES
+            && heavy_threads::exist()
+            && self.program.copies_on_caller(&self.inputs)
     }
 }
 

@@ -102,6 +102,8 @@ struct Compiled {
     compiled: AtomicUsize,
     /// The names of the threads that copied inputs.
     copied_on: Mutex<Vec<String>>,
+    /// The device copies inputs itself.
+    device_copies: AtomicBool,
 }
 
 impl Program for Compiled {
@@ -130,6 +132,10 @@ impl Program for Compiled {
         let name = std::thread::current().name().unwrap_or_default().to_string();
         self.copied_on.lock().expect("no panic").push(name);
         Ok(Box::new(ImmediateTask(0)))
+    }
+
+    fn copies_on_caller(&self, _: &[Tensor]) -> bool {
+        !self.device_copies.load(Ordering::SeqCst)
     }
 }
 
@@ -168,6 +174,7 @@ impl Bench {
             go_on: Mutex::new(goes_on),
             compiled: AtomicUsize::new(0),
             copied_on: Mutex::default(),
+            device_copies: AtomicBool::new(false),
         });
         let config = ModelConfig { class, ..ModelConfig::default() };
         SlowModel { model: self.node.add_model(program.clone(), &config), program, begun, go_on }
@@ -287,12 +294,14 @@ fn large_inputs_of_best_effort_are_copied_on_threads_for_heavy_work() {
     let bench = Bench::new();
     let large = super::LARGE_INPUT_BYTES;
     let cases = [
-        (Class::BestEffort, large, true),
-        (Class::BestEffort, large - 1, false),
-        (Class::RealTime, large, false),
+        (Class::BestEffort, large, false, true),
+        (Class::BestEffort, large - 1, false, false),
+        (Class::BestEffort, large, true, false),
+        (Class::RealTime, large, false, false),
     ];
-    for (class, bytes, apart) in cases {
+    for (class, bytes, device_copies, apart) in cases {
         let model = bench.model(class, true);
+        model.program.device_copies.store(device_copies, Ordering::SeqCst);
         let (_, answered) = bench.submit_bytes(&model, bytes);
         assert!(answered.recv_timeout(LONG).expect("an answer").result.is_ok());
         let names = model.program.copied_on.lock().expect("no panic").clone();
