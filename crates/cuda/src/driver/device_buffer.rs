@@ -74,15 +74,18 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        if self.stream.context().enter().is_ok() {
-            // SAFETY: allocated here and not used after this: users have waited for their work on
-            // it.
-            let _ = unsafe {
-                match self.pooled {
-                    true => sys::cuMemFreeAsync(self.address, self.stream.raw()),
-                    false => sys::cuMemFree_v2(self.address),
-                }
-            };
-        }
+        let buffer = &*self;
+        at_normal_priority(|| {
+            if buffer.stream.context().enter().is_ok() {
+                // SAFETY: allocated here and not used after this: users have waited for their work
+                // on it.
+                let _ = unsafe {
+                    match buffer.pooled {
+                        true => sys::cuMemFreeAsync(buffer.address, buffer.stream.raw()),
+                        false => sys::cuMemFree_v2(buffer.address),
+                    }
+                };
+            }
+        });
     }
 }

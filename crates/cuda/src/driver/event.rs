@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUevent};
 
+use super::call_thread::at_normal_priority;
 use super::slow_calls;
 use super::{Context, Stream};
 use crate::error::CudaError;
@@ -30,11 +31,13 @@ impl Event {
     }
 
     fn with_flags(context: &Arc<Context>, flags: u32) -> Result<Event, CudaError> {
-        context.enter()?;
-        let mut raw: CUevent = std::ptr::null_mut();
-        // SAFETY: `raw` receives the result; destroyed when this value is dropped.
-        context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
-        Ok(Event { raw, context: context.clone() })
+        at_normal_priority(|| {
+            context.enter()?;
+            let mut raw: CUevent = std::ptr::null_mut();
+            // SAFETY: `raw` receives the result; destroyed when this value is dropped.
+            context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
+            Ok(Event { raw, context: context.clone() })
+        })
     }
 
     /// Records the point after everything in `stream` so far.
@@ -72,10 +75,13 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if self.context.enter().is_ok() {
-            // SAFETY: created in `new` and not used after this.
-            let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
-            slow_calls::end("cuEventDestroy");
-        }
+        let event = &*self;
+        at_normal_priority(|| {
+            if event.context.enter().is_ok() {
+                // SAFETY: created in `new` and not used after this.
+                let _ = unsafe { sys::cuEventDestroy_v2(event.raw) };
+                slow_calls::end("cuEventDestroy");
+            }
+        });
     }
 }

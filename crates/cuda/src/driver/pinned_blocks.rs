@@ -6,6 +6,7 @@
 //! kernel may need another address.
 
 use std::alloc::Layout;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys;
@@ -25,8 +26,17 @@ const LARGE_PAGE: usize = 2 << 20;
 /// Bytes pinned with one call. No copy may cross a block border.
 pub(crate) const BLOCK: usize = LARGE_PAGE;
 
-/// Free blocks of a context, at most.
-const MAX_SPARE_BLOCKS: usize = (1 << 30) / BLOCK;
+/// The smallest block. What follows the last whole [`BLOCK`] is rounded up to a power of two, so
+/// that it can be used again, too.
+const MIN_BLOCK: usize = 64 << 10;
+
+/// Bytes of the free blocks of a context, at most.
+const MAX_SPARE_BYTES: usize = 1 << 30;
+
+/// The size of the block for the next of `missing` bytes.
+fn block_size(missing: usize) -> usize {
+    missing.clamp(MIN_BLOCK, BLOCK).next_power_of_two()
+}
 
 /// Memory that is pinned as a whole.
 struct PinnedBlock {
@@ -41,7 +51,7 @@ unsafe impl Send for PinnedBlock {}
 unsafe impl Sync for PinnedBlock {}
 
 impl PinnedBlock {
-    /// `bytes` of new memory, at most [`BLOCK`]. `wait` is called before the call that blocks
+    /// `bytes` of new memory, a size of [`block_size`]. `wait` is called before the call that blocks
     /// others.
     fn new(
         context: &Context,
@@ -102,41 +112,53 @@ impl PinnedBlock {
     }
 }
 
-/// Free blocks of a context, all of size [`BLOCK`].
+/// Free blocks of a context.
 #[derive(Default)]
 pub(crate) struct SpareBlocks {
-    blocks: Mutex<Vec<PinnedBlock>>,
+    blocks: Mutex<BlocksBySize>,
+}
+
+#[derive(Default)]
+struct BlocksBySize {
+    by_size: BTreeMap<usize, Vec<PinnedBlock>>,
+    bytes: usize,
 }
 
 impl SpareBlocks {
-    fn lock(&self) -> MutexGuard<'_, Vec<PinnedBlock>> {
+    fn lock(&self) -> MutexGuard<'_, BlocksBySize> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take(&self) -> Option<PinnedBlock> {
-        self.lock().pop()
+    fn take(&self, size: usize) -> Option<PinnedBlock> {
+        let mut blocks = self.lock();
+        let block = blocks.by_size.get_mut(&size)?.pop()?;
+        blocks.bytes -= size;
+        Some(block)
     }
 
-    /// Keeps the block, or returns it where enough are kept or it is a small one.
+    /// Keeps the block, or returns it where enough are kept.
     fn give(&self, block: PinnedBlock) -> Result<(), PinnedBlock> {
+        let size = block.layout.size();
         let mut blocks = self.lock();
-        if block.layout.size() != BLOCK || blocks.len() >= MAX_SPARE_BLOCKS {
+        if blocks.bytes + size > MAX_SPARE_BYTES {
             return Err(block);
         }
-        blocks.push(block);
+        blocks.bytes += size;
+        blocks.by_size.entry(size).or_default().push(block);
         Ok(())
     }
 
     /// Frees all of them.
     pub(super) fn release(&self, context: &Context) {
         let blocks = std::mem::take(&mut *self.lock());
-        blocks.into_iter().for_each(|block| block.release(context, &|| {}));
+        let blocks = blocks.by_size.into_values().flatten();
+        blocks.for_each(|block| block.release(context, &|| {}));
     }
 }
 
 /// Pinned memory, initially zero.
 pub(crate) struct PinnedBlocks {
-    /// All of size [`BLOCK`] but the last.
+    /// All of size [`BLOCK`] but the last, which may be smaller.
     blocks: Vec<PinnedBlock>,
     context: Arc<Context>,
 }
@@ -151,15 +173,14 @@ impl PinnedBlocks {
         context.may_allocate("cuMemHostRegister", bytes as u64)?;
         let mut made = PinnedBlocks { blocks: Vec::new(), context: context.clone() };
         for at in (0..bytes).step_by(BLOCK) {
-            let bytes = BLOCK.min(bytes - at);
-            let known = (bytes == BLOCK).then(|| context.spare_blocks().take()).flatten();
-            let block = match known {
+            let size = block_size(bytes - at);
+            let block = match context.spare_blocks().take(size) {
                 Some(block) => {
                     // SAFETY: the whole block, which nothing else has.
-                    unsafe { block.address.write_bytes(0, BLOCK) };
+                    unsafe { block.address.write_bytes(0, size) };
                     block
                 }
-                None => PinnedBlock::new(context, bytes, &wait)?,
+                None => PinnedBlock::new(context, size, &wait)?,
             };
             made.blocks.push(block);
         }
@@ -213,5 +234,19 @@ impl PinnedBlocks {
 impl Drop for PinnedBlocks {
     fn drop(&mut self) {
         self.free(|| {});
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_have_few_sizes_and_fit() {
+        for missing in [1, 4096, MIN_BLOCK, MIN_BLOCK + 1, 700_000, BLOCK - 1, BLOCK, 9 * BLOCK] {
+            let size = block_size(missing);
+            assert!(size.is_power_of_two() && (MIN_BLOCK..=BLOCK).contains(&size));
+            assert!(size >= missing.min(BLOCK) && size < 2 * missing.max(MIN_BLOCK));
+        }
     }
 }

@@ -1,8 +1,8 @@
 //! Small buffers of pinned host memory, cut from large allocations.
 //!
-//! An allocation of pinned memory takes milliseconds and blocks every other driver call, so the
-//! pool allocates much at once. Buffers are pieces of that, and a freed piece waits for the next
-//! request of its size.
+//! An allocation of pinned memory blocks every other driver call, for half a millisecond a MiB, so
+//! the pool makes few of them, and none is large. Buffers are pieces of that, and a freed piece
+//! waits for the next request of its size.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,10 +14,10 @@ use super::slow_calls;
 use crate::error::CudaError;
 
 /// Bytes of one allocation.
-const SLAB_BYTES: usize = 16 << 20;
+const SLAB_BYTES: usize = 4 << 20;
 
 /// Larger buffers are allocations of their own.
-pub(super) const MAX_PIECE: usize = 4 << 20;
+pub(super) const MAX_PIECE: usize = SLAB_BYTES;
 
 /// Such allocations that are kept for the next buffer, in bytes.
 const MAX_SPARE_BYTES: usize = 1 << 30;

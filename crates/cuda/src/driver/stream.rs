@@ -12,6 +12,7 @@ use cudarc::driver::sys::{
     CUstreamBatchMemOpType, CUstreamCaptureMode,
 };
 
+use super::call_thread::at_normal_priority;
 use super::slow_calls;
 use super::{Context, Function, Graph, SmPartition};
 use crate::error::CudaError;
@@ -171,10 +172,12 @@ impl Stream {
         if words == 0 {
             return Ok(());
         }
-        self.context.enter()?;
-        // SAFETY: the caller is responsible for the words.
-        let code = unsafe { sys::cuMemsetD32Async(address, value, words, self.raw) };
-        self.context.check("cuMemsetD32Async", code)
+        at_normal_priority(|| {
+            self.context.enter()?;
+            // SAFETY: the caller is responsible for the words.
+            let code = unsafe { sys::cuMemsetD32Async(address, value, words, self.raw) };
+            self.context.check("cuMemsetD32Async", code)
+        })
     }
 
     /// Writes one word once everything before it is done. Uses no SM; the word must not be in pool

@@ -25,10 +25,24 @@ const MAX_ROWS: usize = 256;
 /// A pool with fewer rows is not made.
 const MIN_ROWS: usize = 8;
 
+/// Pinned memory that is allocated with one call, for whole rows: other calls of the driver wait
+/// for it, half a millisecond a MiB. Twice that for a few rows, which one request may have.
+const CHUNK_BYTES: usize = 4 << 20;
+const ROWS_OF_REQUEST: usize = 8;
+
+/// Rows of one chunk, in each of which a row has at most `row_bytes`.
+fn rows_of_chunk(row_bytes: usize) -> usize {
+    let row_bytes = row_bytes.max(1);
+    let few = ROWS_OF_REQUEST.min(2 * CHUNK_BYTES / row_bytes);
+    (CHUNK_BYTES / row_bytes).max(few).clamp(1, MAX_ROWS)
+}
+
 /// Which rows are in use.
 #[derive(Debug)]
 struct RowAllocator {
     used: Vec<bool>,
+    /// The rows of a request are in one chunk of so many rows.
+    chunk: usize,
     /// Where the search for free rows begins: behind those taken last.
     next: usize,
     /// Copies enqueued so far.
@@ -36,14 +50,15 @@ struct RowAllocator {
 }
 
 impl RowAllocator {
-    fn new(count: usize) -> RowAllocator {
-        RowAllocator { used: vec![false; count], next: 0, copies: 0 }
+    fn new(count: usize, chunk: usize) -> RowAllocator {
+        RowAllocator { used: vec![false; count], chunk, next: 0, copies: 0 }
     }
 
     /// Takes `rows` adjacent rows, if there are any.
     fn take(&mut self, rows: usize) -> Option<usize> {
         let fits = |first: &usize| {
-            self.used.get(*first..*first + rows).is_some_and(|run| !run.contains(&true))
+            let run = self.used.get(*first..*first + rows);
+            first % self.chunk + rows <= self.chunk && run.is_some_and(|run| !run.contains(&true))
         };
         let first = (self.next..self.used.len()).chain(0..self.next).find(fits)?;
         self.used[first..first + rows].fill(true);
@@ -60,7 +75,10 @@ impl RowAllocator {
 pub(crate) struct InputPool {
     row_bytes: Vec<usize>,
     rings: Vec<DeviceBuffer>,
-    host: Vec<PinnedBuffer>,
+    /// Per input: the chunks of its rows.
+    host: Vec<Vec<PinnedBuffer>>,
+    /// Rows of a chunk.
+    chunk: usize,
     /// Per row: the copy of the slot that begins there is done.
     events: Vec<Event>,
     rows_in_use: Mutex<RowAllocator>,
@@ -81,10 +99,12 @@ pub(crate) struct PoolSlot {
 }
 
 impl InputPool {
-    /// A pool for rows of these sizes, one per input; `None` when they are too large.
+    /// A pool for rows of these sizes, one per input; `None` when they are too large. `wait` is
+    /// called before each call that blocks others.
     pub(crate) fn new(
         memory: &MemoryServices,
         row_bytes: Vec<usize>,
+        wait: impl Fn(),
     ) -> Result<Option<InputPool>, CudaError> {
         let row: usize = row_bytes.iter().sum();
         let count = (MAX_POOL_BYTES / row.max(1)).min(MAX_ROWS);
@@ -93,15 +113,23 @@ impl InputPool {
         }
         let ring =
             |bytes: &usize| DeviceBuffer::zeroed(&memory.memory_stream, (bytes * count) as u64);
-        let pinned =
-            |bytes: &usize| PinnedBuffer::zeroed(memory.memory_stream.context(), bytes * count);
+        let chunk = rows_of_chunk(row_bytes.iter().copied().max().unwrap_or(0)).min(count);
+        let pinned = |bytes: &usize| {
+            let rows = (0..count).step_by(chunk).map(|first| chunk.min(count - first));
+            rows.map(|rows| {
+                wait();
+                PinnedBuffer::zeroed(memory.memory_stream.context(), bytes * rows)
+            })
+            .collect::<Result<Vec<_>, _>>()
+        };
         Ok(Some(InputPool {
             rings: row_bytes.iter().map(ring).collect::<Result<_, _>>()?,
             host: row_bytes.iter().map(pinned).collect::<Result<_, _>>()?,
+            chunk,
             events: (0..count)
                 .map(|_| Event::untimed(memory.memory_stream.context()))
                 .collect::<Result<_, _>>()?,
-            rows_in_use: Mutex::new(RowAllocator::new(count)),
+            rows_in_use: Mutex::new(RowAllocator::new(count, chunk)),
             stream: memory.input_stream.clone(),
             input_copier: memory.input_copier.clone(),
             _counted: memory
@@ -216,15 +244,20 @@ impl PoolSlot {
 
     /// Pinned memory of the rows for input `index`.
     fn row(&self, index: usize) -> *mut u8 {
-        // SAFETY: the row is inside the buffer.
-        unsafe { self.pool.host[index].as_ptr().add(self.first * self.pool.row_bytes[index]) }
+        let (chunk, row) = (self.first / self.pool.chunk, self.first % self.pool.chunk);
+        let chunk = &self.pool.host[index][chunk];
+        // SAFETY: the row is inside the chunk, and so are those behind it of the same slot.
+        unsafe { chunk.as_ptr().add(row * self.pool.row_bytes[index]) }
     }
 
     /// Whether `next` is adjacent, and both are on the device or neither is.
     pub(crate) fn is_before(&self, next: &PoolSlot) -> bool {
         let together = match (self.copy, next.copy) {
             (Some(_), Some(_)) => true,
-            (None, None) => self.pooled.is_empty() && next.pooled.is_empty(),
+            (None, None) => {
+                let same_chunk = !next.first.is_multiple_of(self.pool.chunk);
+                self.pooled.is_empty() && next.pooled.is_empty() && same_chunk
+            }
             _ => false,
         };
         together && Arc::ptr_eq(&self.pool, &next.pool) && self.first + self.rows == next.first
@@ -243,7 +276,7 @@ mod tests {
 
     #[test]
     fn rows_are_taken_around_the_ring() {
-        let mut rows_in_use = RowAllocator::new(5);
+        let mut rows_in_use = RowAllocator::new(5, 5);
         let taken: Vec<_> = (0..4).map(|_| rows_in_use.take(1)).collect();
         assert_eq!(taken, [Some(0), Some(1), Some(2), Some(3)]);
         assert_eq!(rows_in_use.take(2), None, "rows of one request are side by side");
@@ -258,7 +291,7 @@ mod tests {
     #[test]
     fn slots_never_share_rows() {
         let mut random = base::Random::new(5);
-        let (mut rows_in_use, mut held) = (RowAllocator::new(16), Vec::new());
+        let (mut rows_in_use, mut held) = (RowAllocator::new(16, 6), Vec::new());
         for _ in 0..20_000 {
             let rows = 1 + random.below(4) as usize;
             if random.below(2) == 0 && !held.is_empty() {
@@ -269,8 +302,19 @@ mod tests {
                     first + rows <= *other || other + count <= first
                 };
                 assert!(first + rows <= 16 && held.iter().all(apart));
+                assert_eq!(first / 6, (first + rows - 1) / 6, "in one chunk");
                 held.push((first, rows));
             }
+        }
+    }
+
+    #[test]
+    fn chunks_hold_a_request_of_a_few_rows_and_are_not_large() {
+        assert_eq!(rows_of_chunk(602_112), 8);
+        assert_eq!(rows_of_chunk(1), MAX_ROWS);
+        assert_eq!(rows_of_chunk(20 << 20), 1);
+        for row in [1, 1000, 602_112, 1 << 20, 3 << 20, 4 << 20, 8 << 20] {
+            assert!(row * rows_of_chunk(row) <= 2 * CHUNK_BYTES, "{row}");
         }
     }
 }

@@ -37,6 +37,8 @@ impl MemoryServices {
         let blocks = Arc::new(BlockPool::new(memory_stream.clone()));
         let owner: std::sync::Weak<BlockPool> = Arc::downgrade(&blocks);
         spares.register(owner);
+        let owner: std::sync::Weak<WeightLoader> = Arc::downgrade(&weights);
+        spares.register(owner);
         let pinned_host_pool = OnceLock::new();
         MemoryServices {
             memory_stream,

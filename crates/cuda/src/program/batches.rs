@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use device::batch::{HostStagedInputs, join_rows, other_sizes, rows_of};
 use device::{DeviceError, StagedInputs, Task, check_inputs};
@@ -20,6 +21,9 @@ use crate::program::task::CudaTask;
 
 /// Lists of row sizes for which a model keeps input pools.
 const MAX_POOLS: usize = 8;
+
+/// How long pinning memory waits for a gap in RT activity.
+const GAP_WAIT: Duration = Duration::from_millis(5);
 
 /// The symbol that all inputs have as their first dimension.
 pub(crate) fn leading_symbol(plan: &LaunchPlan) -> Option<&str> {
@@ -116,7 +120,11 @@ impl ProgramState {
         if pools.len() >= MAX_POOLS {
             return None;
         }
-        let made = InputPool::new(&self.services.memory, row_bytes.to_vec());
+        let rt_activity = &self.services.preemption.rt_activity;
+        let wait = || {
+            rt_activity.wait_for_gap(GAP_WAIT);
+        };
+        let made = InputPool::new(&self.services.memory, row_bytes.to_vec(), wait);
         let pool = made.unwrap_or_else(|err| {
             tracing::warn!(%err, "input pool not available");
             None

@@ -6,8 +6,11 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::mpsc::{
+    Receiver, RecvTimeoutError, Sender, SyncSender, TryRecvError, channel, sync_channel,
+};
 use std::sync::{Arc, Weak};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use base::Bytes;
@@ -21,6 +24,7 @@ use crate::driver::{
     Context, Event, PhysicalMemory, PinnedWord, Priority, Stream, granularity, is_reached,
 };
 use crate::error::CudaError;
+use crate::memory::SpareOwner;
 use crate::options::CudaOptions;
 use crate::preempt::driver_backoff::DriverBackoff;
 use crate::preempt::rt_activity::RtActivity;
@@ -48,6 +52,9 @@ const STALL_CHECK: Duration = Duration::from_millis(100);
 /// through.
 const CHUNK_NEXT_TO_RT: u64 = 256 << 10;
 
+/// How long memory of removed programs is kept for the next ones.
+const KEPT_FOR: Duration = Duration::from_secs(5);
+
 /// Smaller loads are not used to measure the speed.
 const MIN_MEASURED_BYTES: u64 = 8 << 20;
 
@@ -59,6 +66,7 @@ pub(crate) struct WeightLoader {
     /// Allocation granularity.
     pub(crate) granularity: u64,
     loads: Arc<AtomicUsize>,
+    thread: ThreadId,
 }
 
 pub(super) enum WeightCommand {
@@ -70,6 +78,8 @@ pub(super) enum WeightCommand {
     Evict(Arc<ProgramWeights>),
     /// Memory of a program that was dropped.
     Discard(MappedMemory),
+    /// Memory that is kept goes back to the driver; replies whether there was any.
+    ReleaseKept(SyncSender<bool>),
 }
 
 impl WeightLoader {
@@ -91,13 +101,20 @@ impl WeightLoader {
             stream: Stream::new(context, Priority::Low)?,
             word: Arc::new(PinnedWord::new(context)?),
             fences: 0,
-            pieces: PhysicalMemoryPool::new(context.clone(), counts.clone()),
+            pieces: PhysicalMemoryPool::new(
+                context.clone(),
+                counts.clone(),
+                granularity,
+                options.spare_bytes,
+            ),
+            release_at: None,
             memory_stream: memory_stream.clone(),
             rt_activity: rt_activity.clone(),
             driver_backoff: driver_backoff.clone(),
             unmap_later: VecDeque::new(),
             arriving: VecDeque::new(),
             loads: loads.clone(),
+            counts: counts.clone(),
             speed: SPEED_GUESS,
             free_since: Instant::now(),
             driver_checked: Instant::now(),
@@ -105,14 +122,15 @@ impl WeightLoader {
             urgent: false,
             context: context.clone(),
         };
-        std::thread::Builder::new()
+        let thread = std::thread::Builder::new()
             .name("cuda-weights".to_string())
             .spawn(move || {
                 let _processor = thread_placement::enter_alone(LoneThread::Driver);
                 loader.run(&receiver);
             })
             .map_err(|_| CudaError::Misuse("cannot start the loader thread"))?;
-        Ok(WeightLoader { commands, counts, granularity, loads })
+        let thread = thread.thread().id();
+        Ok(WeightLoader { commands, counts, granularity, loads, thread })
     }
 
     /// Number of loads in flight.
@@ -133,6 +151,18 @@ impl WeightLoader {
             spare: Bytes(self.counts.kept.load(Ordering::Relaxed)),
             system: None,
         }
+    }
+}
+
+impl SpareOwner for WeightLoader {
+    fn drop_spares(&self) -> bool {
+        // The thread itself releases what it keeps before it asks others.
+        if std::thread::current().id() == self.thread {
+            return false;
+        }
+        let (done, released) = sync_channel(1);
+        self.command(WeightCommand::ReleaseKept(done));
+        released.recv().unwrap_or(false)
     }
 }
 
@@ -186,6 +216,8 @@ struct LoaderThread {
     word: Arc<PinnedWord>,
     fences: u32,
     pieces: PhysicalMemoryPool,
+    /// When memory of removed programs goes back to the driver.
+    release_at: Option<Instant>,
     /// The stream on which memory of runs is freed.
     memory_stream: Arc<Stream>,
     /// For the gaps in which memory is mapped and unmapped.
@@ -198,6 +230,7 @@ struct LoaderThread {
     arriving: VecDeque<PendingLoad>,
     /// Length of `arriving`, for other threads.
     loads: Arc<AtomicUsize>,
+    counts: Arc<WeightMemoryCounts>,
     /// Bytes per second.
     speed: f64,
     /// When the last load was complete.
@@ -220,12 +253,17 @@ impl LoaderThread {
                 Err(TryRecvError::Disconnected) => return self.close(),
                 Err(TryRecvError::Empty) if busy => None,
                 Err(TryRecvError::Empty) if idle_since.elapsed() < IDLE => {
-                    std::hint::spin_loop();
+                    // Others that hold the driver's lock may share its processor.
+                    std::thread::yield_now();
                     continue;
                 }
-                Err(TryRecvError::Empty) => match receiver.recv() {
+                Err(TryRecvError::Empty) => match self.wait_for_command(receiver) {
                     Ok(command) => Some(command),
-                    Err(_) => return self.close(),
+                    Err(RecvTimeoutError::Timeout) => {
+                        self.release_kept();
+                        continue;
+                    }
+                    Err(RecvTimeoutError::Disconnected) => return self.close(),
                 },
             };
             match command {
@@ -234,10 +272,25 @@ impl LoaderThread {
                 }
                 Some(WeightCommand::Evict(weights)) => self.evict(&weights),
                 Some(WeightCommand::Discard(mapped)) => self.discard(mapped),
+                Some(WeightCommand::ReleaseKept(done)) => {
+                    // Whoever asked may be gone.
+                    let _ = done.try_send(self.release_kept());
+                }
                 None => self.poll_loads(),
             }
             self.loads.store(self.arriving.len(), Ordering::Relaxed);
             idle_since = Instant::now();
+        }
+    }
+
+    /// Sleeps until there is a command, or until memory is to be released.
+    fn wait_for_command(
+        &self,
+        receiver: &Receiver<WeightCommand>,
+    ) -> Result<WeightCommand, RecvTimeoutError> {
+        match self.release_at {
+            Some(at) => receiver.recv_timeout(at.saturating_duration_since(Instant::now())),
+            None => receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
         }
     }
 
@@ -535,21 +588,39 @@ impl LoaderThread {
         self.pieces.put_back(pieces);
     }
 
-    /// Returns the memory of a dropped program to the driver.
+    /// Keeps the memory of a dropped program for the next one, for a while.
     fn discard(&mut self, mapped: MappedMemory) {
         let MappedMemory { pieces, ranges, .. } = mapped;
         for slab in &ranges {
             self.rt_activity.wait_for_gap(GAP_WAIT);
             self.unmap(slab);
         }
-        self.rt_activity.wait_for_gap(GAP_WAIT);
-        self.pieces.discard(pieces);
-        // Memory it had before it was evicted, unless other weights use it now.
-        self.unmap_evicted();
-        let released = self.pieces.release(u64::MAX, &mut || Ok(()));
-        // The memory of its runs was freed before, into the driver's memory pool.
+        self.pieces.put_back(pieces);
+        self.release_beyond(self.pieces.max_kept());
+        self.release_at = Some(Instant::now() + KEPT_FOR);
+    }
+
+    /// Returns memory that is kept to the driver; false when there was none.
+    fn release_kept(&mut self) -> bool {
+        self.release_at = None;
+        let kept = self.counts.kept.load(Ordering::Relaxed) > 0;
+        self.release_beyond(0);
+        // The memory of their runs was freed before, into the driver's memory pool.
         let trimmed = self.memory_stream.synchronize().and_then(|()| self.context.trim());
-        if let Err(err) = released.and(trimmed) {
+        if let Err(err) = trimmed {
+            tracing::error!(%err, "memory not released");
+        }
+        kept
+    }
+
+    fn release_beyond(&mut self, limit: u64) {
+        if self.counts.kept.load(Ordering::Relaxed) <= limit {
+            return;
+        }
+        // They may still be mapped where they were before an eviction.
+        self.unmap_evicted();
+        self.rt_activity.wait_for_gap(GAP_WAIT);
+        if let Err(err) = self.pieces.release_beyond(limit, &mut || Ok(())) {
             tracing::error!(%err, "memory not released");
         }
     }

@@ -1,7 +1,9 @@
-//! Physical device memory, kept after eviction for the next weights.
+//! Physical device memory, kept for the next weights.
 //!
-//! Weights of a model use one allocation where possible: each further one is a call more to map
-//! and to unmap, and such calls delay others. Models of other sizes are composed of what is free.
+//! The driver clears new memory: a copy engine is busy with it, and the first access right is only
+//! granted when it is done, while every other call of the context waits. So memory of models that
+//! were evicted or removed is kept for the next one. Sizes of allocations are powers of two up to
+//! [`PIECE_BYTES`]: those of one model are then what another needs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,11 +11,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{Context, PhysicalMemory};
 use crate::error::CudaError;
 
-/// Free allocations combined for one slab, at most; more calls cost more than a new allocation.
-const MAX_PIECES_PER_SLAB: usize = 6;
+/// The largest allocation. Copies begin when the first one is mapped, and clearing it holds up
+/// other copies and calls for less than 0.1 ms.
+const PIECE_BYTES: u64 = 32 << 20;
 
-/// The largest allocation: copies begin when the first one is mapped.
-const MAX_PIECE_BYTES: u64 = 256 << 20;
+/// Allocations for one slab beyond one per [`PIECE_BYTES`], at most: each is a call more to map and
+/// to unmap, which costs more than a new allocation if there are many.
+const MAX_MORE_PIECES: u64 = 8;
 
 /// Bytes in use and kept.
 #[derive(Default)]
@@ -27,17 +31,22 @@ pub(crate) struct WeightMemoryCounts {
 /// Allocations that no weights use.
 pub(crate) struct PhysicalMemoryPool {
     context: Arc<Context>,
+    /// Of allocations.
+    granularity: u64,
     /// Smallest first.
     free: Vec<PhysicalMemory>,
     counts: Arc<WeightMemoryCounts>,
+    /// Bytes that are kept where nobody needs the memory.
+    max_kept: u64,
 }
 
-/// Which of the `kept` sizes, smallest first, are combined for `bytes`: one of that size, or large
-/// ones as long as they fit. Returns positions from last to first, and the bytes still missing.
+/// Which of the `kept` sizes, smallest first, are combined for `bytes`: large ones as long as they
+/// fit. Returns positions from last to first, and the bytes still missing.
 fn choose(kept: &[u64], bytes: u64) -> (Vec<usize>, u64) {
+    let most = bytes / PIECE_BYTES + MAX_MORE_PIECES;
     let (mut chosen, mut missing) = (Vec::new(), bytes);
     for (at, size) in kept.iter().enumerate().rev() {
-        if *size <= missing && chosen.len() < MAX_PIECES_PER_SLAB {
+        if *size <= missing && (chosen.len() as u64) < most {
             chosen.push(at);
             missing -= size;
         }
@@ -45,29 +54,42 @@ fn choose(kept: &[u64], bytes: u64) -> (Vec<usize>, u64) {
     (chosen, missing)
 }
 
-/// Sizes of new allocations for `bytes`.
-fn new_sizes(bytes: u64) -> impl Iterator<Item = u64> {
-    let rest = bytes % MAX_PIECE_BYTES;
-    let whole = std::iter::repeat_n(MAX_PIECE_BYTES, (bytes / MAX_PIECE_BYTES) as usize);
-    whole.chain((rest > 0).then_some(rest))
+/// Sizes of new allocations for `bytes`, a multiple of `granularity`: the largest first, then
+/// powers of two.
+fn new_sizes(bytes: u64, granularity: u64) -> impl Iterator<Item = u64> {
+    let mut missing = bytes;
+    let mut size = PIECE_BYTES.max(granularity);
+    std::iter::from_fn(move || {
+        while size > missing && size > granularity {
+            size = (size / 2).max(granularity);
+        }
+        let next = size.min(missing);
+        missing -= next;
+        (next > 0).then_some(next)
+    })
 }
 
 impl PhysicalMemoryPool {
     pub(crate) fn new(
         context: Arc<Context>,
         counts: Arc<WeightMemoryCounts>,
+        granularity: u64,
+        max_kept: u64,
     ) -> PhysicalMemoryPool {
-        PhysicalMemoryPool { context, free: Vec::new(), counts }
+        PhysicalMemoryPool { context, granularity, free: Vec::new(), counts, max_kept }
+    }
+
+    fn kept(&self) -> u64 {
+        self.free.iter().map(PhysicalMemory::bytes).sum()
     }
 
     fn count(&self) {
-        let kept = self.free.iter().map(PhysicalMemory::bytes).sum();
-        self.counts.kept.store(kept, Ordering::Relaxed);
+        self.counts.kept.store(self.kept(), Ordering::Relaxed);
     }
 
     /// Memory of `bytes`, a multiple of the granularity. `unmap` is called before kept allocations
-    /// are released, because the driver frees none that is mapped. Releases kept allocations before
-    /// it makes new ones, so that the total does not grow without need.
+    /// are released, because the driver frees none that is mapped. That happens where more is kept
+    /// than may be, or new memory was refused.
     pub(crate) fn take(
         &mut self,
         bytes: u64,
@@ -77,19 +99,9 @@ impl PhysicalMemoryPool {
         let (chosen, missing) = choose(&kept, bytes);
         let mut pieces: Vec<PhysicalMemory> =
             chosen.into_iter().map(|at| self.free.remove(at)).collect();
-        if missing > 0 {
-            let made = self.release(missing, unmap).and_then(|()| {
-                new_sizes(missing)
-                    .map(|size| PhysicalMemory::new(&self.context, size))
-                    .collect::<Result<Vec<_>, _>>()
-            });
-            match made {
-                Ok(made) => pieces.extend(made),
-                Err(err) => {
-                    self.keep(pieces);
-                    return Err(err);
-                }
-            }
+        if let Err(err) = self.extend(&mut pieces, missing, unmap) {
+            self.keep(pieces);
+            return Err(err);
         }
         let used = self.counts.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.counts.peak_used.fetch_max(used, Ordering::Relaxed);
@@ -97,22 +109,53 @@ impl PhysicalMemoryPool {
         Ok(pieces)
     }
 
-    /// Returns kept allocations to the driver until that is at least `bytes`, or none remain.
-    pub(crate) fn release(
+    /// Adds new allocations of `missing` bytes.
+    fn extend(
         &mut self,
-        bytes: u64,
+        pieces: &mut Vec<PhysicalMemory>,
+        missing: u64,
         unmap: &mut dyn FnMut() -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        let mut released = 0;
-        while released < bytes {
-            let Some(piece) = self.free.pop() else { break };
-            if released == 0 {
-                unmap()?;
-            }
-            released += piece.bytes();
+        if missing == 0 {
+            return Ok(());
+        }
+        self.release_beyond(self.max_kept, unmap)?;
+        for size in new_sizes(missing, self.granularity) {
+            let piece = match PhysicalMemory::new(&self.context, size) {
+                Err(CudaError::OutOfMemory { .. }) if !self.free.is_empty() => {
+                    self.release_beyond(0, unmap)?;
+                    PhysicalMemory::new(&self.context, size)
+                }
+                made => made,
+            };
+            pieces.push(piece?);
+        }
+        Ok(())
+    }
+
+    /// Returns kept allocations to the driver, the largest first, until at most `limit` bytes are
+    /// kept. `unmap` is called before the first.
+    pub(crate) fn release_beyond(
+        &mut self,
+        limit: u64,
+        unmap: &mut dyn FnMut() -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        let mut kept = self.kept();
+        if kept > limit {
+            unmap()?;
+        }
+        while kept > limit
+            && let Some(piece) = self.free.pop()
+        {
+            kept -= piece.bytes();
         }
         self.count();
         Ok(())
+    }
+
+    /// Bytes that are kept where nobody needs the memory.
+    pub(crate) fn max_kept(&self) -> u64 {
+        self.max_kept
     }
 
     fn keep(&mut self, pieces: impl IntoIterator<Item = PhysicalMemory>) {
@@ -127,12 +170,6 @@ impl PhysicalMemoryPool {
         self.counts.used.fetch_sub(bytes, Ordering::Relaxed);
         self.keep(pieces);
     }
-
-    /// Returns allocations that are not mapped to the driver.
-    pub(crate) fn discard(&mut self, pieces: Vec<PhysicalMemory>) {
-        let bytes: u64 = pieces.iter().map(PhysicalMemory::bytes).sum();
-        self.counts.used.fetch_sub(bytes, Ordering::Relaxed);
-    }
 }
 
 #[cfg(test)]
@@ -140,8 +177,10 @@ mod tests {
     use super::*;
     use base::Random;
 
+    const MIB: u64 = 1 << 20;
+
     #[test]
-    fn prefers_one_allocation_of_the_same_size() {
+    fn combines_large_ones_first() {
         assert_eq!(choose(&[2, 10, 50, 50, 60], 50), (vec![3], 0));
         assert_eq!(choose(&[], 50), (vec![], 50));
         assert_eq!(choose(&[60], 50), (vec![], 50), "larger ones are of no use");
@@ -151,24 +190,46 @@ mod tests {
     fn chosen_allocations_fit_and_are_few() {
         let mut random = Random::new(3);
         for _ in 0..1000 {
-            let mut kept: Vec<u64> = (0..random.below(20)).map(|_| 2 + random.below(40)).collect();
+            let mut kept: Vec<u64> =
+                (0..random.below(20)).map(|_| (2 + random.below(40)) * MIB).collect();
             kept.sort_unstable();
-            let bytes = 1 + random.below(200);
+            let bytes = (1 + random.below(200)) * MIB;
             let (chosen, missing) = choose(&kept, bytes);
             let sum: u64 = chosen.iter().map(|at| kept[*at]).sum();
             assert_eq!(sum + missing, bytes);
-            assert!(chosen.len() <= MAX_PIECES_PER_SLAB && chosen.is_sorted_by(|a, b| a > b));
-            if kept.contains(&bytes) {
-                assert_eq!((chosen.len(), missing), (1, 0));
+            assert!(chosen.len() as u64 <= bytes / PIECE_BYTES + MAX_MORE_PIECES);
+            assert!(chosen.is_sorted_by(|a, b| a > b));
+        }
+    }
+
+    #[test]
+    fn new_allocations_have_exactly_the_missing_bytes_and_few_sizes() {
+        let mut random = Random::new(5);
+        for granularity in [2 * MIB, 64 << 10, 64 * MIB] {
+            for _ in 0..300 {
+                let bytes = random.below(600) * granularity;
+                let sizes: Vec<u64> = new_sizes(bytes, granularity).collect();
+                assert_eq!(sizes.iter().sum::<u64>(), bytes);
+                let largest = PIECE_BYTES.max(granularity);
+                for size in &sizes {
+                    assert!(*size <= largest && size.is_multiple_of(granularity));
+                    assert!((size / granularity).is_power_of_two(), "{size} of {bytes}");
+                }
+                assert!(sizes.len() as u64 <= bytes / largest + 10);
             }
         }
     }
 
     #[test]
-    fn new_allocations_have_exactly_the_missing_bytes() {
-        for bytes in [0, 1, MAX_PIECE_BYTES - 1, MAX_PIECE_BYTES, 5 * MAX_PIECE_BYTES + 7] {
-            assert_eq!(new_sizes(bytes).sum::<u64>(), bytes);
-            assert!(new_sizes(bytes).all(|size| size > 0 && size <= MAX_PIECE_BYTES));
+    fn what_one_model_leaves_serves_others_of_its_size_or_less() {
+        let mut random = Random::new(7);
+        for _ in 0..1000 {
+            let bytes = (1 + random.below(300)) * 2 * MIB;
+            let mut kept: Vec<u64> = new_sizes(bytes, 2 * MIB).collect();
+            kept.sort_unstable();
+            assert_eq!(choose(&kept, bytes).1, 0, "all of it again");
+            let smaller = (1 + random.below(bytes / (2 * MIB))) * 2 * MIB;
+            assert!(choose(&kept, smaller).1 < PIECE_BYTES, "new memory for less than one piece");
         }
     }
 }
