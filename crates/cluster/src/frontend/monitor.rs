@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::Inner;
 use super::backend_link::BackendLink;
 use super::routing_table::{ModelEntry, RoutingTable};
-use crate::balance::backend_health::Availability;
+use super::status::state_text;
 
 /// The monitor of a frontend. It has no devices and no spans: those are at its backends.
 pub(super) struct FrontendMonitor(pub(super) Arc<Inner>);
@@ -48,14 +48,6 @@ fn counts_json(counts: &RequestCounts) -> Value {
         "missed": counts.missed,
         "latency": latency,
     })
-}
-
-fn availability_text(availability: Availability) -> &'static str {
-    match availability {
-        Availability::Serving => "serving",
-        Availability::Ejected => "ejected",
-        Availability::ProbeDue => "on probation",
-    }
 }
 
 fn model_json(name: &str, entry: &ModelEntry) -> Value {
@@ -98,8 +90,7 @@ fn backend_json(backend: &Value, links: &[Arc<BackendLink>], now: Nanos, seen: &
     for field in ["name", "address", "http", "device", "models"] {
         figures[field] = backend[field].clone();
     }
-    let state = link.map_or("not routed", |link| availability_text(link.service(now).0));
-    figures["state"] = state.into();
+    figures["state"] = state_text(link.map(|link| link.service(now).0)).into();
     figures["in_flight"] = link.map_or(0, |link| link.outstanding.load(Relaxed)).into();
     figures
 }

@@ -479,7 +479,8 @@ impl InferenceService for Frontend {
     }
 
     fn cluster_status(&self) -> ServiceFuture<'_, serde_json::Value> {
-        Box::pin(std::future::ready(Ok(status::status(&self.inner.table()))))
+        let status = status::status(&self.inner.table(), self.inner.clock.now());
+        Box::pin(std::future::ready(Ok(status)))
     }
 
     fn ready(&self) -> bool {
