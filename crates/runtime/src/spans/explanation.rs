@@ -114,7 +114,10 @@ pub fn explain(
         at = at.max(*ended);
     }
     let computing = own.iter().map(|(began, ended)| *ended - *began).sum_nanos();
-    let replied = if own.is_empty() {
+    // Without a run it waited for one, and so it did when it was given up while preempted.
+    let never_resumed = request.end != End::Done
+        && runs.last().is_some_and(|run| run.end == RunEnd::Preempted && !is_stopped(request, run));
+    let replied = if own.is_empty() || never_resumed {
         split_wait(at, to, &causes, request.model, &mut shares);
         Nanos::ZERO
     } else {
