@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_is_told_why_backends_do_not_serve() {
+    fn backends_say_why_they_do_not_serve() {
         let target = |backend: &str| TargetRecord {
             backend: backend.to_string(),
             grpc: format!("{backend}:1"),
