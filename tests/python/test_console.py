@@ -41,6 +41,10 @@ def test_now_shows_both_classes(demo: str, browser: Browser) -> None:
     both = f"{rows}.length >= 2 && {rows}.join().includes('best effort')"
     assert browser.wait(both), browser.evaluate(rows)
     assert browser.wait(f"{rows}.some((text) => /real time\\s+[1-9]/.test(text))")
+    # Both quantiles of each second are drawn.
+    spark = 'svg[aria-label^="p99 of digits"] path'
+    drawn = f"[...document.querySelectorAll('{spark}')].filter((path) => path.getAttribute('d'))"
+    assert browser.wait(f"{drawn}.length >= 6"), browser.evaluate(f"{drawn}.length")
     assert browser.errors() == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import threading
@@ -22,6 +23,7 @@ from support import (
     fp32_body,
     free_ports,
     infer_url,
+    serve,
     stop_process,
     wait_for,
 )
@@ -89,10 +91,22 @@ def queries_of(dashboard: Path) -> set[tuple[str, str]]:
     return queries
 
 
-def results(url: str, expression: str) -> list[object]:
+def results(url: str, expression: str) -> list[dict[str, object]]:
     answer = requests.get(f"{url}/api/v1/query", params={"query": expression}, timeout=60)
     assert answer.ok, (expression, answer.text)
     return answer.json()["data"]["result"]
+
+
+def numbers(url: str, expression: str) -> list[float]:
+    """What a panel would draw: Grafana shows nothing for NaN, and infinity is no number."""
+    values = [float(one["value"][1]) for one in results(url, expression)]
+    return [value for value in values if math.isfinite(value)]
+
+
+def test_a_panel_of_nan_alone_has_no_data(prometheus: str) -> None:
+    assert results(prometheus, "vector(0) / 0") and not numbers(prometheus, "vector(0) / 0")
+    assert not numbers(prometheus, "vector(1) / 0")
+    assert numbers(prometheus, "vector(0)") == [0]
 
 
 def test_the_rules_are_valid() -> None:
@@ -104,24 +118,46 @@ def test_the_rules_are_valid() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_no_panel_is_without_data(server: Server, prometheus: str) -> None:
+@pytest.fixture
+def both_classes(models: Path, tmp_path: Path) -> Iterator[Server]:
+    """A server with a real-time model that has an SLO, and best effort that it preempts."""
+    folder = tmp_path / "models"
+    for name, settings in [
+        ("identity_fp32", "class = 'rt'\nslo_ms = 60000\n"),
+        ("slow", "class = 'be'\n"),
+    ]:
+        (folder / name / "1").mkdir(parents=True)
+        shutil.copy(models / f"{name}.onnx", folder / name / "1" / "model.onnx")
+        (folder / name / "atoll.toml").write_text(settings)
+    running = serve(folder, tmp_path / "server.log")
+    yield running
+    running.stop()
+
+
+def test_no_panel_is_without_data(both_classes: Server, tmp_path: Path) -> None:
     asked = threading.Event()
 
-    def send() -> None:
+    def send(model: str, pause: float) -> None:
         while not asked.is_set():
-            body = fp32_body(1.0)
-            assert requests.post(infer_url(server, "identity_fp32"), json=body, timeout=60).ok
-            time.sleep(0.02)
+            reply = requests.post(infer_url(both_classes, model), json=fp32_body(1.0), timeout=60)
+            assert reply.ok, reply.text
+            time.sleep(pause)
 
     # Rates are those of the last seconds: requests must still come when the last panel is asked.
-    sender = threading.Thread(target=send)
-    sender.start()
+    senders = [
+        threading.Thread(target=send, args=args) for args in [("identity_fp32", 0.02), ("slow", 0)]
+    ]
+    for sender in senders:
+        sender.start()
     try:
-        for title, expression in sorted(queries_of(DASHBOARD)):
-            assert wait_for(lambda: bool(results(prometheus, expression))), (title, expression)
+        with scraping(tmp_path, [both_classes.metrics_port]) as prometheus:
+            for title, expression in sorted(queries_of(DASHBOARD)):
+                found = wait_for(lambda: bool(numbers(prometheus, expression)))
+                assert found, (title, expression, results(prometheus, expression))
     finally:
         asked.set()
-        sender.join()
+        for sender in senders:
+            sender.join()
 
 
 def test_the_rules_read_metrics_that_exist(server: Server, prometheus: str) -> None:
@@ -140,7 +176,9 @@ def test_the_rules_read_metrics_that_exist(server: Server, prometheus: str) -> N
 def test_no_panel_of_a_cluster_is_without_data(tmp_path: Path) -> None:
     models = tmp_path / "models"
     models.mkdir()
-    shutil.copy(ASSETS / "digits.onnx", models / "digits.onnx")
+    (models / "digits" / "1").mkdir(parents=True)
+    shutil.copy(ASSETS / "digits.onnx", models / "digits" / "1" / "model.onnx")
+    (models / "digits" / "atoll.toml").write_text("slo_ms = 10000\n")
     cluster = Cluster(tmp_path, models)
     body = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32",
                         "data": [0.5] * 64}]}
@@ -156,7 +194,7 @@ def test_no_panel_of_a_cluster_is_without_data(tmp_path: Path) -> None:
         load = Load(cluster, ["digits"], body, clients=1).start()
         with scraping(tmp_path, [admin, frontend.metrics_port]) as prometheus:
             for title, expression in sorted(queries_of(DASHBOARD.with_name("atoll-cluster.json"))):
-                found = wait_for(lambda: bool(results(prometheus, expression)))
+                found = wait_for(lambda: bool(numbers(prometheus, expression)))
                 assert found, (title, expression, cluster.logs())
     finally:
         if load:

@@ -44,8 +44,10 @@ pub struct RequestCounts {
     pub rows: Counts,
     /// Those that were not answered.
     pub failed: u64,
-    /// Those that ended after their SLO.
-    pub late: u64,
+    /// Those with a deadline or an SLO that were answered in time.
+    pub kept: u64,
+    /// Those with a deadline or an SLO that were answered late, or not at all.
+    pub missed: u64,
 }
 
 impl RequestCounts {
@@ -56,7 +58,8 @@ impl RequestCounts {
             others.iter().for_each(|(bucket, count)| *mine.entry(*bucket).or_default() += count);
         }
         self.failed += other.failed;
-        self.late += other.late;
+        self.kept += other.kept;
+        self.missed += other.missed;
     }
 
     /// How many were answered.
@@ -71,7 +74,8 @@ impl RequestCounts {
             wait: counts_since(&self.wait, &before.wait),
             rows: counts_since(&self.rows, &before.rows),
             failed: self.failed.saturating_sub(before.failed),
-            late: self.late.saturating_sub(before.late),
+            kept: self.kept.saturating_sub(before.kept),
+            missed: self.missed.saturating_sub(before.missed),
         }
     }
 }
@@ -132,10 +136,11 @@ mod tests {
 
     #[test]
     fn counts_are_those_of_the_time_between() {
-        let counts = |latency: &[(u32, u64)], failed, late| RequestCounts {
+        let counts = |latency: &[(u32, u64)], failed, missed| RequestCounts {
             latency: latency.iter().copied().collect(),
             failed,
-            late,
+            kept: latency.iter().map(|(_, count)| count).sum(),
+            missed,
             ..RequestCounts::default()
         };
         let before = counts(&[(8, 3)], 1, 0);

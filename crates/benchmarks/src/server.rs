@@ -4,7 +4,8 @@
 //! The engine runs in this process; threads send it tensors in memory. The server is a process of
 //! its own with the same settings; threads of this process send it messages over loopback, which
 //! were encoded once. Both are measured alternately, with equally many requests outstanding. What
-//! TLS and tokens cost is measured in the same way: a server for each kind of protection.
+//! TLS and tokens cost is measured in the same way: a server for each kind of protection. So is
+//! what viewers of the console cost: the same server with so many of them.
 
 mod args;
 pub(crate) mod child;
@@ -12,6 +13,7 @@ mod engine_load;
 mod report;
 mod test_model;
 pub(crate) mod transport;
+mod viewers;
 mod window;
 mod wire_load;
 
@@ -29,6 +31,7 @@ pub use self::engine_load::{ParseServeArguments, ServeSettings};
 use self::report::{Measurement, MeasurementRound, MeasurementSummary, ServerReport, table};
 use self::test_model::TestModel;
 use self::transport::Transport;
+use self::viewers::Viewers;
 use self::window::MeasuredWindow;
 use self::wire_load::ProtocolClients;
 use crate::environment;
@@ -83,14 +86,20 @@ fn warm(
 struct ServerUnderTest {
     name: String,
     server: Arc<ServerProcess>,
-    clients: ProtocolClients,
+    clients: Arc<ProtocolClients>,
+    viewers: u16,
     /// The server with which its rate is compared, by index.
     reference: Option<usize>,
 }
 
 impl ServerUnderTest {
     fn measure(&self, window: MeasuredWindow) -> Result<Measurement, Failure> {
-        self.clients.run(window, &self.server)
+        let viewers = Viewers::open(&self.server, self.viewers)?;
+        let before = viewers.least_bytes();
+        let measurement = self.clients.run(window, &self.server)?;
+        let viewer_bytes = (self.viewers > 0).then(|| viewers.least_bytes() - before);
+        viewers.close()?;
+        Ok(Measurement { viewer_bytes, ..measurement })
     }
 }
 
@@ -120,14 +129,16 @@ pub(crate) fn run(args: &ServerBenchArgs, parse_serve: ParseServeArguments) -> R
         let engine = measure_engine(window)?;
         progress.advance();
         progress::note(&format!("round {number}: engine {:.0}/s", engine.rps));
-        let mut measurements = Vec::new();
-        for one in &servers {
+        let mut measurements = vec![Measurement::default(); servers.len()];
+        // Each is the first of a round in turn: what a round heats or fills meets all of them.
+        for index in (0..servers.len()).map(|at| (at + usize::from(number)) % servers.len()) {
+            let one = &servers[index];
             let measurement = one.measure(window)?;
             progress::note(&format!(
                 "round {number}: {} {:.0}/s, server {:.2} cores, clients {:.2}",
                 one.name, measurement.rps, measurement.server_cores, measurement.client_cores
             ));
-            measurements.push(measurement);
+            measurements[index] = measurement;
             progress.advance();
         }
         rounds.push(MeasurementRound { engine, servers: measurements });
@@ -184,11 +195,25 @@ fn start_servers(
     for protocol in &args.protocols {
         let first = all.len();
         for (index, (suffix, server)) in servers.iter().enumerate() {
-            let clients = ProtocolClients::new(*protocol, args, test_model, server);
+            let clients = Arc::new(ProtocolClients::new(*protocol, args, test_model, server));
             let name = format!("{}{suffix}", protocol.name());
             let compared = args.security.len() > 1 && index >= binaries.len();
-            let reference = compared.then_some(first + index % binaries.len());
-            all.push(ServerUnderTest { name, server: server.clone(), clients, reference });
+            // Kinds of protection are compared without viewers, or with the first number of them.
+            let kind = first + index % binaries.len() * args.viewers.len();
+            let own = all.len();
+            for (at, viewers) in args.viewers.iter().copied().enumerate() {
+                let name = match (args.viewers.len(), viewers) {
+                    (1, 0) => name.clone(),
+                    (_, 1) => format!("{name}, 1 viewer"),
+                    (_, many) => format!("{name}, {many} viewers"),
+                };
+                let reference = match at {
+                    0 => compared.then_some(kind),
+                    _ => Some(own),
+                };
+                let (server, clients) = (server.clone(), clients.clone());
+                all.push(ServerUnderTest { name, server, clients, viewers, reference });
+            }
         }
     }
     Ok(all)

@@ -56,6 +56,32 @@ fn engine_and_server_are_measured_alternately() {
 }
 
 #[test]
+fn numbers_of_viewers_are_measured_alternately() {
+    let short = ["--seconds", "0.5", "--rounds", "2", "--warm-secs", "0", "--protocols", "rest"];
+    let viewers = ["--viewers", "0,1,5", "--json"];
+    let output = bench(&model(), &[&short[..], &viewers].concat()).output().unwrap();
+    assert!(output.status.success(), "{}", output_text(&output));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let summaries = report["summaries"].as_array().unwrap();
+    let names: Vec<_> = summaries.iter().map(|s| &s["name"]).collect();
+    assert_eq!(names, ["engine", "REST, 0 viewers", "REST, 1 viewer", "REST, 5 viewers"]);
+    assert!(summaries[1].get("of_first_pct").is_none(), "{report}");
+    for one in &summaries[2..] {
+        for share in ["of_first_pct", "p99_of_first_pct"] {
+            assert!(one[share].as_f64().is_some_and(|share| share > 0.0), "{one}");
+        }
+    }
+    for round in report["rounds"].as_array().unwrap() {
+        let bytes = |index: usize| round["servers"][index]["viewer_bytes"].as_u64();
+        assert_eq!(bytes(0), None, "{round}");
+        // Each of them read frames while requests were sent.
+        assert!([1, 2].iter().all(|index| bytes(*index).is_some_and(|bytes| bytes > 0)), "{round}");
+    }
+    let many = bench(&model(), &["--viewers", "17"]).output().unwrap();
+    assert_eq!(many.status.code(), Some(2), "{}", output_text(&many));
+}
+
+#[test]
 fn impossible_measurements_are_refused() {
     let missing = bench(Path::new("missing.onnx"), &[]).output().unwrap();
     assert_eq!(missing.status.code(), Some(2), "{}", output_text(&missing));

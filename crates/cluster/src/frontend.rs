@@ -415,7 +415,7 @@ impl Inner {
             }
             Err(error) => {
                 entry.meter.arrive(1);
-                entry.meter.refuse(1);
+                entry.refuse(request.options.timeout, 1);
                 Err(error)
             }
         }
@@ -455,19 +455,17 @@ impl Inner {
     ) -> ApiResult<InferResponse> {
         let Call { model, count, arrived } = call;
         entry.meter.arrive(count);
+        let own = request.options.timeout;
         let reply = self.try_infer(model, request, count, arrived, table, entry).await;
         let took = self.clock.now() - arrived;
         match &reply {
             Ok(_) => {
                 let objective = entry.record.config.timeout_ms.map(Nanos::from_millis);
                 entry.meter.answer(took, objective, count);
+                entry.count_answered(took, own, count);
             }
-            Err(error) if is_refusal(error.kind) => entry.meter.refuse(count),
-            Err(_) => return canary::under_its_name(model.name, entry, reply),
-        }
-        let slo = entry.record.config.slo_ms.or(entry.record.config.timeout_ms);
-        if slo.is_some_and(|slo| took > Nanos::from_millis(slo)) {
-            entry.meter.live.miss(count);
+            Err(error) if is_refusal(error.kind) => entry.refuse(own, count),
+            Err(_) => {}
         }
         canary::under_its_name(model.name, entry, reply)
     }

@@ -251,7 +251,7 @@ fn cold_starts(snapshot: &ClusterSnapshot) -> Option<ColdStartLoad> {
 const QUOTA_NEAR: f64 = 0.8;
 
 /// What is wrong with a cluster.
-fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
+pub(crate) fn problems(snapshot: &ClusterSnapshot) -> Vec<ClusterProblem> {
     let mut problems = Vec::new();
     let mut add = |what: String, advice: &str| problems.push(ClusterProblem::new(what, advice));
     if snapshot.leader.is_none() {
@@ -385,7 +385,8 @@ fn model_row(snapshot: &ClusterSnapshot, name: &str) -> ModelRow {
     }
 }
 
-fn canary_rows(snapshot: &ClusterSnapshot) -> Vec<CanaryRow> {
+/// Canaries, and the last ones that were decided.
+pub(crate) fn canary_rows(snapshot: &ClusterSnapshot) -> Vec<CanaryRow> {
     let row = |(name, record): (&String, &ModelRecord)| {
         let ended = record.ended_canary.as_ref();
         let why = ended.map(|ended| ended.reason.clone()).unwrap_or_default();

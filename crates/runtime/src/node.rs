@@ -325,7 +325,7 @@ struct Defaults {
     class: Class,
     priority: u32,
     timeout: Option<Nanos>,
-    /// The SLO: what takes longer counts as late.
+    /// The SLO: what takes longer has missed it.
     objective: Option<Nanos>,
 }
 

@@ -88,7 +88,7 @@ pub struct RequestSpan {
 pub enum RunEnd {
     /// All steps have run.
     Done,
-    /// It was preempted; the job resumes with another run.
+    /// It was preempted; the job resumes with another run, unless it was given up.
     Preempted,
     /// The device failed.
     Failed,

@@ -2,13 +2,14 @@
 
 import { svg } from "./dom.js";
 
-/** A line of at most `values.length` points; missing values are gaps. */
+/** A line of at most `values.length` points, and a thin one below it; missing values are gaps. */
 export class Spark {
   constructor(label, width = 120, height = 26) {
     this.width = width;
     this.height = height;
     this.area = svg("path", { fill: "currentColor", opacity: 0.16 });
     this.line = svg("path", { fill: "none", stroke: "currentColor", "stroke-width": 1.4 });
+    this.low = svg("path", { fill: "none", stroke: "currentColor", "stroke-dasharray": "2 1" });
     this.node = svg(
       "svg",
       {
@@ -21,11 +22,19 @@ export class Spark {
       },
       this.area,
       this.line,
+      this.low,
     );
   }
 
-  update(values, most = 0) {
+  update(values, most = 0, low = []) {
     const high = Math.max(most, ...values.filter(Number.isFinite)) || 1;
+    const { line, area } = this.#paths(values, high);
+    this.line.setAttribute("d", line);
+    this.area.setAttribute("d", area);
+    this.low.setAttribute("d", this.#paths(low, high).line);
+  }
+
+  #paths(values, high) {
     const step = this.width / Math.max(values.length - 1, 1);
     let line = "";
     let area = "";
@@ -43,8 +52,7 @@ export class Spark {
       if (from < 0) from = index;
     });
     if (from >= 0) area += `L${this.width} ${this.height}Z`;
-    this.line.setAttribute("d", line);
-    this.area.setAttribute("d", area);
+    return { line, area };
   }
 }
 

@@ -207,6 +207,17 @@ export class Cluster {
             )
           : el("p", { class: "empty" }, nothing),
       );
+    const tag = (state) => {
+      const kind = { serving: "good", ejected: "bad" }[state] || "plain";
+      return el("span", { class: `tag ${kind}` }, state);
+    };
+    const words = (text) => el("div", { class: "words" }, text || "–");
+    const lines = (texts) => (texts.length ? texts.map(words) : words());
+    // Its own console; it may be out of a browser's reach.
+    const link = (address) =>
+      address
+        ? el("a", { href: `${location.protocol}//${address}/`, rel: "noreferrer" }, address)
+        : "–";
     const share = (value) =>
       value === null || value === undefined ? "–" : `${Math.round(value * 100)} %`;
     return [
@@ -214,21 +225,37 @@ export class Cluster {
         "dl",
         { class: "figures" },
         figure("Backends", status.backends.length),
+        figure("Frontends", status.frontends),
         figure("Models", status.models.length),
         figure("Plan", status.epoch === null ? "none" : `#${status.epoch}`),
         figure("Scheduler", status.leader || "none"),
       ),
+      this.#plan(status),
+      table(
+        "Problems",
+        ["What", "What to do"],
+        status.problems.map((problem) => [words(problem.what), words(problem.advice)]),
+        "Nothing is wrong.",
+      ),
       table(
         "Backends",
-        ["Backend", "Address", "Device", "Serves", "In flight"],
+        ["Backend", "State", "Why", "Address", "Device", "Serves", "In flight"],
         status.backends.map((backend) => [
           backend.name,
+          tag(backend.state),
+          lines(backend.reasons),
           backend.address,
           backend.device || "–",
           backend.models.join(", ") || "nothing",
           number(backend.in_flight),
         ]),
         "No backend has joined.",
+      ),
+      table(
+        "Frontends",
+        ["Frontend", "Console"],
+        Object.entries(status.frontend_addresses).map(([name, address]) => [name, link(address)]),
+        "No frontend has joined.",
       ),
       table(
         "Routes",
@@ -241,8 +268,46 @@ export class Cluster {
         ]),
         "No model is routed.",
       ),
+      table(
+        "Canaries",
+        ["Model", "Version", "Beside", "State", "Share", "Backends", "Why"],
+        status.canaries.map((canary) => {
+          const model = status.models.find(({ name }) => name === canary.model);
+          return [
+            canary.model,
+            canary.version,
+            canary.in_force,
+            canary.state.replace("_", " "),
+            share(canary.share),
+            model?.canary?.backends.join(", ") || "–",
+            words(canary.why),
+          ];
+        }),
+        "No model has a canary.",
+      ),
       this.#queries(queries),
     ];
+  }
+
+  /** Why the plan was made, and what it needs and has. */
+  #plan(status) {
+    const pair = (name, value) => [el("dt", {}, name), el("dd", {}, value)];
+    const planned = status.epoch !== null;
+    return el(
+      "section",
+      { class: "panel", "aria-label": "Plan" },
+      el("div", { class: "bar" }, el("h2", {}, "Plan")),
+      el(
+        "dl",
+        { class: "body pairs" },
+        pair("Made because", (planned && status.reason) || "–"),
+        pair(
+          "Backends",
+          planned ? `${status.used} serve, at least ${number(status.bound)} are needed` : "–",
+        ),
+        pair("Capacity", status.scale ? `${number(status.scale)} times the load` : "–"),
+      ),
+    );
   }
 
   #queries(queries) {

@@ -5,6 +5,10 @@ import { bytes, classTag, el, number, percent, show, time } from "./dom.js";
 
 const SECONDS = 60;
 const FILLS = 8;
+/** Width of a curve in the table. */
+const SPARK = 100;
+/** Models of a device that are listed with their memory. */
+const LISTED = 12;
 
 /** Watts of a device, and how much of the time a kernel ran. */
 function power(device) {
@@ -18,13 +22,26 @@ function power(device) {
   );
 }
 
+/** The share of requests that kept their SLO, rounded down: 100 % are all of them. */
+function keptShare(kept, missed) {
+  const tenths = Math.floor((kept / (kept + missed)) * 1000);
+  return tenths === 1000 ? "100 %" : `${(tenths / 10).toFixed(1)} %`;
+}
+
+/** Bytes of a model's weights on a device, or on all of them. */
+function memoryOf(model, device) {
+  const held = (model?.resident || []).filter(([at]) => device === undefined || at === device);
+  return held.reduce((sum, [, size]) => sum + size, 0);
+}
+
 /** Figures of one second. */
 class Second {
   constructor() {
     this.ns = 0;
     this.done = 0;
     this.failed = 0;
-    this.late = 0;
+    this.kept = 0;
+    this.missed = 0;
     this.latency = new Map();
     this.wait = new Map();
     this.rows = new Map();
@@ -98,7 +115,7 @@ export class Now {
       second.ns += ns;
       const flow = flows.get(key);
       if (!flow) continue;
-      for (const field of ["done", "failed", "late"]) second[field] += flow[field];
+      for (const field of ["done", "failed", "kept", "missed"]) second[field] += flow[field];
       for (const field of ["latency", "wait", "rows"]) addCounts(second[field], flow[field]);
     }
     figures.devices.forEach((device, index) => {
@@ -152,13 +169,16 @@ export class Now {
       "",
       "p50",
       "p99",
-      "p99, each second",
+      "p50, p99",
       "Waiting",
+      "Wait, p50",
+      "Wait, p99",
       "Batch",
       "SLO kept",
       "Failed",
+      "Memory",
     ];
-    const numbers = new Set([2, 4, 5, 7, 8, 9, 10]);
+    const numbers = new Set([2, 4, 5, 7, 8, 9, 10, 11, 12, 13]);
     show(
       node,
       el(
@@ -182,7 +202,7 @@ export class Now {
           },
           el(
             "table",
-            {},
+            { class: "tight" },
             el(
               "thead",
               {},
@@ -223,7 +243,9 @@ export class Now {
   #draw() {
     this.#drawTotals();
     const order = (key) => (key.endsWith("rt") ? 0 : 1);
-    const keys = [...this.#flows.keys()].sort((a, b) => order(a) - order(b) || a.localeCompare(b, "en", { numeric: true }));
+    const keys = [...this.#flows.keys()].sort(
+      (a, b) => order(a) - order(b) || a.localeCompare(b, "en", { numeric: true }),
+    );
     this.empty.hidden = keys.length > 0;
     for (const [key, row] of this.#rows) {
       if (this.#flows.has(key)) continue;
@@ -381,9 +403,9 @@ export class Now {
   #row(key) {
     if (this.#rows.has(key)) return this.#rows.get(key);
     const [name, kind] = key.split("\n");
-    const rate = new Spark(`Requests a second of ${name}`);
-    const p99 = new Spark(`p99 of ${name}`);
-    const cells = Array.from({ length: 7 }, () => el("td", { class: "number" }));
+    const rate = new Spark(`Requests a second of ${name}`, SPARK);
+    const p99 = new Spark(`p99 of ${name}, and below it p50`, SPARK);
+    const cells = Array.from({ length: 10 }, () => el("td", { class: "number" }));
     const node = el(
       "tr",
       {},
@@ -411,9 +433,9 @@ export class Now {
     const mean = [...rows].reduce((sum, [size, n]) => sum + size * n, 0) / count;
     const most = Math.max(0, ...rows.keys());
     const model = this.#figures.models.find((model) => model.name === row.name);
-    const ended = minute.sum("done") + minute.sum("failed");
+    const wait = minute.merged("wait");
+    const [kept, missed] = [minute.sum("kept"), minute.sum("missed")];
     const failed = minute.sum("failed");
-    const slo = model?.slo_ms;
     row.cells[0].textContent = number(this.#rate(minute, "done"));
     row.cells[1].textContent = time(quantile(latency, 0.5));
     row.cells[2].textContent = time(quantile(latency, 0.99));
@@ -421,13 +443,20 @@ export class Now {
     const other = kind === "rt" ? "be" : "rt";
     const both = this.#flows.has(`${row.name}\n${other}`) ? " of both" : "";
     row.cells[3].textContent = number(model?.pending) + both;
-    row.cells[4].textContent = count ? (most > 1 ? `${number(mean)} (max ${most})` : "1") : "–";
-    row.cells[5].textContent =
-      slo || minute.sum("late") ? percent(1 - minute.sum("late") / ended) : "no SLO";
-    row.cells[6].textContent = failed ? number(failed) : "0";
-    row.cells[6].className = failed ? "number bad" : "number";
+    row.cells[4].textContent = time(quantile(wait, 0.5));
+    row.cells[5].textContent = time(quantile(wait, 0.99));
+    row.cells[6].textContent = count ? (most > 1 ? `${number(mean)} (max ${most})` : "1") : "–";
+    if (kept + missed) row.cells[7].textContent = keptShare(kept, missed);
+    else row.cells[7].textContent = model?.slo_ms ? "–" : "no SLO";
+    row.cells[8].textContent = failed ? number(failed) : "0";
+    row.cells[8].className = failed ? "number bad" : "number";
+    row.cells[9].textContent = bytes(memoryOf(model) || undefined);
     row.rate.update(minute.series((second) => (second.ns ? (second.done / second.ns) * 1e9 : NaN)));
-    row.p99.update(minute.series((second) => quantile(second.latency, 0.99)));
+    row.p99.update(
+      minute.series((second) => quantile(second.latency, 0.99)),
+      0,
+      minute.series((second) => quantile(second.latency, 0.5)),
+    );
   }
 
   #drawDevice(device, index) {
@@ -516,13 +545,13 @@ export class Now {
             : "") +
           (device.pending_loads ? `, ${device.pending_loads} waiting` : ""),
       ),
+      device.memory_bytes
+        ? pair("Memory", `${bytes(device.used_bytes)} of ${bytes(device.memory_bytes)} in use`)
+        : [],
       device.fault ? pair("Fault", el("span", { class: "bad" }, device.fault)) : [],
     );
     const models = this.#figures.models
-      .map((model) => [
-        model.name,
-        model.resident.filter(([at]) => at === index).reduce((sum, [, size]) => sum + size, 0),
-      ])
+      .map((model) => [model.name, memoryOf(model, index)])
       .filter(([, size]) => size > 0)
       .sort((a, b) => b[1] - a[1]);
     const whole =
@@ -546,10 +575,11 @@ export class Now {
     show(
       card.legend,
       models
-        .slice(0, 12)
+        .slice(0, LISTED)
         .map(([name, size], at) =>
           el("li", {}, el("i", { class: `fill-${at % FILLS}` }), `${name} ${bytes(size)}`),
         ),
+      models.length > LISTED ? el("li", {}, `and ${models.length - LISTED} more`) : null,
     );
   }
 }

@@ -40,7 +40,7 @@ mod step_report;
 
 use crate::heavy_work::{LARGE_BYTES, heavy, in_background};
 use crate::telemetry::unix_ns;
-use counters::PendingRequest;
+use counters::{PendingRequest, RequestLimits};
 use loader::{LoadError, ModelLoader};
 use model_table::ModelTable;
 use monitor::NodeMonitor;
@@ -311,7 +311,10 @@ impl Inner {
         let _slot = limits::admit(served, options)?;
         let default = served.config.timeout_ms.map(Nanos::from_millis);
         let timeout = options.timeout.or(default);
-        let pending = PendingRequest::begin(served.counters.clone(), batch, timeout);
+        let slo = served.config.slo_ms.map(Nanos::from_millis);
+        let limits = RequestLimits { timeout, slo };
+        let pending =
+            PendingRequest::begin(served.counters.clone(), self.clock().clone(), batch, limits);
         let Some(split) = &served.split else {
             let InferOptions { class, priority, .. } = *options;
             let request = Request { model: served.key, inputs, class, priority, timeout };

@@ -11,6 +11,7 @@ use clap::{Args, ValueEnum};
   atoll bench server --models models --network resnet50 --clients 256 --connections 16 --rounds 5
   atoll bench server --model tiny.onnx --protocols grpc -- --concurrent-rt-batches 4
   atoll bench server --model tiny.onnx --security none,tls,tls-token --json overhead.json
+  atoll bench server --model tiny.onnx --viewers 0,1,5 --rounds 20
 
 Arguments after -- are those of atoll serve; they apply to the engine alone, too.")]
 pub(crate) struct ServerBenchArgs {
@@ -63,6 +64,12 @@ pub(crate) struct ServerBenchArgs {
     /// alternately, and rates are compared with those of the first
     #[arg(long, value_enum, default_value = "none", value_delimiter = ',')]
     pub(crate) security: Vec<Security>,
+
+    /// Viewers of the console's live stream, separated by commas: each number is measured
+    /// alternately, and compared with the first in the same round
+    #[arg(long, value_name = "NUMBER", default_value = "0", value_delimiter = ',',
+          value_parser = clap::value_parser!(u16).range(0..=16))]
+    pub(crate) viewers: Vec<u16>,
 
     /// Seconds the server may take until it is ready
     #[arg(long, default_value_t = 300)]

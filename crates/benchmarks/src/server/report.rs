@@ -111,6 +111,10 @@ pub(super) fn tenth(value: f64) -> f64 {
     (value * 10.0).round() / 10.0
 }
 
+fn hundredth(value: f64) -> f64 {
+    (value * 100.0).round() / 100.0
+}
+
 pub(super) fn thousandth(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
@@ -140,6 +144,9 @@ pub(super) struct Measurement {
     pub(super) checked: u64,
     /// Replies that differed.
     pub(super) wrong: u64,
+    /// Bytes that the viewer got which got least.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) viewer_bytes: Option<u64>,
 }
 
 /// The engine alone, then every server.
@@ -156,9 +163,13 @@ pub(super) struct MeasurementSummary {
     pub(super) rps: f64,
     /// Share of the engine's rate in the same round, in percent.
     pub(super) of_engine_pct: f64,
-    /// Share of the rate with the first kind of protection in the same round, in percent.
+    /// Rate with the first kind of protection, or number of viewers, in the same round: its share
+    /// in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) of_first_pct: Option<f64>,
+    /// The same of p99: above 100 it is longer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) p99_of_first_pct: Option<f64>,
     pub(super) p50_ms: f64,
     pub(super) p99_ms: f64,
     pub(super) server_cores: f64,
@@ -191,13 +202,15 @@ impl MeasurementSummary {
         let mut all = vec![MeasurementSummary::of("engine", rounds, engine)];
         for (index, (name, reference)) in names.enumerate() {
             let summary = MeasurementSummary::of(name, rounds, |r| r.servers[index].clone());
-            let share = |first: usize| {
+            let share = |first: usize, value: fn(&Measurement) -> f64| {
                 let of_round = |round: &MeasurementRound| {
-                    round.servers[index].rps / round.servers[first].rps.max(1e-9)
+                    value(&round.servers[index]) / value(&round.servers[first]).max(1e-9)
                 };
-                tenth(median(rounds.iter().map(of_round)) * 100.0)
+                hundredth(median(rounds.iter().map(of_round)) * 100.0)
             };
-            all.push(MeasurementSummary { of_first_pct: reference.map(share), ..summary });
+            let of_first_pct = reference.map(|first| share(first, |one| one.rps));
+            let p99_of_first_pct = reference.map(|first| share(first, |one| one.p99_ms));
+            all.push(MeasurementSummary { of_first_pct, p99_of_first_pct, ..summary });
         }
         all
     }
@@ -217,6 +230,7 @@ impl MeasurementSummary {
             rps: tenth(of(|s| s.rps)),
             of_engine_pct: tenth(median(shares) * 100.0),
             of_first_pct: None,
+            p99_of_first_pct: None,
             p50_ms: thousandth(of(|s| s.p50_ms)),
             p99_ms: thousandth(of(|s| s.p99_ms)),
             server_cores: thousandth(of(|s| s.server_cores)),
@@ -271,13 +285,14 @@ pub(super) fn table(report: &ServerReport) -> String {
     // Writing to a string does not fail.
     let _ = writeln!(
         text,
-        "{:<20}{:>10}{:>10}{:>9}{:>9}{:>9}{:>8}{:>9}{:>9}{:>7}{:>6}{:>7}",
+        "{:<20}{:>10}{:>10}{:>9}{:>9}{:>9}{:>9}{:>8}{:>9}{:>9}{:>7}{:>6}{:>7}",
         "",
         "/s",
         "% engine",
         "% first",
         "p50 ms",
         "p99 ms",
+        "% first",
         "cores",
         "clients",
         "/s core",
@@ -288,16 +303,18 @@ pub(super) fn table(report: &ServerReport) -> String {
     for s in &report.summaries {
         let batch = s.mean_batch.map_or("-".to_string(), |batch| batch.to_string());
         let max = s.largest_batch.map_or("-".to_string(), |max| max.to_string());
-        let first = s.of_first_pct.map_or("-".to_string(), |share| share.to_string());
+        let first =
+            |share: Option<f64>| share.map_or("-".to_string(), |share| format!("{share:.2}"));
         let _ = writeln!(
             text,
-            "{:<20}{:>10}{:>10}{:>9}{:>9}{:>9}{:>8.2}{:>9.2}{:>9}{:>7}{:>6}{:>7.2}",
+            "{:<20}{:>10}{:>10}{:>9}{:>9}{:>9}{:>9}{:>8.2}{:>9.2}{:>9}{:>7}{:>6}{:>7.2}",
             s.name,
             s.rps,
             s.of_engine_pct,
-            first,
+            first(s.of_first_pct),
             s.p50_ms,
             s.p99_ms,
+            first(s.p99_of_first_pct),
             s.server_cores,
             s.client_cores,
             s.rps_per_core,
@@ -353,5 +370,18 @@ mod tests {
         let names = [("plain", None), ("TLS", Some(0))];
         let all = MeasurementSummary::all(names.into_iter(), &rounds);
         assert_eq!((all[1].of_first_pct, all[2].of_first_pct), (None, Some(90.0)));
+    }
+
+    #[test]
+    fn p99_is_compared_within_a_round_as_well() {
+        let measurement = |p99_ms| Measurement { p99_ms, ..Measurement::default() };
+        let round = |none, five| MeasurementRound {
+            engine: measurement(1.0),
+            servers: vec![measurement(none), measurement(five)],
+        };
+        let rounds = [round(1.0, 1.02), round(2.0, 2.0), round(4.0, 8.0)];
+        let names = [("none", None), ("five", Some(0))];
+        let all = MeasurementSummary::all(names.into_iter(), &rounds);
+        assert_eq!((all[1].p99_of_first_pct, all[2].p99_of_first_pct), (None, Some(102.0)));
     }
 }

@@ -67,8 +67,9 @@ struct BusyTimes {
 struct ModelFigures {
     name: String,
     class: String,
-    slo_ms: Option<u64>,
     pending: u64,
+    /// Device and bytes of its weights there.
+    resident: Vec<(usize, u64)>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -77,8 +78,10 @@ struct Flow {
     class: String,
     done: u64,
     failed: u64,
-    late: u64,
+    kept: u64,
+    missed: u64,
     latency: Vec<(u32, u64)>,
+    wait: Vec<(u32, u64)>,
     rows: Vec<(u32, u64)>,
 }
 
@@ -119,8 +122,10 @@ struct Second {
     ns: u64,
     done: u64,
     failed: u64,
-    late: u64,
+    kept: u64,
+    missed: u64,
     latency: Counts,
+    wait: Counts,
     rows: Counts,
     busy: [u64; 2],
     preemptions: u64,
@@ -177,10 +182,14 @@ pub(super) struct ModelRow {
     pub(super) rate: f64,
     pub(super) p50_us: Option<f64>,
     pub(super) p99_us: Option<f64>,
+    /// 99th percentile of the time until requests started.
+    pub(super) wait_p99_us: Option<f64>,
     /// Waiting or running requests of the model.
     pub(super) pending: u64,
     pub(super) mean_rows: Option<f64>,
-    /// Share of requests within the SLO; `None` without one.
+    /// Bytes of its weights, by device; on a frontend, which has no devices, none.
+    pub(super) resident: Vec<(usize, u64)>,
+    /// Share of requests that were answered within their SLO; `None` without one.
     pub(super) slo_kept: Option<f64>,
     pub(super) failed: u64,
     /// Requests of each second, oldest first.
@@ -242,8 +251,10 @@ impl Minute {
             let Some(second) = history.and_then(|history| history.0.back_mut()) else { continue };
             second.done += flow.done;
             second.failed += flow.failed;
-            second.late += flow.late;
+            second.kept += flow.kept;
+            second.missed += flow.missed;
             second.latency.add(&flow.latency);
+            second.wait.add(&flow.wait);
             second.rows.add(&flow.rows);
         }
         for (device, history) in figures.devices.iter().zip(&mut self.devices) {
@@ -290,22 +301,24 @@ impl Minute {
     fn row(&self, name: &str, class: &str, history: &History) -> ModelRow {
         let model = self.figures.models.iter().find(|model| model.name == name);
         let latency = Counts::merge(history.0.iter().map(|second| &second.latency));
+        let wait = Counts::merge(history.0.iter().map(|second| &second.wait));
         let rows = Counts::merge(history.0.iter().map(|second| &second.rows));
         let count: u64 = rows.0.values().sum();
         let total: u64 = rows.0.iter().map(|(rows, count)| u64::from(*rows) * count).sum();
-        let (late, failed) = (history.sum(|s| s.late), history.sum(|s| s.failed));
-        let ended = history.sum(|s| s.done) + failed;
-        let has_slo = model.is_some_and(|model| model.slo_ms.is_some()) || late > 0;
+        let (kept, missed) = (history.sum(|s| s.kept), history.sum(|s| s.missed));
+        let judged = kept + missed;
         ModelRow {
             name: name.to_string(),
             class: class.to_string(),
             rate: history.rate(|second| second.done),
             p50_us: latency.quantile_us(0.5),
             p99_us: latency.quantile_us(0.99),
+            wait_p99_us: wait.quantile_us(0.99),
             pending: model.map_or(0, |model| model.pending),
             mean_rows: (count > 0).then(|| total as f64 / count as f64),
-            slo_kept: (has_slo && ended > 0).then(|| 1.0 - late as f64 / ended as f64),
-            failed,
+            resident: model.map_or_else(Vec::new, |model| model.resident.clone()),
+            slo_kept: (judged > 0).then(|| kept as f64 / judged as f64),
+            failed: history.sum(|second| second.failed),
             history: history.0.iter().map(|second| second.done).collect(),
         }
     }
@@ -344,9 +357,11 @@ impl Minute {
                 "requests_per_second": row.rate,
                 "p50_us": row.p50_us,
                 "p99_us": row.p99_us,
+                "wait_p99_us": row.wait_p99_us,
                 "pending": row.pending,
                 "mean_batch_rows": row.mean_rows,
                 "slo_kept": row.slo_kept,
+                "resident_bytes": row.resident.iter().map(|(_, bytes)| bytes).sum::<u64>(),
                 "failed": row.failed,
             })
         };
@@ -401,14 +416,17 @@ pub(super) mod tests {
                 "power_milliwatts": 70_500, "power_limit_milliwatts": 700_000,
             }],
             "models": [
-                { "name": "resnet", "class": "rt", "slo_ms": 10, "pending": 3 },
-                { "name": "bert", "class": "be", "slo_ms": null, "pending": 1 },
-                { "name": "unused", "class": "be", "slo_ms": null, "pending": 0 },
+                { "name": "resnet", "class": "rt", "slo_ms": 10, "pending": 3,
+                  "resident": [[0, 2 << 20]] },
+                { "name": "bert", "class": "be", "slo_ms": null, "pending": 1,
+                  "resident": [[0, 1 << 20]] },
+                { "name": "unused", "class": "be", "slo_ms": null, "pending": 0, "resident": [] },
             ],
             "flows": [
-                { "model": "resnet", "class": "rt", "done": 25, "failed": 0, "late": 5,
-                  "latency": [[80, 24], [96, 1]], "wait": [], "rows": [[1, 20], [5, 5]] },
-                { "model": "bert", "class": "be", "done": 2, "failed": 1, "late": 0,
+                { "model": "resnet", "class": "rt", "done": 25, "failed": 5,
+                  "kept": 21, "missed": 9, "latency": [[80, 24], [96, 1]],
+                  "wait": [[40, 20], [72, 5]], "rows": [[1, 20], [5, 5]] },
+                { "model": "bert", "class": "be", "done": 2, "failed": 1, "kept": 0, "missed": 0,
                   "latency": [[120, 2]], "wait": [], "rows": [[1, 2]] },
             ],
         }))
@@ -426,14 +444,20 @@ pub(super) mod tests {
         assert_eq!(resnet.p50_us.map(|us| us.round()), Some(1069.0));
         assert_eq!(resnet.p99_us.map(|us| us.round()), Some(4277.0));
         assert_eq!((resnet.pending, resnet.mean_rows), (3, Some(1.8)));
-        assert!((resnet.slo_kept.expect("an SLO") - 0.8).abs() < 1e-9);
+        // 25 were answered, 4 of them late, and 5 were refused.
+        assert!((resnet.slo_kept.expect("an SLO") - 0.7).abs() < 1e-9);
+        assert_eq!(resnet.wait_p99_us.map(|us| us.round()), Some(535.0));
+        assert_eq!(resnet.resident, [(0, 2 << 20)]);
         let bert = models.iter().find(|row| row.name == "bert").expect("a row");
         assert_eq!((bert.failed, bert.slo_kept), (8, None));
         assert!(models.iter().any(|row| row.name == "unused" && row.p50_us.is_none()));
         let device = &minute.devices()[0];
         assert!((device.busy[0] - 0.2).abs() < 1e-9 && (device.busy[1] - 0.4).abs() < 1e-9);
         assert!((device.preemption_rate - 20.0).abs() < 1e-9);
-        assert_eq!(minute.json()["models"][1]["name"], "resnet");
+        let json = minute.json();
+        assert_eq!(json["models"][1]["name"], "resnet");
+        assert_eq!(json["models"][1]["resident_bytes"], 2 << 20);
+        assert!(json["models"][1]["wait_p99_us"].as_f64().is_some_and(|us| us > 500.0));
     }
 
     /// A frontend of two backends, one of them ejected.
@@ -442,7 +466,7 @@ pub(super) mod tests {
             json!({
                 "name": name, "address": "10.0.0.1:1", "http": "", "device": "CPU, 2 threads",
                 "models": ["resnet"], "state": state, "in_flight": 2, "done": done, "failed": 1,
-                "late": 0, "latency": [[80, done]],
+                "kept": 0, "missed": 0, "latency": [[80, done]],
             })
         };
         let backends = [backend("b1", "serving", 20), backend("b2", "ejected", 5)];

@@ -1,5 +1,8 @@
 //! What `atoll top` draws.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
 use base::Bytes;
 use ratatui::buffer::Buffer;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -15,13 +18,16 @@ const BAR: usize = 20;
 const HEIGHTS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 /// Seconds of the history in the table.
 const HISTORY: usize = 16;
-/// Lines of a device.
-const DEVICE_LINES: u16 = 3;
+/// Lines of a device, with its memory by model.
+const DEVICE_LINES: u16 = 4;
+/// Models that the memory of a device is listed by.
+const MEMORY_MODELS: usize = 8;
 
 /// Columns that a name has at least.
 const MIN_NAME: u16 = 12;
-/// Indices of columns, the least important first: rows, failures, SLO, queue, p50, requests, p99.
-const LEAST_FIRST: [usize; 7] = [4, 6, 5, 3, 1, 0, 2];
+/// Indices of columns, the least important first: rows, wait, failures, SLO, queue, p50, requests,
+/// p99.
+const LEAST_FIRST: [usize; 8] = [5, 4, 7, 6, 3, 1, 0, 2];
 
 /// Lines that are not for devices: totals, some models, keys.
 const TABLE_LINES: usize = 10;
@@ -69,7 +75,7 @@ struct Column {
     sort: fn(&ModelRow) -> f64,
 }
 
-const COLUMNS: [Column; 7] = [
+const COLUMNS: [Column; 8] = [
     Column { title: "REQ/S", width: 8, text: |r| number(r.rate), sort: |r| r.rate },
     Column { title: "P50", width: 8, text: |r| time(r.p50_us), sort: |r| r.p50_us.unwrap_or(-1.0) },
     Column { title: "P99", width: 8, text: |r| time(r.p99_us), sort: |r| r.p99_us.unwrap_or(-1.0) },
@@ -80,6 +86,12 @@ const COLUMNS: [Column; 7] = [
         sort: |r| r.pending as f64,
     },
     Column {
+        title: "WAIT",
+        width: 8,
+        text: |r| time(r.wait_p99_us),
+        sort: |r| r.wait_p99_us.unwrap_or(-1.0),
+    },
+    Column {
         title: "ROWS",
         width: 5,
         text: |r| r.mean_rows.map_or_else(absent, |rows| format!("{rows:.1}")),
@@ -88,7 +100,7 @@ const COLUMNS: [Column; 7] = [
     Column {
         title: "SLO",
         width: 7,
-        text: |r| r.slo_kept.map_or_else(absent, percent),
+        text: |r| r.slo_kept.map_or_else(absent, kept),
         sort: |r| r.slo_kept.unwrap_or(2.0),
     },
     Column {
@@ -106,6 +118,12 @@ fn absent() -> String {
 fn percent(share: f64) -> String {
     let percent = share * 100.0;
     if percent >= 99.95 { "100 %".to_string() } else { format!("{percent:.1} %") }
+}
+
+/// A share of requests that kept their SLO, rounded down: 100 % are all of them.
+fn kept(share: f64) -> String {
+    let tenths = (share * 1000.0).floor();
+    if tenths >= 1000.0 { "100 %".to_string() } else { format!("{:.1} %", tenths / 10.0) }
 }
 
 /// A number in at most six characters.
@@ -193,7 +211,31 @@ fn bar(busy: [f64; 2]) -> Vec<Span<'static>> {
     ]
 }
 
-fn device(row: &DeviceRow) -> Vec<Line<'static>> {
+/// The models whose weights are on the device of this index, the largest first.
+fn memory(models: &[ModelRow], device: usize) -> Option<Line<'static>> {
+    // By name, because a model with requests of both classes has two rows.
+    let sizes: BTreeMap<&str, u64> = models
+        .iter()
+        .filter_map(|row| {
+            let bytes = row.resident.iter().filter(|(at, _)| *at == device).map(|(_, size)| size);
+            Some((row.name.as_str(), bytes.sum())).filter(|(_, bytes)| *bytes > 0)
+        })
+        .collect();
+    let mut sizes: Vec<(&str, u64)> = sizes.into_iter().collect();
+    sizes.sort_by_key(|(_, bytes)| Reverse(*bytes));
+    let more = sizes.len().saturating_sub(MEMORY_MODELS);
+    let mut texts: Vec<String> = sizes
+        .iter()
+        .take(MEMORY_MODELS)
+        .map(|(name, size)| format!("{name} {}", Bytes(*size)))
+        .collect();
+    if more > 0 {
+        texts.push(format!("{more} more"));
+    }
+    (!texts.is_empty()).then(|| Line::from(format!("  memory: {}", texts.join(", "))))
+}
+
+fn device(row: &DeviceRow, memory: Option<Line<'static>>) -> Vec<Line<'static>> {
     let figures = &row.figures;
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let mut first = vec![Span::styled(figures.name.clone(), bold)];
@@ -225,7 +267,8 @@ fn device(row: &DeviceRow) -> Vec<Line<'static>> {
             third += &format!(" of {} W", limit / 1000);
         }
     }
-    vec![Line::from(first), Line::from(second), Line::from(third)]
+    let lines = [Line::from(first), Line::from(second), Line::from(third)];
+    lines.into_iter().chain(memory).collect()
 }
 
 fn backend(row: &BackendRow) -> Line<'static> {
@@ -304,7 +347,9 @@ pub(super) fn draw(minute: &Minute, view: &View, area: Rect, buffer: &mut Buffer
     let most = (room / DEVICE_LINES).max(1) as usize;
     let shown = &devices[..devices.len().min(most)];
     let mut above = head(minute, view);
-    above.extend(shown.iter().flat_map(device));
+    let models = minute.models();
+    let lines = |(at, row)| device(row, memory(&models, at));
+    above.extend(shown.iter().enumerate().flat_map(lines));
     if shown.len() < devices.len() {
         above.push(Line::from(format!("and {} more devices", devices.len() - shown.len())));
     }
@@ -385,16 +430,22 @@ mod tests {
             "20 preemptions/s",
             "70 W of 700 W",
             "REQ/Sv",
-            "80.0 %",
+            "70.0 %",
+            "memory: resnet 2.0 MiB, bert 1.0 MiB",
+            "WAIT",
             "q: quit",
         ] {
             assert!(screen.contains(text), "{text} is missing:\n{screen}");
         }
         let resnet = lines.iter().find(|line| line.starts_with("resnet")).expect("a line");
         let cells: Vec<&str> = resnet.split_whitespace().collect();
-        let expected =
-            ["resnet", "rt", "100", "1.1", "ms", "4.3", "ms", "3", "1.8", "80.0", "%", "0"];
-        assert_eq!(cells, expected);
+        let expected = "resnet rt 100 1.1 ms 4.3 ms 3 535 us 1.8 70.0 % 40";
+        assert_eq!(cells.join(" "), expected);
+    }
+
+    #[test]
+    fn only_all_are_a_hundred_percent() {
+        assert_eq!([1.0, 0.9999, 0.7, 0.0].map(kept), ["100 %", "99.9 %", "70.0 %", "0.0 %"]);
     }
 
     #[test]
@@ -441,7 +492,7 @@ mod tests {
 
     #[test]
     fn a_narrow_screen_keeps_names_and_the_sorted_column() {
-        let view = View { column: 4, ..View::new("") };
+        let view = View { column: 5, ..View::new("") };
         let lines = drawn(&minute(), &view, 44, 24);
         let head = lines.iter().find(|line| line.starts_with("MODEL")).expect("a table");
         assert!(head.contains("P99") && head.contains("ROWSv") && !head.contains("FAIL"), "{head}");

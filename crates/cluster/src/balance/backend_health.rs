@@ -55,6 +55,15 @@ impl EjectionReason {
             EjectionReason::Failing => "failing",
         }
     }
+
+    /// What it means, in a sentence about the backend.
+    pub fn sentence(self) -> &'static str {
+        match self {
+            EjectionReason::Silent => "it replied to nothing for longer than a request should take",
+            EjectionReason::Slow => "its replies take far longer than those of its peers",
+            EjectionReason::Failing => "its replies, or attempts to reach it, failed",
+        }
+    }
 }
 
 /// Whether a backend takes requests.
@@ -94,6 +103,8 @@ pub struct BackendHealth {
     /// Whether the last request failed because the connection did.
     lost: bool,
     ejections: [u64; EjectionReason::ALL.len()],
+    /// Of the last ejection.
+    reason: Option<EjectionReason>,
 }
 
 impl BackendHealth {
@@ -106,6 +117,7 @@ impl BackendHealth {
             failures: 0,
             lost: false,
             ejections: Default::default(),
+            reason: None,
         }
     }
 
@@ -129,6 +141,11 @@ impl BackendHealth {
     /// Ejections so far, for each reason.
     pub fn ejections(&self) -> [u64; EjectionReason::ALL.len()] {
         self.ejections
+    }
+
+    /// Why it does not serve now, if it does not.
+    pub fn ejected_for(&self) -> Option<EjectionReason> {
+        self.reason.filter(|_| !matches!(self.state, State::Serving { .. }))
     }
 
     /// How many ejections are not forgotten: the worst backends have most.
@@ -228,6 +245,7 @@ impl BackendHealth {
         self.level = (self.level + 1).min(16);
         self.failures = 0;
         self.ejections[reason as usize] += 1;
+        self.reason = Some(reason);
     }
 }
 
@@ -308,8 +326,10 @@ mod tests {
         assert_eq!(health.availability(at(1100)), Availability::ProbeDue);
         assert!(health.begin_probe(at(1100)));
         assert!(!health.begin_probe(at(1100)), "one probe");
+        assert_eq!(health.ejected_for(), Some(EjectionReason::Silent));
         health.replied(at(1101), at(1100));
         assert_eq!(health.availability(at(1101)), Availability::Serving);
+        assert_eq!(health.ejected_for(), None);
         assert_eq!(health.share(at(1101)), SLOW_START_SHARE);
         assert_eq!(health.share(at(9000)), 1.0);
     }

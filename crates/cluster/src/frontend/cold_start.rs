@@ -284,10 +284,11 @@ impl Inner {
         choice: CanaryChoice,
     ) -> ApiResult<InferResponse> {
         let entry = table.known(model)?.clone();
+        let own = request.options.timeout;
         entry.meter.arrive(1);
         let reply = self.try_infer_cold(model, request, choice).await;
         if reply.as_ref().is_err_and(|error| super::is_refusal(error.kind)) {
-            entry.meter.refuse(1);
+            entry.refuse(own, 1);
         }
         reply
     }
@@ -323,6 +324,7 @@ impl Inner {
                     let now = self.clock.now();
                     self.note_answered(now, model.name);
                     entry.meter.answer(now - arrived, own, 1);
+                    entry.count_answered(now - arrived, own, 1);
                     return Ok(reply);
                 }
                 // The backend went away again before it answered.

@@ -14,7 +14,8 @@ const BUCKETS: usize = 256;
 #[derive(Debug, Default)]
 pub struct LiveCounts {
     failed: AtomicU64,
-    late: AtomicU64,
+    kept: AtomicU64,
+    missed: AtomicU64,
     /// Absent before the first request: most models of a large cluster have none here.
     latency: OnceLock<Box<[AtomicU64]>>,
 }
@@ -32,9 +33,14 @@ impl LiveCounts {
         self.failed.fetch_add(count, Relaxed);
     }
 
-    /// Counts requests that ended after their SLO.
+    /// Counts requests that were answered within their SLO.
+    pub fn keep(&self, count: u64) {
+        self.kept.fetch_add(count, Relaxed);
+    }
+
+    /// Counts requests that were answered after their SLO, or not at all.
     pub fn miss(&self, count: u64) {
-        self.late.fetch_add(count, Relaxed);
+        self.missed.fetch_add(count, Relaxed);
     }
 
     /// What was counted so far.
@@ -44,7 +50,8 @@ impl LiveCounts {
         RequestCounts {
             latency: counts.filter(|(_, count)| *count > 0).collect(),
             failed: self.failed.load(Relaxed),
-            late: self.late.load(Relaxed),
+            kept: self.kept.load(Relaxed),
+            missed: self.missed.load(Relaxed),
             ..RequestCounts::default()
         }
     }
@@ -62,9 +69,10 @@ mod tests {
             counts.answer(time, 2);
         }
         counts.fail(1);
+        counts.keep(5);
         counts.miss(3);
         let read = counts.read();
-        assert_eq!((read.done(), read.failed, read.late), (6, 1, 3));
+        assert_eq!((read.done(), read.failed, read.kept, read.missed), (6, 1, 5, 3));
         assert_eq!(read.latency.keys().copied().collect::<Vec<_>>(), [0, 79, 255]);
     }
 }

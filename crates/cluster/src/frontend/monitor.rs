@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::Inner;
 use super::backend_link::BackendLink;
 use super::routing_table::{ModelEntry, RoutingTable};
-use crate::balance::backend_health::Availability;
+use super::status::state_text;
 
 /// The monitor of a frontend. It has no devices and no spans: those are at its backends.
 pub(super) struct FrontendMonitor(pub(super) Arc<Inner>);
@@ -44,17 +44,10 @@ fn counts_json(counts: &RequestCounts) -> Value {
     json!({
         "done": counts.done(),
         "failed": counts.failed,
-        "late": counts.late,
+        "kept": counts.kept,
+        "missed": counts.missed,
         "latency": latency,
     })
-}
-
-fn availability_text(availability: Availability) -> &'static str {
-    match availability {
-        Availability::Serving => "serving",
-        Availability::Ejected => "ejected",
-        Availability::ProbeDue => "on probation",
-    }
 }
 
 fn model_json(name: &str, entry: &ModelEntry) -> Value {
@@ -97,8 +90,7 @@ fn backend_json(backend: &Value, links: &[Arc<BackendLink>], now: Nanos, seen: &
     for field in ["name", "address", "http", "device", "models"] {
         figures[field] = backend[field].clone();
     }
-    let state = link.map_or("not routed", |link| availability_text(link.service(now).0));
-    figures["state"] = state.into();
+    figures["state"] = state_text(link.map(|link| link.service(now).0)).into();
     figures["in_flight"] = link.map_or(0, |link| link.outstanding.load(Relaxed)).into();
     figures
 }
@@ -154,6 +146,8 @@ impl Monitor for FrontendMonitor {
 
 #[cfg(test)]
 mod tests {
+    use model::config::ModelConfig;
+
     use super::*;
     use crate::frontend::backend_link::BackendLinks;
     use crate::record::{BackendRecord, ModelRecord, RouteRecord, TargetRecord};
@@ -161,7 +155,8 @@ mod tests {
 
     fn table(links: &BackendLinks) -> RoutingTable {
         let mut snapshot = ClusterSnapshot::default();
-        let record = ModelRecord { version: 1, enabled: true, ..ModelRecord::default() };
+        let config = ModelConfig { slo_ms: Some(5), ..ModelConfig::default() };
+        let record = ModelRecord { version: 1, enabled: true, config, ..ModelRecord::default() };
         snapshot.models.insert("m".to_string(), record);
         for (name, address) in [("a", "10.0.0.1:1"), ("b", "10.0.0.1:2")] {
             let backend = BackendRecord { grpc: address.to_string(), ..BackendRecord::default() };
@@ -187,7 +182,8 @@ mod tests {
     fn a_viewer_sees_what_ended_since_it_last_looked() {
         let links = BackendLinks::default();
         let table = table(&links);
-        let (meter, link) = (&table.models["m"].meter, &links.all()[0]);
+        let (entry, link) = (&table.models["m"], &links.all()[0]);
+        let meter = &entry.meter;
         let mut before = BTreeMap::new();
         let mut look = |first| {
             let mut seen =
@@ -199,7 +195,9 @@ mod tests {
         meter.answer(Nanos::from_millis(1), None, 4);
         assert_eq!(look(true)["flows"], json!([]));
         meter.answer(Nanos::from_millis(2), None, 3);
-        meter.refuse(1);
+        entry.count_answered(Nanos::from_millis(2), None, 2);
+        entry.count_answered(Nanos::from_millis(6), None, 1);
+        entry.refuse(None, 1);
         link.live.answer(Nanos::from_millis(2), 1);
         let seen = look(false);
         let flow = &seen["flows"][0];
@@ -208,6 +206,8 @@ mod tests {
             (&"m".into(), &3.into(), &1.into())
         );
         assert_eq!(flow["latency"], json!([[87, 3]]));
+        // What was refused has not kept its SLO.
+        assert_eq!((&flow["kept"], &flow["missed"]), (&2.into(), &2.into()));
         assert_eq!((&seen["backends"][0]["done"], &seen["interval_ns"]), (&1.into(), &2.into()));
         let states = [0, 1].map(|at| seen["backends"][at]["state"].clone());
         assert_eq!(states, ["serving", "not routed"]);

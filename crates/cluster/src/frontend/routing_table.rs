@@ -133,6 +133,33 @@ pub struct ModelEntry {
     pub limit: Arc<RateLimit>,
 }
 
+impl ModelEntry {
+    /// How long requests may take, as viewers judge them; `own` is the timeout of a request.
+    fn objective(&self, own: Option<Nanos>) -> Option<Nanos> {
+        let config = &self.record.config;
+        let timeout = own.or(config.timeout_ms.map(Nanos::from_millis));
+        [config.slo_ms.map(Nanos::from_millis), timeout].into_iter().flatten().min()
+    }
+
+    /// Counts whether requests with the timeout `own` that were answered after `took` kept their
+    /// SLO.
+    pub fn count_answered(&self, took: Nanos, own: Option<Nanos>, count: u64) {
+        match self.objective(own) {
+            Some(objective) if took <= objective => self.meter.live.keep(count),
+            Some(_) => self.meter.live.miss(count),
+            None => {}
+        }
+    }
+
+    /// Counts requests that were refused, or failed: those with an SLO missed it.
+    pub fn refuse(&self, own: Option<Nanos>, count: u64) {
+        self.meter.refuse(count);
+        if self.objective(own).is_some() {
+            self.meter.live.miss(count);
+        }
+    }
+}
+
 /// A query.
 pub struct QueryEntry {
     /// The checked query.

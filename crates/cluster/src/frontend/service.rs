@@ -231,6 +231,7 @@ impl Inner {
                     let now = self.clock.now();
                     self.note_answered(now, &request.model);
                     entry.meter.answer(now - arrived, None, 1);
+                    entry.count_answered(now - arrived, None, 1);
                     return Ok(Classification { model: request.model.clone(), ..reply });
                 }
                 Ok(Err(error)) if error.kind == ErrorKind::Unavailable => last = error,
@@ -239,7 +240,7 @@ impl Inner {
             }
             tried = Some(target.link.address.clone());
         }
-        entry.meter.refuse(1);
+        entry.refuse(None, 1);
         Err(last)
     }
 
@@ -333,6 +334,20 @@ fn labels(served: &str) -> String {
     match split_served(served) {
         (model, None) => format!("model=\"{model}\""),
         (model, Some(version)) => format!("model=\"{model}\",version=\"{version}\""),
+    }
+}
+
+/// Requests with an SLO or a deadline, by whether they were answered within it.
+fn write_slo_metrics(text: &mut String, table: &RoutingTable) {
+    let name = "atoll_slo_requests_total";
+    let help = "Requests with an SLO or a deadline, by whether they were answered within it";
+    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} counter");
+    let models: BTreeMap<_, _> = table.models.iter().collect();
+    for (model, entry) in models {
+        let counts = entry.meter.live.read();
+        for (result, count) in [("kept", counts.kept), ("missed", counts.missed)] {
+            let _ = writeln!(text, "{name}{{{},result=\"{result}\"}} {count}", labels(model));
+        }
     }
 }
 
@@ -464,7 +479,8 @@ impl InferenceService for Frontend {
     }
 
     fn cluster_status(&self) -> ServiceFuture<'_, serde_json::Value> {
-        Box::pin(std::future::ready(Ok(status::status(&self.inner.table()))))
+        let status = status::status(&self.inner.table(), self.inner.clock.now());
+        Box::pin(std::future::ready(Ok(status)))
     }
 
     fn ready(&self) -> bool {
@@ -673,6 +689,7 @@ impl InferenceService for Frontend {
                 let _ = writeln!(text, "{name}{{{}}} {}", labels(model), value(load));
             }
         }
+        write_slo_metrics(text, &self.inner.table());
         write_attempt_metrics(text, &self.inner);
         self.inner.cold_starts.write_metrics(text);
         write_query_metrics(text, &report);

@@ -193,7 +193,7 @@ impl Shared {
     /// Keeps `request` until its sizes are prepared.
     pub(super) fn submit_unprepared(&self, request: UnpreparedRequest) -> RequestHandle {
         let Some(threads) = self.preparation.get() else {
-            return request.submission.refuse(Rejection::ShuttingDown);
+            return self.refuse(request.submission, Rejection::ShuttingDown);
         };
         let queue = match request.submission.class {
             Class::RealTime => &threads.real_time,
@@ -210,7 +210,7 @@ impl Shared {
                 let why = Rejection::QueueFull { capacity: MAX_WAITING };
                 if let Some(request) = refused.take() {
                     self.count_rejected(request.submission.model);
-                    request.submission.refuse(why);
+                    self.refuse(request.submission, why);
                 }
                 self.preparation_ended();
                 RequestHandle { shared: Weak::new(), location: RequestLocation::Ended }
@@ -222,7 +222,8 @@ impl Shared {
     pub(super) fn submit_large(&self, request: UnpreparedRequest) -> RequestHandle {
         let Some(place) = CopyPlace::take(&self.copied_apart) else {
             self.count_rejected(request.submission.model);
-            return request.submission.refuse(Rejection::QueueFull { capacity: MAX_WAITING });
+            let why = Rejection::QueueFull { capacity: MAX_WAITING };
+            return self.refuse(request.submission, why);
         };
         let preparing = PreparingRequest::new(request);
         self.unsent.fetch_add(1, Ordering::SeqCst);
@@ -245,7 +246,7 @@ impl Shared {
         let UnpreparedRequest { submission, inputs, program, staging, is_prepared } = request;
         if submission.deadline <= self.clock.now() {
             self.count_rejected(submission.model);
-            submission.refuse(Rejection::DeadlineExceeded);
+            self.refuse(submission, Rejection::DeadlineExceeded);
             return;
         }
         let fault = self.lock().fault.clone();
@@ -255,7 +256,7 @@ impl Shared {
             None => specialize(&*program, &inputs),
         };
         if preparing.is_cancelled() {
-            submission.refuse(Rejection::Cancelled);
+            self.refuse(submission, Rejection::Cancelled);
             return;
         }
         let handle = match prepared {

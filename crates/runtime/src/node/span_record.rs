@@ -74,16 +74,15 @@ impl Node {
     }
 }
 
-/// How the reply of a batch member ended.
-fn end_of(result: &ReplyResult) -> End {
-    match result {
-        Ok(_) => End::Done,
-        Err(Rejection::NoSuchModel) => End::NoSuchModel,
-        Err(Rejection::QueueFull { .. }) => End::QueueFull,
-        Err(Rejection::DeadlineExceeded) => End::DeadlineExceeded,
-        Err(Rejection::Cancelled) => End::Cancelled,
-        Err(Rejection::ShuttingDown) => End::ShuttingDown,
-        Err(Rejection::RealTimeOnly | Rejection::Device(_)) => End::Failed,
+/// How a request ended that was not answered.
+fn end_of(why: &Rejection) -> End {
+    match why {
+        Rejection::NoSuchModel => End::NoSuchModel,
+        Rejection::QueueFull { .. } => End::QueueFull,
+        Rejection::DeadlineExceeded => End::DeadlineExceeded,
+        Rejection::Cancelled => End::Cancelled,
+        Rejection::ShuttingDown => End::ShuttingDown,
+        Rejection::RealTimeOnly | Rejection::Device(_) => End::Failed,
     }
 }
 
@@ -146,7 +145,27 @@ impl State {
             started: timing.started,
             answered: timing.finished,
             deadline: submission.deadline,
-            end: end_of(result),
+            end: result.as_ref().err().map_or(End::Done, end_of),
+        };
+        self.count_request(&span);
+        self.spans.record(Span::Request(span));
+    }
+
+    /// Records a request that the node refused before it was admitted.
+    pub(super) fn record_refusal(&mut self, now: Nanos, submission: &Submission, why: &Rejection) {
+        let span = RequestSpan {
+            number: self.spans.next_number(),
+            job: 0,
+            model: submission.model,
+            class: submission.class,
+            priority: submission.priority,
+            rows: 0,
+            arrived: submission.arrived,
+            staged: submission.staged,
+            started: Nanos::ZERO,
+            answered: now,
+            deadline: submission.deadline,
+            end: end_of(why),
         };
         self.count_request(&span);
         self.spans.record(Span::Request(span));

@@ -50,8 +50,18 @@ impl Lengths {
 }
 
 impl Submission {
+    /// Refuses it without a record: its inputs are wrong, or its node has gone.
     pub(super) fn refuse(self, why: Rejection) -> RequestHandle {
         refuse_at_once(self.arrived, self.reply, why)
+    }
+}
+
+impl Shared {
+    /// Refuses a request that was not admitted, and records it.
+    pub(super) fn refuse(&self, submission: Submission, why: Rejection) -> RequestHandle {
+        let now = self.clock.now();
+        self.lock().record_refusal(now, &submission, &why);
+        submission.refuse(why)
     }
 }
 
@@ -87,13 +97,13 @@ impl Node {
         };
         let class = submission.class;
         if class == Class::BestEffort && !shared.best_effort {
-            return submission.refuse(Rejection::RealTimeOnly);
+            return shared.refuse(submission, Rejection::RealTimeOnly);
         }
         if let Some(fault) = fault {
-            return submission.refuse(Rejection::Device(fault));
+            return shared.refuse(submission, Rejection::Device(fault));
         }
         if draining {
-            return submission.refuse(Rejection::ShuttingDown);
+            return shared.refuse(submission, Rejection::ShuttingDown);
         }
         let staging = staging.filter(|staging| staging.fits(&inputs));
         let mut is_prepared = program.is_prepared(&inputs);
@@ -182,7 +192,7 @@ impl Shared {
             }
             Admission::Refused(submission, why) => {
                 drop(state);
-                submission.refuse(why)
+                self.refuse(submission, why)
             }
             Admission::Alone(submission, staged) => {
                 drop(state);
@@ -228,7 +238,7 @@ impl Shared {
         if let Some(refusal) = refusal {
             drop(state);
             withdraw(withdrawn);
-            return submission.refuse(refusal);
+            return shared.refuse(submission, refusal);
         }
         let full = state.core.pending() + state.batches.members >= shared.max_requests;
         let id = if full { None } else { state.core.next_request_id() };
@@ -238,7 +248,8 @@ impl Shared {
             }
             drop(state);
             withdraw(withdrawn);
-            return submission.refuse(Rejection::QueueFull { capacity: shared.max_requests });
+            let why = Rejection::QueueFull { capacity: shared.max_requests };
+            return shared.refuse(submission, why);
         };
         let model = ModelId(key.slot);
         let Submission { class, priority, arrived, deadline, copy, reply, .. } = submission;

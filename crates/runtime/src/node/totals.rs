@@ -57,7 +57,8 @@ pub struct RequestTotals {
     /// Answered and not answered ones.
     ended: Counter,
     failed: Counter,
-    late: Counter,
+    kept: Counter,
+    missed: Counter,
     latency: Box<[Counter]>,
     wait: Box<[Counter]>,
     rows: Box<[Counter]>,
@@ -68,7 +69,8 @@ impl Default for RequestTotals {
         RequestTotals {
             ended: Counter::new(0),
             failed: Counter::new(0),
-            late: Counter::new(0),
+            kept: Counter::new(0),
+            missed: Counter::new(0),
             latency: counters(TIME_BUCKETS),
             wait: counters(TIME_BUCKETS),
             rows: counters(EXACT_ROWS as usize + LARGE_BATCHES),
@@ -79,8 +81,15 @@ impl Default for RequestTotals {
 impl RequestTotals {
     fn count(&self, request: &RequestSpan, objective: Option<Nanos>) {
         let total = request.answered.since(request.arrived);
-        if request.answered > request.deadline || objective.is_some_and(|slo| total > slo) {
-            self.late.fetch_add(1, Relaxed);
+        if request.deadline < Nanos::MAX || objective.is_some() {
+            let in_time =
+                request.answered <= request.deadline && objective.is_none_or(|slo| total <= slo);
+            match (request.end, in_time) {
+                (End::Done, true) => self.kept.fetch_add(1, Relaxed),
+                // Its client did not wait for it.
+                (End::Cancelled, true) => 0,
+                _ => self.missed.fetch_add(1, Relaxed),
+            };
         }
         if request.end == End::Done {
             self.latency[bucket_of(total)].fetch_add(1, Relaxed);
@@ -103,9 +112,15 @@ impl RequestTotals {
         self.failed.load(Relaxed)
     }
 
-    /// Those that ended after their deadline, or took longer than the SLO of their model.
-    pub fn late(&self) -> u64 {
-        self.late.load(Relaxed)
+    /// Those with a deadline or an SLO that were answered in time.
+    pub fn kept(&self) -> u64 {
+        self.kept.load(Relaxed)
+    }
+
+    /// Those with a deadline or an SLO that were answered late, or not at all: refused, failed, or
+    /// given up after it. What a client gave up before is neither kept nor missed.
+    pub fn missed(&self) -> u64 {
+        self.missed.load(Relaxed)
     }
 
     /// Answered ones by bucket of the time that they took.
@@ -223,6 +238,45 @@ impl Node {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn request(end: End, took: u64, deadline: Nanos) -> RequestSpan {
+        RequestSpan {
+            number: 1,
+            job: 1,
+            model: ModelKey::new(0, 1),
+            class: Class::RealTime,
+            priority: 1,
+            rows: 0,
+            arrived: Nanos(100),
+            staged: Nanos(100),
+            started: Nanos(100),
+            answered: Nanos(100 + took),
+            deadline,
+            end,
+        }
+    }
+
+    #[test]
+    fn only_what_was_answered_in_time_keeps_the_slo() {
+        let totals = RequestTotals::default();
+        let slo = Some(Nanos(50));
+        totals.count(&request(End::Done, 50, Nanos::MAX), slo);
+        assert_eq!((totals.kept(), totals.missed()), (1, 0));
+        let ends = [End::Failed, End::DeadlineExceeded, End::QueueFull, End::ShuttingDown];
+        ends.iter().for_each(|end| totals.count(&request(*end, 0, Nanos::MAX), slo));
+        assert_eq!((totals.kept(), totals.missed()), (1, 4));
+        totals.count(&request(End::Done, 51, Nanos::MAX), slo);
+        totals.count(&request(End::Done, 20, Nanos(110)), slo);
+        totals.count(&request(End::Cancelled, 60, Nanos::MAX), slo);
+        assert_eq!((totals.kept(), totals.missed()), (1, 7));
+        // Given up in time, and without an SLO: there is nothing to keep.
+        totals.count(&request(End::Cancelled, 10, Nanos::MAX), slo);
+        totals.count(&request(End::QueueFull, 0, Nanos::MAX), None);
+        totals.count(&request(End::Done, 900, Nanos::MAX), None);
+        assert_eq!((totals.kept(), totals.missed(), totals.ended()), (1, 7, 11));
+        totals.count(&request(End::Done, 10, Nanos(110)), None);
+        assert_eq!(totals.kept(), 2);
+    }
 
     #[test]
     fn rows_are_counted_exactly_until_batches_are_large() {

@@ -114,7 +114,10 @@ pub fn explain(
         at = at.max(*ended);
     }
     let computing = own.iter().map(|(began, ended)| *ended - *began).sum_nanos();
-    let replied = if own.is_empty() {
+    // Without a run it waited for one, and so it did when it was given up while preempted.
+    let never_resumed = request.end != End::Done
+        && runs.last().is_some_and(|run| run.end == RunEnd::Preempted && !is_stopped(request, run));
+    let replied = if own.is_empty() || never_resumed {
         split_wait(at, to, &causes, request.model, &mut shares);
         Nanos::ZERO
     } else {
@@ -347,7 +350,7 @@ fn sentence(
         }
     }
     text.push('.');
-    text.push_str(&preemptions_text(runs, name));
+    text.push_str(&preemptions_text(request, runs, name));
     text
 }
 
@@ -368,10 +371,42 @@ fn opening(request: &RequestSpan, total: Nanos) -> String {
     }
 }
 
-/// By whom its runs were preempted, and how long leaving took.
-fn preemptions_text(runs: &[RunSpan], name: &dyn Fn(ModelKey) -> String) -> String {
-    let cut: Vec<&RunSpan> = runs.iter().filter(|run| run.end == RunEnd::Preempted).collect();
-    let Some(last) = cut.last() else { return String::new() };
+/// Whether it was preempted because it was given up, and not for real time.
+fn is_stopped(request: &RequestSpan, run: &RunSpan) -> bool {
+    run.end == RunEnd::Preempted && run.preempted_for.is_none() && request.end != End::Done
+}
+
+/// By whom its runs were preempted, how long leaving took, and whether it went on.
+fn preemptions_text(
+    request: &RequestSpan,
+    runs: &[RunSpan],
+    name: &dyn Fn(ModelKey) -> String,
+) -> String {
+    let (stopped, runs_before) = match runs.split_last() {
+        Some((last, before)) if is_stopped(request, last) => (Some(last), before),
+        _ => (None, runs),
+    };
+    let mut text = String::new();
+    let cut: Vec<&RunSpan> = runs_before.iter().filter(|r| r.end == RunEnd::Preempted).collect();
+    if let Some(last) = cut.last() {
+        // The run after it may no longer be recorded: what was answered has resumed.
+        let resumed = request.end == End::Done || runs.iter().any(|run| run.began >= last.ended);
+        text.push_str(&cut_text(&cut, last, resumed, name));
+    }
+    if let Some(run) = stopped {
+        let left = words(run.ended - run.preempt_requested);
+        let step = format!("step {} of {}", run.next_step, run.step_count);
+        text.push_str(&format!(" It was stopped at {step}, and left the device after {left}."));
+    }
+    text
+}
+
+fn cut_text(
+    cut: &[&RunSpan],
+    last: &RunSpan,
+    resumed: bool,
+    name: &dyn Fn(ModelKey) -> String,
+) -> String {
     let times = match cut.len() {
         1 => "once".to_string(),
         count => format!("{count} times"),
@@ -392,7 +427,12 @@ fn preemptions_text(runs: &[RunSpan], name: &dyn Fn(ModelKey) -> String) -> Stri
         _ => format!("it left the device after {longest} at most"),
     };
     let step = format!("step {} of {}", last.next_step, last.step_count);
-    format!(" It was preempted {times}{for_whom}; {leaving}, and resumed last at {step}.")
+    let then = match (resumed, cut.len()) {
+        (true, _) => format!(", and resumed last at {step}"),
+        (false, 1) => format!(" at {step}, and did not resume"),
+        (false, _) => format!(", last at {step}, and did not resume there"),
+    };
+    format!(" It was preempted {times}{for_whom}; {leaving}{then}.")
 }
 
 #[cfg(test)]

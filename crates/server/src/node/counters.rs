@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use api::metadata::{BatchStats, DurationStat, InferenceStats};
-use base::Nanos;
+use base::{Clock, Nanos};
 use device::DeviceError;
 use model::Tensor;
 use runtime::{Rejection, Reply, Timing};
@@ -144,6 +144,10 @@ pub struct Counters {
     pub backend: AtomicU64,
     /// Requests that missed their deadline, including dropped ones.
     pub deadline_misses: AtomicU64,
+    /// Requests with a deadline or an SLO that were answered in time.
+    pub slo_kept: AtomicU64,
+    /// Requests with a deadline or an SLO that were answered late, or not at all.
+    pub slo_missed: AtomicU64,
     /// Times work was preempted.
     pub preemptions: AtomicU64,
     batches: [BatchCounter; BATCH_SIZES],
@@ -171,17 +175,37 @@ impl Default for Counters {
             bad_input: AtomicU64::default(),
             backend: AtomicU64::default(),
             deadline_misses: AtomicU64::default(),
+            slo_kept: AtomicU64::default(),
+            slo_missed: AtomicU64::default(),
             preemptions: AtomicU64::default(),
             batches: std::array::from_fn(|_| BatchCounter::default()),
         }
     }
 }
 
+/// How long a request may take.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RequestLimits {
+    /// From its arrival to its deadline.
+    pub timeout: Option<Nanos>,
+    /// The SLO of its model.
+    pub slo: Option<Nanos>,
+}
+
+impl RequestLimits {
+    /// What its time must not exceed to be in time; `None` where any time is.
+    fn least(self) -> Option<Nanos> {
+        [self.timeout, self.slo].into_iter().flatten().min()
+    }
+}
+
 /// A request in flight. It is counted once, when its outputs are ready, or when it is dropped.
 pub(super) struct PendingRequest {
     counters: Arc<Counters>,
+    clock: Arc<dyn Clock>,
+    arrived: Nanos,
     batch: usize,
-    timeout: Option<Nanos>,
+    limits: RequestLimits,
     /// Timing of the prefix, if it ran separately.
     prefix_timing: Option<Timing>,
     /// Whether the suffix runs after the next reply.
@@ -192,17 +216,20 @@ pub(super) struct PendingRequest {
 }
 
 impl PendingRequest {
-    /// Starts a request of `batch` inferences with `timeout`.
+    /// Starts a request of `batch` inferences with `limits`.
     pub(super) fn begin(
         counters: Arc<Counters>,
+        clock: Arc<dyn Clock>,
         batch: usize,
-        timeout: Option<Nanos>,
+        limits: RequestLimits,
     ) -> PendingRequest {
         counters.begin();
         PendingRequest {
             counters,
+            arrived: clock.now(),
+            clock,
             batch,
-            timeout,
+            limits,
             prefix_timing: None,
             suffix_follows: false,
             timing: None,
@@ -235,7 +262,7 @@ impl PendingRequest {
             }
             Err(rejection) => {
                 self.add_prefix(&mut timing);
-                self.counters.fail(&timing, &rejection, self.timeout);
+                self.counters.fail(&timing, &rejection, self.limits);
                 self.open = false;
                 Err(rejection)
             }
@@ -259,7 +286,7 @@ impl PendingRequest {
     }
 
     fn succeed(&mut self, timing: &Timing, output: Nanos) {
-        self.counters.succeed(timing, output, self.batch, self.timeout);
+        self.counters.succeed(timing, output, self.batch, self.limits);
         self.open = false;
     }
 }
@@ -273,10 +300,25 @@ impl Drop for PendingRequest {
             // The client is gone, and the work was done.
             Some(timing) => self.succeed(&timing, Nanos::ZERO),
             None => {
-                let timing = self.prefix_timing.unwrap_or_default();
-                self.counters.fail(&timing, &Rejection::Cancelled, self.timeout);
+                let (arrived, finished) = (self.arrived, self.clock.now());
+                let prefix = self.prefix_timing.unwrap_or_default();
+                let timing = Timing { arrived, finished, ..prefix };
+                self.counters.fail(&timing, &Rejection::Cancelled, self.limits);
             }
         }
+    }
+}
+
+fn is_bad_input(error: &DeviceError) -> bool {
+    matches!(error, DeviceError::BadInput(_) | DeviceError::StepFailed { .. })
+}
+
+/// Whether a request has no outputs because of its client: it gave up, or its inputs are wrong.
+fn is_the_clients(rejection: &Rejection) -> bool {
+    match rejection {
+        Rejection::Cancelled => true,
+        Rejection::Device(error) => is_bad_input(error),
+        _ => false,
     }
 }
 
@@ -298,9 +340,13 @@ impl Counters {
     }
 
     /// Counts a request of `batch` inferences that has outputs, which took `output` to make ready.
-    pub fn succeed(&self, timing: &Timing, output: Nanos, batch: usize, timeout: Option<Nanos>) {
+    pub fn succeed(&self, timing: &Timing, output: Nanos, batch: usize, limits: RequestLimits) {
         let phases = Phases::of(timing, output);
-        self.end(timing, timeout.is_some_and(|timeout| phases.total > timeout));
+        self.end(timing, limits.timeout.is_some_and(|timeout| phases.total > timeout));
+        if let Some(least) = limits.least() {
+            let in_time = phases.total <= least;
+            (if in_time { &self.slo_kept } else { &self.slo_missed }).fetch_add(1, Relaxed);
+        }
         self.success.add(phases.total);
         self.queue.add(phases.queue);
         self.input.add(phases.input);
@@ -324,10 +370,15 @@ impl Counters {
     }
 
     /// Counts a request without outputs.
-    pub fn fail(&self, timing: &Timing, rejection: &Rejection, timeout: Option<Nanos>) {
+    pub fn fail(&self, timing: &Timing, rejection: &Rejection, limits: RequestLimits) {
         let total = timing.finished.since(timing.arrived);
-        let late = timeout.is_some_and(|timeout| total > timeout);
+        let late = limits.timeout.is_some_and(|timeout| total > timeout);
         self.end(timing, late || matches!(rejection, Rejection::DeadlineExceeded));
+        if let Some(least) = limits.least()
+            && (total > least || !is_the_clients(rejection))
+        {
+            self.slo_missed.fetch_add(1, Relaxed);
+        }
         self.fail.add(total);
         let counter = match rejection {
             Rejection::QueueFull { .. } => &self.queue_full,
@@ -335,9 +386,7 @@ impl Counters {
             Rejection::Cancelled => &self.cancelled,
             Rejection::ShuttingDown | Rejection::NoSuchModel => &self.draining,
             Rejection::RealTimeOnly => &self.not_run,
-            Rejection::Device(DeviceError::BadInput(_) | DeviceError::StepFailed { .. }) => {
-                &self.bad_input
-            }
+            Rejection::Device(error) if is_bad_input(error) => &self.bad_input,
             Rejection::Device(_) => &self.backend,
         };
         counter.fetch_add(1, Relaxed);
@@ -370,6 +419,8 @@ impl Counters {
 
 #[cfg(test)]
 mod tests {
+    use base::ManualClock;
+
     use super::*;
 
     fn timing(finished: u64, busy: u64) -> Timing {
@@ -382,8 +433,20 @@ mod tests {
         }
     }
 
+    fn timeout(ns: u64) -> RequestLimits {
+        RequestLimits { timeout: Some(Nanos(ns)), slo: None }
+    }
+
+    fn begin(
+        counters: &Arc<Counters>,
+        clock: Arc<ManualClock>,
+        limits: RequestLimits,
+    ) -> PendingRequest {
+        PendingRequest::begin(counters.clone(), clock, 1, limits)
+    }
+
     fn pending(counters: &Arc<Counters>) -> PendingRequest {
-        PendingRequest::begin(counters.clone(), 1, None)
+        begin(counters, Arc::default(), RequestLimits::default())
     }
 
     fn reply(timing: Timing) -> Reply {
@@ -395,7 +458,7 @@ mod tests {
         let counters = Counters::default();
         counters.begin();
         let staged = Timing { prepared: Nanos(20_000), ..timing(200_000, 150_000) };
-        counters.succeed(&staged, Nanos(7_000), 4, Some(Nanos(100_000)));
+        counters.succeed(&staged, Nanos(7_000), 4, timeout(100_000));
         let stats = counters.inference_stats();
         assert_eq!(stats.success, DurationStat { count: 1, ns: 207_000 });
         assert_eq!((stats.compute_input.ns, stats.queue.ns), (20_000, 30_000));
@@ -407,7 +470,7 @@ mod tests {
         assert_eq!((batch.batch_size, batch.compute_output.ns), (4, 7_000));
         // A request that was never staged has no time of inputs.
         counters.begin();
-        counters.succeed(&timing(200_000, 150_000), Nanos::ZERO, 1, None);
+        counters.succeed(&timing(200_000, 150_000), Nanos::ZERO, 1, RequestLimits::default());
         assert_eq!(counters.inference_stats().compute_input, DurationStat { count: 2, ns: 20_000 });
     }
 
@@ -441,6 +504,21 @@ mod tests {
     }
 
     #[test]
+    fn what_a_client_gives_up_after_the_slo_has_missed_it() {
+        let (counters, clock) = (Arc::new(Counters::default()), Arc::new(ManualClock::default()));
+        let slo = RequestLimits { slo: Some(Nanos(5_000)), ..RequestLimits::default() };
+        let dropped_after = |ns| {
+            let open = begin(&counters, clock.clone(), slo);
+            clock.advance(Nanos(ns));
+            drop(open);
+            (counters.cancelled.load(Relaxed), counters.slo_missed.load(Relaxed))
+        };
+        assert_eq!(dropped_after(5_000), (1, 0));
+        assert_eq!(dropped_after(5_001), (2, 1));
+        assert_eq!(counters.fail.read(), DurationStat { count: 2, ns: 10_001 });
+    }
+
+    #[test]
     fn prefix_and_suffix_are_one_request() {
         let counters = Arc::new(Counters::default());
         let open = pending(&counters).with_suffix();
@@ -459,7 +537,7 @@ mod tests {
         for first in [true, false, false] {
             counters.begin();
             let timing = Timing { busy: Nanos(100), rows: 3, first, ..Timing::default() };
-            counters.succeed(&timing, Nanos::ZERO, 1, None);
+            counters.succeed(&timing, Nanos::ZERO, 1, RequestLimits::default());
         }
         assert_eq!(counters.executions.load(Relaxed), 1);
         assert_eq!(counters.inferences.load(Relaxed), 3);
@@ -472,11 +550,38 @@ mod tests {
     fn failures_are_counted_by_reason() {
         let counters = Counters::default();
         counters.begin();
-        counters.fail(&timing(0, 0), &Rejection::QueueFull { capacity: 1 }, None);
+        let none = RequestLimits::default();
+        counters.fail(&timing(0, 0), &Rejection::QueueFull { capacity: 1 }, none);
         counters.begin();
-        counters.fail(&timing(5, 0), &Rejection::DeadlineExceeded, None);
+        counters.fail(&timing(5, 0), &Rejection::DeadlineExceeded, none);
         assert_eq!(counters.queue_full.load(Relaxed), 1);
         assert_eq!(counters.deadline_misses.load(Relaxed), 1);
         assert_eq!(counters.fail.read().count, 2);
+    }
+
+    #[test]
+    fn only_what_was_answered_in_time_keeps_the_slo() {
+        let counters = Counters::default();
+        let slo = RequestLimits { slo: Some(Nanos(50_000)), ..RequestLimits::default() };
+        let read = || (counters.slo_kept.load(Relaxed), counters.slo_missed.load(Relaxed));
+        counters.succeed(&timing(40_000, 1_000), Nanos(10_000), 1, slo);
+        assert_eq!(read(), (1, 0));
+        counters.succeed(&timing(40_000, 1_000), Nanos(10_001), 1, slo);
+        counters.fail(&timing(0, 0), &Rejection::QueueFull { capacity: 1 }, slo);
+        counters.fail(&timing(0, 0), &Rejection::ShuttingDown, slo);
+        let failed = Rejection::Device(DeviceError::BadPlan("lost".to_string()));
+        counters.fail(&timing(0, 0), &failed, slo);
+        assert_eq!(read(), (1, 4));
+        // A client that gives up in time, or sends what the model cannot take, decides itself.
+        counters.fail(&timing(9_000, 0), &Rejection::Cancelled, slo);
+        let bad = Rejection::Device(DeviceError::BadInput("a shape".to_string()));
+        counters.fail(&timing(0, 0), &bad, slo);
+        assert_eq!(read(), (1, 4));
+        counters.fail(&timing(60_000, 0), &Rejection::Cancelled, slo);
+        counters.succeed(&timing(40_000, 1_000), Nanos::ZERO, 1, timeout(30_000));
+        assert_eq!(read(), (1, 6));
+        // Without an SLO there is nothing to keep.
+        counters.fail(&timing(0, 0), &Rejection::ShuttingDown, RequestLimits::default());
+        assert_eq!(read(), (1, 6));
     }
 }

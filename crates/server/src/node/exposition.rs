@@ -118,6 +118,7 @@ pub(super) fn write(
     }
     write_failures(&mut out, models);
     write_drops(&mut out, models);
+    write_slo(&mut out, models);
     write_histograms(&mut out, models);
     write_preemption_times(&mut out, models, device_group);
     write_replicas(&mut out, models, device_group);
@@ -350,6 +351,18 @@ fn write_drops(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
             ("limit", &c.limited),
         ] {
             out.sample(name, &with(model, "reason", reason), load(counter));
+        }
+    }
+}
+
+fn write_slo(out: &mut Exposition<'_>, models: &[Arc<ServedModel>]) {
+    let name = "atoll_slo_requests_total";
+    let help = "Requests with an SLO or a deadline, by whether they were answered within it";
+    out.family(name, MetricKind::Counter, help);
+    for model in models {
+        let c = &model.counters;
+        for (result, counter) in [("kept", &c.slo_kept), ("missed", &c.slo_missed)] {
+            out.sample(name, &with(model, "result", result), load(counter));
         }
     }
 }

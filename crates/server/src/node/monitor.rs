@@ -84,7 +84,8 @@ fn flow_json(((model, class), counts): (&(String, usize), &RequestCounts)) -> Va
         "class": if *class == 0 { "rt" } else { "be" },
         "done": counts.done(),
         "failed": counts.failed,
-        "late": counts.late,
+        "kept": counts.kept,
+        "missed": counts.missed,
         "latency": pairs(&counts.latency),
         "wait": pairs(&counts.wait),
         "rows": pairs(&counts.rows),
@@ -97,7 +98,8 @@ fn request_counts(totals: &RequestTotals) -> RequestCounts {
         wait: totals.wait().collect(),
         rows: totals.rows().collect(),
         failed: totals.failed(),
-        late: totals.late(),
+        kept: totals.kept(),
+        missed: totals.missed(),
     }
 }
 
@@ -207,6 +209,7 @@ impl NodeMonitor {
         let one = |((node, name), flow): ((&Arc<Node>, &String), &DeviceCounts)| {
             let (info, memory) = (node.device().info(), node.memory());
             let readings = node.device().readings().unwrap_or_default();
+            let used = memory.device.and_then(|used| used.system).or(readings.memory_used);
             json!({
                 "name": name,
                 "description": info.description,
@@ -218,7 +221,7 @@ impl NodeMonitor {
                 "leaving": pairs(&flow.leaving),
                 "budget_bytes": memory.budget.0,
                 "resident_bytes": node.resident().0,
-                "used_bytes": memory.device.and_then(|used| used.system).map(|bytes| bytes.0),
+                "used_bytes": used.map(|bytes| bytes.0),
                 "memory_bytes": readings.memory_total.map(|bytes| bytes.0),
                 "utilization_percent": readings.utilization_percent,
                 "power_milliwatts": readings.power_milliwatts,

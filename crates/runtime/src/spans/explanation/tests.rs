@@ -132,6 +132,63 @@ fn a_preempted_request_says_for_whom_and_where_it_resumed() {
 }
 
 #[test]
+fn what_was_cut_for_good_did_not_resume() {
+    for (end, opening) in [
+        (End::Cancelled, "Its client gave it up after 3.00 ms"),
+        (End::DeadlineExceeded, "Its deadline passed after 3.00 ms"),
+    ] {
+        let mut best_effort = request(1, Class::BestEffort, [0, 0, 0, 3_000]);
+        best_effort.end = end;
+        let real_time = request(2, Class::RealTime, [1_000, 1_010, 1_050, 9_000]);
+        let spans = [
+            Span::Run(cut(&best_effort, 0, 1_010, 1_050, 4)),
+            Span::Run(run(&real_time, 1_050, 9_000)),
+        ];
+        let explanation = explained(&best_effort, &spans);
+        assert_eq!(
+            explanation.sentence,
+            format!(
+                "{opening}, 1.95 ms of it (65 %) behind 1 real-time run of 'resnet'; the rest: \
+                 1.05 ms computing. It was preempted once for 'resnet'; it left the device after \
+                 40.0 us at step 4 of 10, and did not resume."
+            )
+        );
+    }
+}
+
+#[test]
+fn what_was_cut_again_resumed_only_before() {
+    let mut best_effort = request(1, Class::BestEffort, [0, 0, 0, 6_000]);
+    best_effort.end = End::Cancelled;
+    let spans = [
+        Span::Run(cut(&best_effort, 0, 1_010, 1_050, 4)),
+        Span::Run(cut(&best_effort, 2_000, 3_000, 3_100, 7)),
+    ];
+    let sentence = explained(&best_effort, &spans).sentence;
+    let end = "It was preempted 2 times for 'resnet'; it left the device after 100 us at most, \
+               last at step 7 of 10, and did not resume there.";
+    assert!(sentence.ends_with(end), "{sentence}");
+}
+
+#[test]
+fn what_was_stopped_because_it_was_given_up_says_so() {
+    let mut best_effort = request(1, Class::BestEffort, [0, 0, 0, 3_000]);
+    best_effort.end = End::Cancelled;
+    let stopped =
+        |began| RunSpan { preempted_for: None, ..cut(&best_effort, began, 3_000, 3_050, 6) };
+    let sentence = explained(&best_effort, &[Span::Run(stopped(0))]).sentence;
+    let end = "computing. It was stopped at step 6 of 10, and left the device after 50.0 us.";
+    assert!(sentence.ends_with(end), "{sentence}");
+    // It had resumed from a preemption before.
+    let spans = [Span::Run(cut(&best_effort, 0, 1_010, 1_050, 4)), Span::Run(stopped(2_000))];
+    let sentence = explained(&best_effort, &spans).sentence;
+    let end = "It was preempted once for 'resnet'; it left the device after 40.0 us, and resumed \
+               last at step 4 of 10. It was stopped at step 6 of 10, and left the device after \
+               50.0 us.";
+    assert!(sentence.ends_with(end), "{sentence}");
+}
+
+#[test]
 fn batch_members_are_named() {
     let mut first = request(1, Class::RealTime, [0, 5, 200, 400]);
     (first.job, first.rows) = (9, 3);
