@@ -6,8 +6,9 @@ use crate::LANES;
 use crate::blocks::{BlockRun, ROUND, next_count, vector, word};
 use crate::x86::halves;
 
-/// Loops over vectors of 512 bits, for functions of the instruction set `$features`: `factors` makes
-/// a vector's weights ready, `spread` one word of the image, and `add` adds their products to a sum.
+/// Loops over vectors of 512 bits, for functions of the instruction set `$features`: `factors`
+/// makes a vector's weights ready, `spread` one word of the image, and `add` adds their products to
+/// a sum.
 macro_rules! wide_blocks {
     ($features:literal) => {
         #[target_feature(enable = $features)]
