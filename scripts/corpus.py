@@ -4,7 +4,7 @@
     python scripts/corpus.py collect                # download packages, unpack their models
     python scripts/corpus.py make                   # quantised and optimised variants, scikit-learn
     python scripts/corpus.py run --no-time          # check, compare, batch; resumes
-    python scripts/corpus.py run                    # and time both, in turns
+    python scripts/corpus.py run                    # and time both, in turns; adds times
     python scripts/corpus.py run --only silero --show
     python scripts/corpus.py report                 # evidence/corpus.json and the book's table
 
@@ -42,6 +42,8 @@ PACKAGES = REPOSITORY / "scripts" / "modelcorpus" / "packages.tsv"
 RULES = REPOSITORY / "scripts" / "modelcorpus" / "inputs.json"
 FILES = REPOSITORY / "evidence" / "corpus_files.tsv"
 EVIDENCE = REPOSITORY / "evidence" / "corpus.json"
+# Unseen files whose failures were looked into: the beginnings of their hashes. They count as seen.
+LOOKED_AT = {"7bff1d494a36a01a", "21e662b00e8bf6d0", "10430a03235e3e03", "6decf1aa6f236a04"}
 VARIANTS_PER_FILE = 2
 MAKE_SECONDS = 180
 
@@ -64,8 +66,9 @@ class File:
 
 
 def part_of(digest: str) -> str:
-    """One third of all contents is unseen."""
-    return "unseen" if int(digest[:8], 16) % 3 == 0 else "seen"
+    """One third of all contents is unseen, unless it was looked at."""
+    unseen = int(digest[:8], 16) % 3 == 0 and digest[:16] not in LOOKED_AT
+    return "unseen" if unseen else "seen"
 
 
 def say(text: str) -> None:
@@ -249,8 +252,12 @@ def run(args: argparse.Namespace) -> int:
 def cached(target: Path, args, path: Path, rules: dict, limits: trial.Limits) -> dict:
     if target.exists() and not args.again:
         known = json.loads(target.read_text())
-        if args.no_time or "time" in known or known["status"] != "accepted":
-            return known
+        timed = known["status"] == "accepted" and known.get("compared")
+        if not args.no_time and timed and "time" not in known:
+            sizes = known["sizes"]
+            known["time"] = trial.time_known(args.atoll.resolve(), path, rules, sizes, limits)
+            target.write_text(json.dumps(known))
+        return known
     start = time.monotonic()
     outcome = trial.try_file(args.atoll.resolve(), path, rules, limits, not args.no_time)
     outcome["seconds"] = round(time.monotonic() - start, 1)

@@ -2,12 +2,14 @@
 its memory.
 
     python -m modelcorpus.peer outputs FILE FOLDER JSON    inputs and outputs of a file
-    python -m modelcorpus.peer time FILE FOLDER THREADS SECONDS
+    python -m modelcorpus.peer nudged FILE FOLDER          outputs with its numbers moved
+    python -m modelcorpus.peer time FILE FOLDER THREADS SECONDS BINARY
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,11 +19,17 @@ import onnx
 import onnxruntime
 
 from modelcorpus import feeds
+from modelcorpus.nudge import nudge
 from modelcorpus.widen import widen, widen_arrays
 
 # More symbolic sizes than these are not tried.
 TRIALS_MAX = len(feeds.TRIALS)
 ROWS = 2
+# Networks whose numbers are moved.
+NUDGES = 3
+# Turns of a timed comparison, and the most runs in one.
+TURNS = 3
+RUNS_MAX = 300
 
 
 def session_of(path: Path, optimise: bool, threads: int) -> onnxruntime.InferenceSession:
@@ -119,7 +127,8 @@ def outputs(path: Path, folder: Path, rules: dict) -> dict:
     facts = feeds.facts_of(path)
     session = session_of(path, optimise=False, threads=1)
     sizes, arrays, results = find_feed(session, facts, rules["seed"], rules)
-    again = run(session_of(path, optimise=True, threads=1), arrays) if facts.quantised else results
+    rounds = facts.quantised or facts.half
+    again = run(session_of(path, optimise=True, threads=1), arrays) if rounds else results
     wide_error = save_wide(path, folder, arrays) if facts.half else None
     return {
         "wide_error": wide_error,
@@ -129,6 +138,18 @@ def outputs(path: Path, folder: Path, rules: dict) -> dict:
         "optimised": save(folder / "optimised", again),
         "batch": batched(session, facts, sizes, rules["seed"], rules, folder),
     }
+
+
+def nudged_outputs(path: Path, folder: Path) -> dict:
+    """Saves what the file gives with each of its numbers moved by one unit in the last place, up or
+    down by chance: `nudged0`, `nudged1`, ... As networks they are the same."""
+    names = json.loads((folder / "names.json").read_text())
+    arrays, model, file = load(folder / "in", names), onnx.load(path), folder / "nudged.onnx"
+    for turn in range(NUDGES):
+        onnx.save(nudge(model, turn), file)
+        save(folder / f"nudged{turn}", run(session_of(file, optimise=False, threads=1), arrays))
+    file.unlink()
+    return {"nudges": NUDGES}
 
 
 def save_wide(path: Path, folder: Path, arrays: dict) -> str | None:
@@ -145,26 +166,41 @@ def save_wide(path: Path, folder: Path, arrays: dict) -> str | None:
     return None
 
 
-def measure(path: Path, folder: Path, threads: int, seconds: float) -> dict:
+def measure(path: Path, folder: Path, threads: int, seconds: float, binary: str) -> dict:
+    """Both in turns, each for `seconds` altogether: the median of each turn's median. The session
+    stays open while Atoll runs, whose process is a new one each turn."""
     names = json.loads((folder / "names.json").read_text())
     session = session_of(path, optimise=True, threads=threads)
     arrays = load(folder / "in", names)
     wanted = [output.name for output in session.get_outputs()]
-    times, until = [], time.perf_counter() + seconds
-    for _ in range(2):
-        session.run(wanted, arrays)
-    while len(times) < 3 or (time.perf_counter() < until and len(times) < 200):
-        start = time.perf_counter()
-        session.run(wanted, arrays)
-        times.append((time.perf_counter() - start) * 1e6)
-    return {"us": float(np.median(times)), "runs": len(times)}
+    command = [binary, "run", str(path), "--json", "--threads", str(threads)]
+    for at, name in enumerate(names):
+        command += ["--input", f"{name}={folder / 'in' / f'{at}.npy'}"]
+    ours, theirs = [], []
+    for _ in range(TURNS):
+        for _ in range(2):
+            session.run(wanted, arrays)
+        times, until = [], time.perf_counter() + seconds / TURNS
+        while len(times) < 3 or (time.perf_counter() < until and len(times) < RUNS_MAX):
+            start = time.perf_counter()
+            session.run(wanted, arrays)
+            times.append((time.perf_counter() - start) * 1e6)
+        theirs.append(float(np.median(times)))
+        repeat = ["--repeat", str(len(times)), "--warmup", str(min(20, len(times)))]
+        done = subprocess.run(command + repeat, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError((done.stderr.strip().splitlines() or ["it ended"])[-1])
+        ours.append(json.loads(done.stdout)["latency_us"]["p50"])
+    return {"us": float(np.median(ours)), "ort_us": float(np.median(theirs))}
 
 
 def main() -> int:
     what, path, folder, *rest = sys.argv[1:]
     try:
         if what == "time":
-            reply = measure(Path(path), Path(folder), int(rest[0]), float(rest[1]))
+            reply = measure(Path(path), Path(folder), int(rest[0]), float(rest[1]), rest[2])
+        elif what == "nudged":
+            reply = nudged_outputs(Path(path), Path(folder))
         else:
             reply = outputs(Path(path), Path(folder), json.loads(rest[0]))
     except Exception as error:

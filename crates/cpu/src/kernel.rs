@@ -19,7 +19,7 @@ mod draw;
 mod einsum;
 mod elementwise;
 mod gather;
-mod gemm;
+pub(crate) mod gemm;
 mod generate;
 mod geometry;
 mod integer;

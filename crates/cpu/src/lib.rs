@@ -3,6 +3,7 @@
 //! Work is preempted between two steps or, at a yield point of a kernel, inside one. The threads of
 //! a task that is preempted inside a step park there until the task resumes.
 
+mod bound_plan;
 mod buffer;
 mod buffer_pool;
 mod byte_steps;

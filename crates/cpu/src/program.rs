@@ -8,12 +8,12 @@ use device::{DeviceError, Program, RecordedStep, Task, check_inputs};
 use model::plan::PeakMemory;
 use model::{DataType, HostMemory, LaunchPlan, MemoryError, Step, Tensor};
 
+use crate::bound_plan::{BindError, BoundPlan};
 use crate::buffer;
 use crate::buffer_pool::BufferPool;
-use crate::byte_steps::{ByteSteps, with_byte_steps};
+use crate::byte_steps::ByteSteps;
 use crate::channel_blocks::ChannelBlocks;
-use crate::dequantized_weights::{is_empty, weights_as_numbers};
-use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, Outputs, StepFacts};
+use crate::kernel::{self, Context, Inputs, Kernel, KernelError, Operand, StepFacts};
 use crate::step_work;
 use crate::suspended_task::SuspendedTask;
 use crate::value::Value;
@@ -69,13 +69,16 @@ fn constants_of(plan: &LaunchPlan) -> Result<Vec<Option<Value>>, DeviceError> {
     let mut constants: Vec<Option<Value>> = Vec::new();
     constants.resize_with(plan.values.len(), || None);
     for (id, tensor) in &plan.constants {
-        let value = Value::from_host(tensor).map_err(|err| match err {
-            KernelError::Invalid(reason) => DeviceError::BadPlan(reason),
-            KernelError::Memory(err) => DeviceError::HostMemory(err),
-        })?;
-        constants[id.index()] = Some(value);
+        constants[id.index()] = Some(Value::from_host(tensor).map_err(constant_error)?);
     }
     Ok(constants)
+}
+
+fn constant_error(error: KernelError) -> DeviceError {
+    match error {
+        KernelError::Invalid(reason) => DeviceError::BadPlan(reason),
+        KernelError::Memory(error) => DeviceError::HostMemory(error),
+    }
 }
 
 impl CpuProgram {
@@ -92,34 +95,16 @@ impl CpuProgram {
         memory: &'static HostMemory,
         find: impl Fn(&LaunchPlan, &ByteSteps) -> ChannelBlocks,
     ) -> Result<CpuProgram, DeviceError> {
+        plan.check().map_err(|err| DeviceError::BadPlan(err.to_string()))?;
         let source = plan.clone();
-        let (plan, byte_steps) = with_byte_steps(in_single_precision(plan));
-        let plan = weights_as_numbers(plan);
-        let blocks = find(&plan, &byte_steps);
-        let mut constants = constants_of(&plan)?;
-        let mut kernels = Vec::with_capacity(plan.steps.len());
-        let mut of_floats = Vec::with_capacity(plan.steps.len());
-        for (index, step) in plan.steps.iter().enumerate() {
-            let facts = StepFacts { plan: &plan, step, constants: &constants };
-            let output = step.outputs.first().copied().flatten();
-            let byte_step = output.and_then(|id| byte_steps.get(&id));
-            of_floats.push(byte_step.is_none() && !is_empty(step));
-            let kernel = match (blocks.build(index, &facts, byte_step), byte_step) {
-                (Some(kernel), _) => kernel,
-                (None, Some(byte_step)) => byte_step.build(),
-                (None, None) if is_empty(step) => Ok(Kernel::new(|_, _| Ok(Outputs::new()))),
-                (None, None) => kernel::build(&facts),
-            };
-            kernels.push(kernel.map_err(|error| unsupported(step, error))?);
-        }
-        kernel::drop_packed(&plan, &kernels, &mut constants);
-        let constant_bytes: usize = constants.iter().flatten().map(Value::size_bytes).sum();
-        let kernel_bytes: usize = kernels.iter().map(|kernel| kernel.resident_bytes).sum();
-        let resident = Bytes((constant_bytes + kernel_bytes) as u64);
+        let bound =
+            BoundPlan::new(in_single_precision(plan), find).map_err(|error| match error {
+                BindError::Step(index, error) => unsupported(&source.steps[index], error),
+                BindError::Constant(error) => constant_error(error),
+            })?;
+        let resident = Bytes(bound.resident_bytes() as u64);
+        let BoundPlan { plan, constants, kernels, of_floats } = bound;
         let peak = PeakMemory::default();
-        let mut plan = Arc::unwrap_or_clone(plan);
-        // Values and kernels hold them.
-        plan.constants = Vec::new();
         let loaded =
             LoadedPlan { source, plan, constants, kernels, of_floats, resident, memory, peak };
         Ok(CpuProgram { loaded: Arc::new(loaded) })

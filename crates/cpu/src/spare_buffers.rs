@@ -7,6 +7,7 @@ use model::MemoryError;
 
 use crate::buffer::Buffer;
 use crate::buffer_pool::BufferPool;
+use crate::kernel::gemm;
 
 /// Buffers kept per pool: a network has more steps, and what was dropped is filled again.
 const MAX_BUFFERS: usize = 64;
@@ -54,9 +55,37 @@ pub(crate) fn take(pool: &BufferPool, count: usize) -> Result<Buffer<f32>, Memor
     Ok(buffer)
 }
 
+/// Calls `f` with `count` elements whose contents are arbitrary: memory of the thread, or of `pool`
+/// where they are more than a thread keeps. New memory costs more than a pass over it.
+pub(crate) fn with_scratch<R>(
+    pool: &BufferPool,
+    count: usize,
+    f: impl FnOnce(&mut [f32]) -> R,
+) -> Result<R, MemoryError> {
+    if count <= gemm::MAX_KEPT_SCRATCH {
+        return gemm::with_scratch(count, f);
+    }
+    let mut buffer = take(pool, count)?;
+    let result = f(&mut buffer);
+    keep(buffer, pool);
+    Ok(result)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn much_scratch_memory_is_used_again() {
+        let pool = BufferPool::new();
+        let count = gemm::MAX_KEPT_SCRATCH + 1;
+        let place = |scratch: &mut [f32]| (scratch.len(), scratch.as_ptr() as usize);
+        let first = with_scratch(&pool, count, place).unwrap();
+        // Memory that was given back would be at the same place.
+        let other = vec![0f32; count];
+        assert_eq!(with_scratch(&pool, count, place).unwrap(), first);
+        assert_ne!(other.as_ptr() as usize, first.1);
+    }
 
     #[test]
     fn kept_buffers_are_reused() {

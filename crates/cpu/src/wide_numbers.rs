@@ -17,13 +17,22 @@ pub(crate) fn is_half(dtype: DataType) -> bool {
 
 /// `plan` with single precision inside, or as it is if a step is in the way.
 pub(crate) fn in_single_precision(plan: Arc<LaunchPlan>) -> Arc<LaunchPlan> {
-    if !plan.values.iter().any(|value| is_half(value.dtype)) || plan.check().is_err() {
+    if !has_halves(&plan) || plan.check().is_err() {
         return plan;
     }
     match rewritten(&plan) {
         Some(wide) => Arc::new(wide),
         None => plan,
     }
+}
+
+/// Whether a value of the plan, or of a body in it, has half precision.
+fn has_halves(plan: &LaunchPlan) -> bool {
+    let of_step = |step: &Step| match &step.op {
+        Op::Control(control) => control.bodies.iter().any(|body| has_halves(&body.plan)),
+        _ => false,
+    };
+    plan.values.iter().any(|value| is_half(value.dtype)) || plan.steps.iter().any(of_step)
 }
 
 /// Whether the type of a step's results follows from that of its operands.
@@ -33,8 +42,8 @@ fn follows_operands(plan: &LaunchPlan, step: &Step) -> bool {
     let writes = step.outputs.iter().flatten().any(half);
     match &step.op {
         Op::Cast(_) => true,
-        // Bodies have types of their own.
-        Op::Control(_) => false,
+        // Bodies are rewritten themselves.
+        Op::Control(_) => true,
         // These name the type of their result, or read bits.
         Op::Draw(_) | Op::Signal(_) | Op::EyeLike { .. } => !writes,
         Op::ConstantOfShape { .. } => true,
@@ -62,6 +71,11 @@ fn rewritten(plan: &LaunchPlan) -> Option<LaunchPlan> {
     for step in &mut wide.steps {
         match &mut step.op {
             Op::Cast(to) if is_half(to.to) => to.to = DataType::F32,
+            Op::Control(control) => {
+                for body in &mut control.bodies {
+                    body.plan = Arc::new(rewritten(&body.plan)?);
+                }
+            }
             Op::ConstantOfShape { dtype, value } if is_half(*dtype) => {
                 let bits = u16::from_le_bytes([value[0], value[1]]);
                 let number = match dtype {
@@ -84,7 +98,7 @@ mod tests {
     use crate::program::{CpuProgram, CpuTask};
     use device::Program;
     use half::f16;
-    use model::op::{Binary, MatMul, Unary};
+    use model::op::{Binary, Body, Control, ControlKind, MatMul, Unary};
     use model::{Tensor, ValueInfo};
 
     fn halves(values: &[f32], shape: &[usize]) -> Tensor {
@@ -136,6 +150,47 @@ mod tests {
         let wanted = [halves(&[3.5, 4.5], &[1, 2]), halves(&[2.5, 4.0], &[1, 2])];
         assert_eq!(outputs[..2], wanted);
         assert_eq!(outputs[2], halves(&[1.0, 0.5], &[1, 2]));
+    }
+
+    /// A product beyond half precision in the branch of an `If`, and its logarithm.
+    #[test]
+    fn bodies_compute_in_single_precision_too() {
+        let value = |dtype| ValueInfo { name: String::new(), dtype, shape: None };
+        let step = |op, inputs: &[u32], output: u32| Step {
+            name: format!("s{output}"),
+            op,
+            inputs: inputs.iter().map(|id| Some(ValueId(*id))).collect(),
+            outputs: vec![Some(ValueId(output))],
+            last_uses: vec![],
+        };
+        let plan = |types: &[DataType], inputs: u32, steps: Vec<Step>| {
+            let mut plan = LaunchPlan {
+                values: types.iter().copied().map(value).collect(),
+                inputs: (0..inputs).map(ValueId).collect(),
+                outputs: vec![ValueId(types.len() as u32 - 1)],
+                steps,
+                ..LaunchPlan::default()
+            };
+            plan.plan_lifetimes();
+            plan
+        };
+        use DataType::{Bool, F16};
+        let steps =
+            vec![step(Op::Binary(Binary::Mul), &[0, 1], 2), step(Op::Unary(Unary::Log), &[2], 3)];
+        let body = Body { plan: Arc::new(plan(&[F16; 4], 2, steps)), operands: vec![1, 2] };
+        let bodies = vec![body.clone(), body];
+        let branch = Op::Control(Control { kind: ControlKind::If, id: 0, bodies });
+        let mut outer = plan(&[Bool, F16, F16, F16], 3, vec![step(branch, &[0, 1, 2], 3)]);
+        outer.inputs.pop();
+        outer.constants = vec![(ValueId(2), halves(&[60_000.0], &[]))];
+        outer.plan_lifetimes();
+        let program = CpuProgram::load(Arc::new(outer), crate::buffer::memory()).unwrap();
+        let taken = Tensor::from_raw(Bool, vec![], vec![1u8].into()).unwrap();
+        let mut task = program.prepare(vec![taken, halves(&[100.0, 2.0], &[2])]).unwrap();
+        let own = task.as_any_mut().downcast_mut::<CpuTask>().unwrap();
+        own.run_step(&BufferPool::new()).unwrap();
+        let outputs = task.into_outputs().unwrap();
+        assert_eq!(outputs, [halves(&[6e6f32.ln(), 1.2e5f32.ln()], &[2])]);
     }
 
     #[test]

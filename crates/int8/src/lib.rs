@@ -45,20 +45,27 @@ pub enum InstructionSet {
     Plain,
     /// Pairs of 16-bit products, 256 bits at a time.
     Avx2,
+    /// Pairs of 16-bit products, 512 bits at a time.
+    Avx512,
     /// Dot products of four bytes, 512 bits at a time.
     Avx512Vnni,
 }
 
 impl InstructionSet {
     /// Every one.
-    pub const ALL: [InstructionSet; 3] =
-        [InstructionSet::Plain, InstructionSet::Avx2, InstructionSet::Avx512Vnni];
+    pub const ALL: [InstructionSet; 4] = [
+        InstructionSet::Plain,
+        InstructionSet::Avx2,
+        InstructionSet::Avx512,
+        InstructionSet::Avx512Vnni,
+    ];
 
     /// Its name in reports.
     pub const fn as_str(self) -> &'static str {
         match self {
             InstructionSet::Plain => "plain",
             InstructionSet::Avx2 => "AVX2",
+            InstructionSet::Avx512 => "AVX-512",
             InstructionSet::Avx512Vnni => "AVX-512 VNNI",
         }
     }
@@ -69,6 +76,10 @@ impl InstructionSet {
             InstructionSet::Plain => true,
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx2 => is_x86_feature_detected!("avx2"),
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx512 => {
+                is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw")
+            }
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512Vnni => {
                 is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vnni")
@@ -146,7 +157,12 @@ pub fn convolve_with(set: InstructionSet, run: BlockRun) {
         // else.
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx512Vnni if set.is_available() => unsafe {
-            x86_blocks::convolve_vnni(run);
+            x86_blocks::vnni::convolve(run);
+        },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        InstructionSet::Avx512 if set.is_available() => unsafe {
+            x86_blocks::pairs::convolve(run);
         },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
@@ -181,6 +197,11 @@ impl Tile<'_> {
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512Vnni if set.is_available() => unsafe {
                 x86::dot_vnni::<ROWS, VECTORS, LEFT>(self);
+            },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx512 if set.is_available() => unsafe {
+                x86::dot_pairs::<ROWS, VECTORS, LEFT>(self);
             },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]

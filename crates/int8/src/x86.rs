@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::{LANES, Tile};
+use crate::{LANES, Sums, Tile};
 
 #[target_feature(enable = "avx512f,avx512vnni")]
 pub(crate) fn dot_vnni<const ROWS: usize, const VECTORS: usize, const LEFT: bool>(tile: Tile) {
@@ -26,6 +26,75 @@ pub(crate) fn dot_vnni<const ROWS: usize, const VECTORS: usize, const LEFT: bool
         }
     }
     for (target, sums) in tile.sums.iter_mut().zip(sums) {
+        for (target, sum) in target.iter_mut().zip(sums) {
+            *target = bytemuck::cast(sum);
+        }
+    }
+}
+
+/// Bytes at even and at odd places, each as 16 bits.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(crate) fn wide_halves<const UNSIGNED: bool>(words: __m512i) -> [__m512i; 2] {
+    let even = _mm512_slli_epi16::<8>(words);
+    match UNSIGNED {
+        true => [_mm512_srli_epi16::<8>(even), _mm512_srli_epi16::<8>(words)],
+        false => [_mm512_srai_epi16::<8>(even), _mm512_srai_epi16::<8>(words)],
+    }
+}
+
+/// `sum` and the products of two operands' halves, which 16 bits times 16 cannot overflow.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(crate) fn add_pairs(sum: __m512i, a: [__m512i; 2], b: [__m512i; 2]) -> __m512i {
+    let even = _mm512_madd_epi16(a[0], b[0]);
+    let odd = _mm512_madd_epi16(a[1], b[1]);
+    _mm512_add_epi32(sum, _mm512_add_epi32(even, odd))
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(crate) fn dot_pairs<const ROWS: usize, const VECTORS: usize, const LEFT: bool>(tile: Tile) {
+    match (ROWS, VECTORS) {
+        // More sums than there are registers for.
+        (8, 3) => {
+            pairs_of_rows::<ROWS, VECTORS, LEFT, 4>(tile.left, tile.right, 0, tile.sums);
+            pairs_of_rows::<ROWS, VECTORS, LEFT, 4>(tile.left, tile.right, 4, tile.sums);
+        }
+        _ => pairs_of_rows::<ROWS, VECTORS, LEFT, ROWS>(tile.left, tile.right, 0, tile.sums),
+    }
+}
+
+/// The sums of `COUNT` rows from `first` on.
+#[target_feature(enable = "avx512f,avx512bw")]
+fn pairs_of_rows<const ROWS: usize, const VECTORS: usize, const LEFT: bool, const COUNT: usize>(
+    left: &[u32],
+    right: &[u32],
+    first: usize,
+    target: &mut Sums,
+) {
+    let mut sums = [[_mm512_setzero_si512(); VECTORS]; COUNT];
+    let (left, _) = left.as_chunks::<ROWS>();
+    let (right, _) = right.as_chunks::<LANES>();
+    for (a, b) in left.iter().zip(right.chunks_exact(VECTORS)) {
+        let mut columns = [[_mm512_setzero_si512(); 2]; VECTORS];
+        for (column, words) in columns.iter_mut().zip(b) {
+            *column = match LEFT {
+                true => wide_halves::<false>(bytemuck::cast(*words)),
+                false => wide_halves::<true>(bytemuck::cast(*words)),
+            };
+        }
+        for (sums, &a) in sums.iter_mut().zip(&a[first..first + COUNT]) {
+            let a = _mm512_set1_epi32(a as i32);
+            let a = match LEFT {
+                true => wide_halves::<true>(a),
+                false => wide_halves::<false>(a),
+            };
+            for (sum, &b) in sums.iter_mut().zip(&columns) {
+                *sum = add_pairs(*sum, a, b);
+            }
+        }
+    }
+    for (target, sums) in target[first..].iter_mut().zip(sums) {
         for (target, sum) in target.iter_mut().zip(sums) {
             *target = bytemuck::cast(sum);
         }

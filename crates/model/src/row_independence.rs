@@ -377,9 +377,12 @@ impl<'a> RowAnalysis<'a> {
             Op::MatMul(op) => self.product(step, op.transpose_a, op.transpose_b),
             Op::MatMulInteger => self.product(step, false, false),
             Op::QLinearMatMul => {
-                let last = self.rank(x)?.checked_sub(1)?;
-                let kept = self.state(x) != RowState::Rows(last) && self.others_free(step, 1);
-                kept.then(|| self.state(x))
+                // Scales and zero points of all rows.
+                let free = |at| input(step, at).is_none_or(|id| self.state(id) == RowState::Free);
+                let at = self.product_rows(x, input(step, 3)?, false, false)?;
+                let rank = self.rank(first_output(step)?)?;
+                let rows = RowState::Rows(rank.checked_sub(at)?);
+                [1, 2, 4, 5, 6, 7].into_iter().all(free).then_some(rows)
             }
             Op::Gemm(op) => {
                 let rows = RowState::Rows(usize::from(op.transpose_a));
@@ -697,6 +700,34 @@ impl<'a> RowAnalysis<'a> {
 
     fn product(&self, step: &Step, transpose_a: bool, transpose_b: bool) -> Option<RowState> {
         let (a, b, output) = (input(step, 0)?, input(step, 1)?, first_output(step)?);
+        if let (RowState::Rows(axis), Some(1)) = (self.state(a), self.rank(b)) {
+            // A vector of weights: the last dimension goes.
+            let alone = (2..step.inputs.len()).all(|at| input(step, at).is_none());
+            let kept = !transpose_a && axis + 1 < self.rank(a)? && self.others_free(step, 1);
+            return (alone && kept).then_some(RowState::Rows(axis));
+        }
+        let at = self.product_rows(a, b, transpose_a, transpose_b)?;
+        let rank = self.rank(output)?;
+        let aligned = |id: ValueId| {
+            let rows =
+                self.rows_of(id).zip(self.rank(id)).is_some_and(|(axis, rank)| rank - axis == at);
+            rows || self.same_for_all(id, at)
+        };
+        [2, 3]
+            .into_iter()
+            .filter_map(|index| input(step, index))
+            .all(aligned)
+            .then_some(RowState::Rows(rank.checked_sub(at)?))
+    }
+
+    /// Where the rows of a product of `a` and `b` are, counted from 1 at the end of its shape.
+    fn product_rows(
+        &self,
+        a: ValueId,
+        b: ValueId,
+        transpose_a: bool,
+        transpose_b: bool,
+    ) -> Option<usize> {
         let place = |id: ValueId, transposed: bool| -> Option<Option<usize>> {
             let rank = self.rank(id).filter(|rank| *rank >= 2)?;
             match self.state(id) {
@@ -709,25 +740,14 @@ impl<'a> RowAnalysis<'a> {
                 })),
             }
         };
-        let at = match (place(a, transpose_a)?, place(b, transpose_b)?) {
-            (Some(at), Some(other)) if at == other && at >= 3 => at,
-            (Some(2), None) => 2,
-            (Some(at), None) if at >= 3 && self.same_for_all(b, at) => at,
-            (None, Some(1)) => 1,
-            (None, Some(at)) if at >= 3 && self.same_for_all(a, at) => at,
-            _ => return None,
-        };
-        let rank = self.rank(output)?;
-        let aligned = |id: ValueId| {
-            let rows =
-                self.rows_of(id).zip(self.rank(id)).is_some_and(|(axis, rank)| rank - axis == at);
-            rows || self.same_for_all(id, at)
-        };
-        [2, 3]
-            .into_iter()
-            .filter_map(|index| input(step, index))
-            .all(aligned)
-            .then_some(RowState::Rows(rank.checked_sub(at)?))
+        match (place(a, transpose_a)?, place(b, transpose_b)?) {
+            (Some(at), Some(other)) if at == other && at >= 3 => Some(at),
+            (Some(2), None) => Some(2),
+            (Some(at), None) if at >= 3 && self.same_for_all(b, at) => Some(at),
+            (None, Some(1)) => Some(1),
+            (None, Some(at)) if at >= 3 && self.same_for_all(a, at) => Some(at),
+            _ => None,
+        }
     }
 
     fn attention(&self, step: &Step) -> Option<RowState> {

@@ -156,6 +156,7 @@ impl ConvCall<'_> {
     ) -> Result<(), KernelError> {
         let shapes = self.shapes;
         let border = Border::new(&shapes.geometry, shapes.group_inputs)?;
+        let windows = SignalWindows::of(shapes);
         let in_size = shapes.group_inputs * shapes.geometry.input_size();
         let out_size = shapes.group_outputs * shapes.geometry.output_size();
         let count = out.len() / out_size;
@@ -172,6 +173,9 @@ impl ConvCall<'_> {
             };
             let left = Left::Packed(&groups[group]);
             let product = if parallel { gemm::product } else { gemm::product_here };
+            if let Some(windows) = &windows {
+                return windows.with(input, |matrix| product(out, left, matrix, epilogue))?;
+            }
             if shapes.geometry.is_pointwise() {
                 let plane = shapes.geometry.input_size();
                 let right = Right::Plain(Matrix::new(input, shapes.group_inputs, plane));
@@ -242,6 +246,55 @@ impl ConvCall<'_> {
         } else {
             try_for_each(planes, &one)
         }
+    }
+}
+
+/// Windows of one signal that lie apart: each is a run of adjacent elements, and as a column of the
+/// product it is read from front to back. Short-time spectra are such convolutions.
+struct SignalWindows {
+    length: usize,
+    count: usize,
+    stride: usize,
+    /// Zeros before the signal.
+    before: usize,
+}
+
+impl SignalWindows {
+    fn of(shapes: &ConvShapes) -> Option<SignalWindows> {
+        let g = &shapes.geometry;
+        let is_line = |axis: usize| (g.kernel[axis], g.input[axis], g.output[axis]) == (1, 1, 1);
+        let apart = g.strides[2] > 1 && g.dilations[2] == 1;
+        (shapes.group_inputs == 1 && is_line(0) && is_line(1) && apart).then_some(SignalWindows {
+            length: g.kernel[2],
+            count: g.output[2],
+            stride: g.strides[2],
+            before: g.begin[2],
+        })
+    }
+
+    /// Elements that windows read.
+    fn reach(&self) -> usize {
+        self.count.saturating_sub(1) * self.stride + self.length
+    }
+
+    fn columns<'a>(&self, data: &'a [f32]) -> Right<'a> {
+        let (rows, columns) = (self.length, self.count);
+        Right::Plain(Matrix { data, rows, columns, row_stride: 1, column_stride: self.stride })
+    }
+
+    /// Calls `f` with the windows of `signal` as columns of a matrix.
+    fn with<R>(&self, signal: &[f32], f: impl FnOnce(Right) -> R) -> Result<R, KernelError> {
+        if self.before == 0 && self.reach() <= signal.len() {
+            return Ok(f(self.columns(signal)));
+        }
+        Ok(gemm::with_scratch(self.reach(), |scratch| {
+            let before = self.before.min(scratch.len());
+            let used = signal.len().min(scratch.len() - before);
+            scratch[..before].fill(0.0);
+            scratch[before..before + used].copy_from_slice(&signal[..used]);
+            scratch[before + used..].fill(0.0);
+            f(self.columns(scratch))
+        })?)
     }
 }
 

@@ -122,7 +122,7 @@ impl Default for Epilogue<'_> {
 }
 
 /// Elements of scratch memory that a thread keeps.
-const MAX_KEPT_SCRATCH: usize = 4 << 20;
+pub(crate) const MAX_KEPT_SCRATCH: usize = 4 << 20;
 
 thread_local! {
     /// Memory for packed panels. Stays initialized, so that it is filled only once.
@@ -130,7 +130,7 @@ thread_local! {
 }
 
 /// Calls `f` with `length` elements of scratch memory whose contents are arbitrary.
-pub(super) fn with_scratch<R>(
+pub(crate) fn with_scratch<R>(
     length: usize,
     f: impl FnOnce(&mut [f32]) -> R,
 ) -> Result<R, MemoryError> {

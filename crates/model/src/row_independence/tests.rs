@@ -262,6 +262,36 @@ fn steps_that_depend_on_the_number_of_rows_are_found() {
     assert_eq!(maker.mixes(product).as_deref(), Some("matmul"));
 }
 
+/// Products of quantized rows with rows, as attention has them, and with a vector.
+#[test]
+fn products_of_rows_with_rows_keep_them_apart() {
+    let quantized = |x: &str, other: &str, out: &str, of_rows: bool| {
+        let mut maker = PlanBuilder::default();
+        let x = maker.input(x);
+        let b = if of_rows { maker.input(other) } else { maker.constant(other, vec![0]) };
+        let [a, c, d, e, f, g] = std::array::from_fn(|_| maker.constant("1", vec![1]));
+        let y = maker.step(Op::QLinearMatMul, &[x, a, c, b, d, e, f, g], out);
+        maker.mixes(y)
+    };
+    assert_eq!(quantized("n,4,t,8", "n,4,8,t", "n,4,t,t", true), None);
+    assert_eq!(quantized("n,5", "5,3", "n,3", false), None);
+    assert_eq!(quantized("n,4,8", "1,8,3", "n,4,3", false), None);
+    // Matrices of other numbers than rows.
+    assert!(quantized("n,4,8", "7,8,3", "7,4,3", false).is_some());
+    // Rows are summed over.
+    assert!(quantized("n,5", "5,n", "n,n", true).is_some());
+    let vector = |x: &str, out: &str| {
+        let mut maker = PlanBuilder::default();
+        let x = maker.input(x);
+        let b = maker.constant("5", vec![0]);
+        let y = maker.step(Op::MatMul(MatMul::default()), &[x, b], out);
+        maker.mixes(y)
+    };
+    assert_eq!(vector("n,5", "n"), None);
+    assert_eq!(vector("n,4,5", "n,4"), None);
+    assert!(vector("n", "1").is_some());
+}
+
 /// The mixing step of a plan with one input and one step, whose further operands are constants.
 fn with_constants(op: Op, dims: &str, constants: &[(&str, Vec<i64>)], out: &str) -> Option<String> {
     let mut maker = PlanBuilder::default();

@@ -182,7 +182,7 @@ impl DenseConv {
             if !positions.bordered {
                 return call.run(out, input, parallel);
             }
-            gemm::with_scratch(positions.image_len, |scratch| {
+            spare_buffers::with_scratch(context.pool, positions.image_len, |scratch| {
                 positions.surround(scratch, input, 0.0, parallel);
                 call.run(out, scratch, parallel)
             })?

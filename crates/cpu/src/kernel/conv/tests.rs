@@ -150,6 +150,37 @@ fn random_geometries_match_the_reference() {
     }
 }
 
+/// One signal and long windows that lie apart, as spectra are computed.
+#[test]
+fn windows_of_a_signal_match_the_reference() {
+    let mut source = Random::new(22);
+    for case in 0..60 {
+        let taps = between(&mut source, 1, 70);
+        let stride = between(&mut source, 2, 40);
+        let length = taps + between(&mut source, 0, 900);
+        let outputs = between(&mut source, 1, 30);
+        let spread = |source: &mut Random| between(source, 0, taps - 1);
+        let pads = vec![spread(&mut source), spread(&mut source)];
+        let groups = [1, 1, outputs][case % 3];
+        let images = between(&mut source, 1, 2);
+        let window = Window {
+            kernel: vec![],
+            strides: vec![stride],
+            dilations: vec![1],
+            padding: Padding::Explicit(pads),
+        };
+        let conv = Conv { window, groups, activation: Activation::None };
+        let x = random(&mut source, &[images, groups, length]);
+        let w = random(&mut source, &[outputs, 1, taps]);
+        let (shape, expected) = reference(&x, &w, &conv);
+        let what = format!("{conv:?} of {length} with {taps} taps");
+        let operands = [TestOperand::Input(x), input_or_constant(&mut source, &w)];
+        let (actual_shape, actual) = run_f32(Op::Conv(conv), &operands).unwrap();
+        assert_eq!(actual_shape, shape, "{what}");
+        assert_close(&actual, &expected, 1e-5, &what);
+    }
+}
+
 /// Weights below the least normal number count as zeros, also where they would add up.
 #[test]
 fn weights_that_are_no_normal_numbers_are_zeros() {

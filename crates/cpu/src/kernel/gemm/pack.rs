@@ -249,7 +249,9 @@ fn pack_columns(target: &mut [f32], matrix: Matrix, columns: Range<usize>) {
             let start = (columns.start + lane + column) * matrix.column_stride;
             &matrix.data[start..start + matrix.rows]
         });
-        for (depth, target) in target.chunks_exact_mut(width).enumerate() {
+        let rows = target.len() / width;
+        let sources = sources.map(|source| &source[..rows]);
+        for (depth, target) in (0..rows).zip(target.chunks_exact_mut(width)) {
             let values: [f32; COLUMNS] = std::array::from_fn(|column| sources[column][depth]);
             target[lane..lane + COLUMNS].copy_from_slice(&values);
         }

@@ -77,10 +77,12 @@ fn all_pads(inputs: &Inputs, rank: usize) -> Result<Vec<(i64, i64)>, KernelError
     Ok(all)
 }
 
-/// The source of each position of an output dimension.
+/// Where the positions of an output dimension come from.
 struct AxisMap {
-    /// Input positions; `None` is the fill.
-    from: Buffer<Option<usize>>,
+    /// Extent of the input.
+    size: i64,
+    before: i64,
+    mode: PadMode,
     /// Start and length of the output positions that are consecutive input positions.
     run: (usize, usize),
 }
@@ -91,25 +93,26 @@ impl AxisMap {
             return Err(invalid!("there is nothing to pad with in mode {mode:?}"));
         }
         let n = size as i64;
-        let source = |position: usize| {
-            let index = position as i64 - before;
-            let inside = match mode {
-                PadMode::Constant => index,
-                PadMode::Edge => index.clamp(0, n - 1),
-                PadMode::Wrap => index.rem_euclid(n),
-                PadMode::Reflect if n == 1 => 0,
-                PadMode::Reflect => {
-                    let period = 2 * (n - 1);
-                    let folded = index.rem_euclid(period);
-                    folded.min(period - folded)
-                }
-            };
-            (0..n).contains(&inside).then_some(inside as usize)
-        };
-        let from = Buffer::collect((0..length).map(source))?;
         let start = before.clamp(0, length as i64) as usize;
         let end = before.saturating_add(n).clamp(start as i64, length as i64) as usize;
-        Ok(AxisMap { from, run: (start, end - start) })
+        Ok(AxisMap { size: n, before, mode, run: (start, end - start) })
+    }
+
+    /// The input position of an output position; `None` is the fill.
+    fn source(&self, position: usize) -> Option<usize> {
+        let (n, index) = (self.size, position as i64 - self.before);
+        let inside = match self.mode {
+            PadMode::Constant => index,
+            PadMode::Edge => index.clamp(0, n - 1),
+            PadMode::Wrap => index.rem_euclid(n),
+            PadMode::Reflect if n == 1 => 0,
+            PadMode::Reflect => {
+                let period = 2 * (n - 1);
+                let folded = index.rem_euclid(period);
+                folded.min(period - folded)
+            }
+        };
+        (0..n).contains(&inside).then_some(inside as usize)
     }
 }
 
@@ -134,7 +137,7 @@ fn padded<T: Pooled>(
             let mut rest = start / width + number;
             let mut base = Some(0);
             for (axis, map) in outer.iter().enumerate().rev() {
-                let index = map.from[rest % shape[axis]];
+                let index = map.source(rest % shape[axis]);
                 rest /= shape[axis];
                 base = base.zip(index).map(|(base, index)| base + index * strides[axis]);
             }
@@ -151,14 +154,14 @@ fn pad_row<T: Clone>(data: &[T], row: &mut [T], map: &AxisMap) {
     let (start, length) = map.run;
     let each = |range: std::ops::Range<usize>, row: &mut [T]| {
         for position in range {
-            if let Some(index) = map.from[position] {
+            if let Some(index) = map.source(position) {
                 row[position].clone_from(&data[index]);
             }
         }
     };
     each(0..start, row);
     if length > 0
-        && let Some(first) = map.from[start]
+        && let Some(first) = map.source(start)
     {
         row[start..start + length].clone_from_slice(&data[first..first + length]);
     }
