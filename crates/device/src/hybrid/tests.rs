@@ -294,6 +294,10 @@ impl Program for RememberingProgram {
         Err(DeviceError::BadPlan("it runs nothing".to_string()))
     }
 
+    fn copies_on_caller(&self, _: &[Tensor]) -> bool {
+        false
+    }
+
     fn specialize(&self, shapes: &[Vec<usize>]) -> Result<(), DeviceError> {
         self.1.lock().expect("no panic").push(shapes.to_vec());
         Ok(())
@@ -358,4 +362,15 @@ fn a_program_without_sections_of_the_accelerator_is_always_prepared() {
     let host: Arc<dyn Device> = Arc::new(Remembering::new(None));
     let program = super::whole::on_host(&host, &Arc::new(three_steps())).expect("a program");
     assert!(program.is_prepared(&rows(2)));
+}
+
+#[test]
+fn only_a_program_in_sections_copies_what_the_accelerator_would_not() {
+    let of = |refused: Option<Op>| {
+        let host = Arc::new(Remembering::new(None));
+        let hybrid = HybridDevice::new(Arc::new(Remembering::new(refused)), host);
+        hybrid.load(Arc::new(three_steps())).expect("a program").copies_on_caller(&rows(2))
+    };
+    assert!(!of(None), "the accelerator runs it whole");
+    assert!(of(Some(Op::Unary(Unary::Relu))));
 }

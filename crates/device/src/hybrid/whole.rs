@@ -104,6 +104,10 @@ impl Program for WholeProgram {
         self.inner.is_prepared(inputs)
     }
 
+    fn copies_on_caller(&self, inputs: &[Tensor]) -> bool {
+        self.inner.copies_on_caller(inputs)
+    }
+
     fn specialize(&self, shapes: &[Vec<usize>]) -> Result<(), DeviceError> {
         match self.inner.specialize(shapes) {
             Err(err) if is_refusal(&err) => self.fallback(&err).map(|_| ()),
