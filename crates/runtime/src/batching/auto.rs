@@ -118,13 +118,13 @@ impl BatchPolicy for Auto {
     }
 
     fn decide(&mut self, now: Nanos, model: &ModelView<'_>, decisions: &mut Vec<Decision>) {
-        let mut busy = model.workers.iter().filter(|worker| worker.busy).count();
+        let busy = model.workers.iter().filter(|worker| worker.busy).count();
         let span = Nanos(model.profile.latency(1).0.saturating_mul(IDLE_BATCHES));
         let mut remaining = model.waiting.len();
         self.idle.count(now, span, busy > 0 || remaining > 0);
         let allowed = self.workers_allowed(model);
         let idle = model.workers.iter().enumerate().filter(|(_, worker)| !worker.busy);
-        for (worker, facts) in idle {
+        for (busy, (worker, facts)) in (busy..).zip(idle) {
             if remaining == 0 || busy >= allowed {
                 return;
             }
@@ -139,7 +139,6 @@ impl BatchPolicy for Auto {
             let count = self.sizes.iter().rev().find(fits).copied().unwrap_or(1);
             decisions.push(Decision::Launch { worker, count });
             remaining -= count;
-            busy += 1;
         }
     }
 }
