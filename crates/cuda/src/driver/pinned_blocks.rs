@@ -51,8 +51,8 @@ unsafe impl Send for PinnedBlock {}
 unsafe impl Sync for PinnedBlock {}
 
 impl PinnedBlock {
-    /// `bytes` of new memory, a size of [`block_size`]. `wait` is called before the call that blocks
-    /// others.
+    /// `bytes` of new memory, a size of [`block_size`]. `wait` is called before the call that
+    /// blocks others.
     fn new(
         context: &Context,
         bytes: usize,

@@ -20,13 +20,13 @@ const SATURATED_IDLE_SHARE: f64 = 0.05;
 /// That time, in batches of one.
 const IDLE_BATCHES: u64 = 32;
 
-/// Rows of equal batches that run at once, at most, where more than [`SATURATED_WORKERS`] do.
+/// Rows of equal batches that run at once, at most, where more than two do.
 const ROWS_BESIDE: usize = 8;
 
 /// Gives each idle worker the largest batch that can be filled, pays off and fits the SLO. Requests
 /// that find all workers busy make the next batch larger, so batches grow with the load.
 ///
-/// Where there are more than [`SATURATED_WORKERS`], all of them are used while the device is idle
+/// Where there are more than two workers, all of them are used while the device is idle
 /// now and then: a request starts at once, beside others. Once it is not, small batches beside each
 /// other would keep it saturated at a lower rate than large ones, so only two are used.
 #[derive(Clone, Debug)]

@@ -273,7 +273,7 @@ impl LoaderThread {
                 Some(WeightCommand::Evict(weights)) => self.evict(&weights),
                 Some(WeightCommand::Discard(mapped)) => self.discard(mapped),
                 Some(WeightCommand::ReleaseKept(done)) => {
-                    // Whoever asked may be gone.
+                    // The thread that asked may be gone.
                     let _ = done.try_send(self.release_kept());
                 }
                 None => self.poll_loads(),
