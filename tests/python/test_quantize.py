@@ -78,6 +78,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def reference(path: Path) -> onnxruntime.InferenceSession:
+    """Computes what the file says, in single precision. On processors without VNNI ONNX Runtime's
+    products of bytes saturate."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(path, options)
+
+
 def quantize(folder: Path, output: Path, *flags: str) -> dict:
     model, samples = folder / "float.onnx", folder / "samples"
     command = ["quantize", model, "--calibrate", samples, "--output", output, "--json", *flags]
@@ -100,7 +108,7 @@ def test_the_file_is_as_accurate_as_reported(
     (error,) = report["outputs"]
     assert error["signal_to_noise_db"] > (20 if method == "max" else 12)
     float_session = onnxruntime.InferenceSession(folder / "float.onnx")
-    session = onnxruntime.InferenceSession(made)
+    session = reference(made)
     errors = []
     for path in sorted((folder / "samples").iterdir()):
         loaded = np.load(path)
@@ -120,7 +128,7 @@ def test_results_are_those_of_onnx_runtime(folder: Path, tmp_path: Path) -> None
     saved = tmp_path / "outputs"
     result = run("run", made, "--input", f"image={folder}/samples/0.npy", "--save", saved)
     assert result.returncode == 0, result.stderr
-    (wanted,) = onnxruntime.InferenceSession(made).run(None, {"image": image})
+    (wanted,) = reference(made).run(None, {"image": image})
     found = np.load(saved / "scores.npy")
     # An activation that is rounded the other way moves a score by less than a quantum of it.
     assert np.abs(wanted - found).max() < np.abs(wanted).max() / 64
