@@ -222,20 +222,28 @@ fn divide(cores: &[Vec<usize>], lone: LoneThreads) -> Option<Shares> {
     }
     // Few threads in the background compute for long, and many connections need many processors.
     let parts = if count < MIN_TO_SET_ASIDE { 2 } else { 3 };
-    let in_background = (count - polling.len() - driver.len()) / parts;
-    let (mut serving, mut background) = (Vec::new(), Vec::new());
+    let rest = count - polling.len() - driver.len();
+    let in_background = rest / parts;
+    let (mut serving, mut background): (Vec<Vec<usize>>, Vec<usize>) = (Vec::new(), Vec::new());
     for core in all.into_iter().rev() {
         match background.len() + core.len() <= in_background {
             true => background.extend(core),
-            false => serving.extend(core),
+            false => serving.push(core),
         }
     }
     for core in beside {
         match background.is_empty() && core.len() <= in_background {
             true => background.extend(core),
-            false => serving.extend(core),
+            false => serving.push(core),
         }
     }
+    // Cores of many processors: one with up to half of them is better than a part of one.
+    if background.is_empty()
+        && let Some(at) = serving.iter().position(|core| core.len() <= rest / 2)
+    {
+        background = serving.remove(at);
+    }
+    let mut serving = serving.concat();
     // One core of many processors is divided nevertheless.
     if background.is_empty() {
         background = serving.split_off(serving.len() - in_background);
