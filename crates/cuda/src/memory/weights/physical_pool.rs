@@ -1,9 +1,8 @@
 //! Physical device memory, kept for the next weights.
 //!
-//! The driver clears new memory: a copy engine is busy with it, and the first access right is only
-//! granted when it is done, while every other call of the context waits. So memory of models that
-//! were evicted or removed is kept for the next one. Sizes of allocations are powers of two up to
-//! [`PIECE_BYTES`]: those of one model are then what another needs.
+//! The driver clears new memory, and other work on the device takes longer meanwhile (ADR 90). So
+//! memory of models that were evicted or removed is kept for the next one. Sizes of allocations are
+//! powers of two up to [`PIECE_BYTES`]: those of one model are then what another needs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{Context, PhysicalMemory};
 use crate::error::CudaError;
 
-/// The largest allocation. Copies begin when the first one is mapped, and clearing it holds up
-/// other copies and calls for less than 0.1 ms.
+/// The largest allocation. Copies begin when the first one is mapped, and the device is not busy
+/// with clearing much at once.
 const PIECE_BYTES: u64 = 32 << 20;
 
 /// Allocations for one slab beyond one per [`PIECE_BYTES`], at most: each is a call more to map and
